@@ -2,8 +2,8 @@
 
 This file defines `Rotated`, which copies the rows of x to y, each some rows further down. It is stored, printed,
 verified and simulated by its tiles, and CPU processes run it by its entry. GPUs have no entry, and refuse it by name.
-`Elsewhere` has no entry at all: CPU processes run its tiles one after the other. Both refuse `RotatedUp`. Functions with a `group` argument run
-on the ranks.
+`Elsewhere` has no entry at all: CPU processes run its tiles one after the other. Both refuse `RotatedUp`.
+Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def inherited_kernel(step: Step) -> str:
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""
-    return next(base.kind for base in type(step.tile_kernel).__mro__ if base in run_tiles.registry)
+    bases = (base for base in type(step.tile_kernel).__mro__ if issubclass(base, TileKernel))
+    return next(base.kind for base in bases if base in run_tiles.registry)
 
 
 @bind.register
