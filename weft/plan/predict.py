@@ -124,9 +124,9 @@ class Row:
         The unit is the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes, each step
         (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more. These
         numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit 6ab48730).
-        In today's file, which has 84 other shapes with a schedule other than serial, the CPU time divided by serial's is
-        0.83 to 1.07 times the predicted quotient, by the medians of five operators. The times themselves are 1.5 to 2.5
-        times the predicted times. Steps with dynamic sizes are issued from Python and cost `Model.host_late_us`.
+        Today's file has 84 other shapes for which a schedule other than serial was chosen. Their CPU time divided by
+        serial's is 0.83 to 1.07 times the predicted quotient (medians of five operators). The times themselves are 1.5 to
+        2.5 times the predicted times. Steps with dynamic sizes are issued from Python and cost `Model.host_late_us`.
         """
         if self.model is None:
             return 0.0

@@ -78,8 +78,9 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the kind of the base class whose implementation would run the tiles of `step`; "" if the kernel's class has its
-    own implementation, or if the tiles run one after another.
+    """Return the kind of the base class whose implementation would run the tiles of `step`.
+
+    Return "" if the kernel's class has its own implementation, or if the tiles run one after another.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""
