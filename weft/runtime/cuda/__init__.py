@@ -2,9 +2,9 @@
 
 | module | contents |
 |---|---|
-| `schedule` | the executor; `runnable` refuses steps that have no implementation |
-| `compile` | turns a rank's steps into the items that `issue` enqueues on streams in every run |
-| `context`, `memory` | the compiler's input; the memory and streams that executors share |
+| `schedule` | the executor; `runnable` raises for steps that GPUs cannot run |
+| `compile` | turns a rank's steps into a list of operations, which `issue` enqueues on streams in every run |
+| `context`, `memory` | the steps, memory and streams of one executor; the memory and streams that executors share |
 | `regions` | the addresses of regions and signal words |
 | `flags` | signals between ranks, as flags |
 | `calls` | calls of torch, cuBLAS and NCCL |

@@ -1,6 +1,7 @@
 """The launcher of the reduction kernel, `weft.kernels.add_up`.
 
-The launcher compiles all variants before any stream waits, and makes its table once per step.
+The launcher compiles all variants of the kernel before any stream waits for a peer. It allocates its table on the device once
+for each step.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ handles a whole row.
 
 
 class Address(NamedTuple):
-    """An address as (number of a base address, offset in bytes, row pitch in bytes). With pitch 0, one row is added to
-    all rows.
+    """The place of a matrix: the index of a base address, an offset in bytes, and the row pitch in bytes. A summand with
+    pitch 0 is one row, which is added to all rows.
     """
 
     base: int
@@ -47,10 +48,10 @@ class SumNorm(NamedTuple):
 
 
 class SumVariant(NamedTuple):
-    """The parameters of a compiled kernel.
+    """The parameters for which the kernel is compiled.
 
-    block: the bytes that a program reduces at a time. step: a power of two, in bytes, that divides all addresses and
-        pitches.
+    block: the number of bytes that a program reduces at a time. step: a power of two, in bytes, that divides all
+        addresses and pitches.
     """
 
     dtype: torch.dtype
@@ -76,8 +77,9 @@ class AddUp:
     """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all
     rows.
 
-    If the only part is `out`, the kernel writes only the norm of `out`. fixed: the base addresses; 0 for the caller's
-    tensors.
+    If the only part is `out`, the kernel writes only the norm of `out`.
+
+    fixed: the base addresses that `Address` refers to, with 0 for tensors of the caller, which may move between runs.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class AddUp:
         }
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
         if not self._programs:
             return True
         calls = [
@@ -137,8 +139,10 @@ class AddUp:
         return record_one_of(program, stream, calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
-        """Launch the kernel. bases: all base addresses, including the caller's tensors. stream: a handle; None in
-        Triton's interpreter.
+        """Launch the kernel.
+
+        bases: all base addresses, including those of the caller's tensors. stream: a stream's handle; None in Triton's
+            interpreter.
         """
         if not self._programs:
             return
@@ -153,7 +157,7 @@ class AddUp:
 
 
 def arguments_of(variant: SumVariant) -> tuple[list[Any], int, dict[str, Any]]:
-    """Return the arguments, warps and constants for which the kernel is compiled."""
+    """Return the types of the kernel's arguments, its number of warps, and its constants, to compile `variant`."""
     constants = variant.constants()
     numbers = len(device_code.add_up_kernel.arg_names) - len(constants) - 1
     return [torch.int64, *[1] * numbers], variant.warps, constants  # the first argument is the table on the device

@@ -18,8 +18,9 @@ _BLOCK = 128
 class Agreeing:
     """The launcher of an `Agree` step (`weft.schedule.steps`).
 
-    expected: [W, counts], and sent: [W * W, counts], in the schedule's own memory. differs_at: an address in pinned
-        memory. width, item_bytes: the number of items of a received row, and the number of bytes of an item.
+    expected: [W, counts], the counts that this rank expects from each rank. sent: [W * W, counts], the counts that ranks
+        have sent. differs_at: an address in pinned memory, where the kernel reports a rank whose counts differ.
+    width, item_bytes: the number of items of a received row, and the number of bytes of an item.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
+"""Compute and collective steps as calls of torch, cuBLAS and NCCL.
 
-Each call is prepared when a schedule is compiled, so a run only makes views and calls. Results are written to the
-step's destination, not into memory that torch allocates.
+When a schedule is compiled, each such step becomes a function of a run's tensors. In a run, this function only makes views
+and calls. It writes results to the step's destination, not into memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Operation(NamedTuple):
-    """A call, as a function of a run's tensors.
+    """A call of torch or NCCL that a run makes. call: a function of the run's tensors.
 
-    what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel. If `what` is
-        None, the kernel is unknown.
-    aside: a call that loads the same kernel, but writes no memory that peers read or add to.
+    what, views: the operation and its operands. Calls with equal `what` and `views` launch the same kernel, so only one of
+        them is needed to load it. None: the kernel is unknown.
+    aside: a function that loads the same kernel, but writes no memory that peers read or add to.
     """
 
     call: Callable[[Tensors], None]
@@ -54,7 +54,7 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor that only this rank uses, and for which cuBLAS chooses the same kernel as for `x`."""
+    """Allocate a private tensor with the shape, layout and alignment of `x`, for which cuBLAS chooses the same kernel."""
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)
     return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
@@ -107,4 +107,4 @@ def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
 
 
 def void(_: Any) -> None:
-    """Drop the result of a call that is made for its side effect."""
+    """Return None: a wrapper for a call whose result is not needed."""

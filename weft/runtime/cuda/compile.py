@@ -1,18 +1,19 @@
-"""The compiler from a rank's steps to the list of operations that the CPU issues: native operations, calls of torch and
-NCCL, and small kernels.
+"""The compiler of a rank's steps. Its result is the list of operations that the CPU issues in every run
+(`weft.runtime.cuda.issue`):
 
-Signals between ranks are stream waits and stream writes, the same in every run (`weft.runtime.cuda.flags`), so that a
-CUDA graph can capture them. Copies by kernel include the signals around them.
+- Native operations, which C++ enqueues (`_core.StreamProgram`): copies, signals, events, and launches of small kernels.
+- Calls of torch and NCCL (`weft.runtime.cuda.calls`).
+- Steps of dynamic size (`weft.runtime.cuda.sizes`).
 
-Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no
+Each lane is a stream. A signal between lanes of one rank is an event. A wait for such a signal of the previous run needs no
 operation, because a run begins after the previous run has ended on its rank.
 
-A separate stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and
-kernels need not wait for it. Each run also writes a mark to memory when it begins, for the watchdog.
+A signal between ranks is a write by a stream, and a wait by a stream. Both are the same in every run
+(`weft.runtime.cuda.flags`), so that a CUDA graph can capture them. A copy by kernel includes the signals around it.
 
-Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
-operations. They are entries of the same list (`weft.runtime.cuda.issue`). All operations get addresses from
-`weft.runtime.cuda.regions`.
+For compute lanes, a separate stream, the monitor, writes signals to peers: a write takes microseconds, and kernels need not
+wait for it. Each run also writes a mark to memory when it begins, for the thread that watches deadlines
+(`weft.runtime.cuda.watch`).
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is kn
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile. timed: True to record time
-    stamps.
+    """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile.
+
+    timed: True if each run must record time stamps of its steps.
     """
     return Compiler(context, timed).compile()
 
 
 class Compiler:
-    """The state that `emit` works on.
+    """The state of the compilation, to which `emit` adds the operations of each step.
 
-    program, items: the operations that a run issues.
-    sizes: {id of a dynamic copy by kernel: device address of (first source row, first target row, rows)}. For a `Permute`
-        step, {id of the step: the address of these numbers for all its copies}.
-    ahead: {lane: its `ReadAhead`, whose CPU wait comes after the GEMMs are issued}.
-    scratch: {lane: memory for partial sums}.
+    program, items: the native operations, and the list of all operations.
+    sizes: for each copy by kernel of dynamic size, by the id of its step, the device address of its numbers: first source
+        row, first target row, rows. For a `Permute` step, the address of these numbers for all its copies.
+    ahead: by lane, the read of sizes for which the CPU waits only after it has issued the lane's GEMMs.
+    scratch: by lane, memory for partial sums of GEMMs.
     """
 
     def __init__(self, context: Context, timed: bool) -> None:
@@ -83,9 +85,9 @@ class Compiler:
         self._launches = launches_of_rank(
             context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
         )
-        # By lane: the indices of steps whose signals the lane's stream writes, and the flags that the lane waits for.
-        # Copy kernels clear their own flags. Compute lanes clear their flags right after the wait, because the monitor
-        # writes their signals, possibly after the lane's next wait.
+        # By lane, without its copy kernels, which clear their own flags: the indices of the steps whose signals the lane's
+        # stream writes, and the flags that the lane waits for. Compute lanes are omitted. They clear their flags right after
+        # the wait, because the monitor writes their signals, possibly after the lane's next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
         for launch in self._launches:
@@ -102,9 +104,9 @@ class Compiler:
         joints = [self._event() for _ in range(lanes)]
         last = {launch.lane: launch for launch in self._launches}
         waiting = [launch for launch in self._launches if self._flags_in(launch)]
-        # Choose what writes the watchdog's words. If only kernels on one stream wait, the first and the last of these
-        # kernels write them. Otherwise the wait of a suitable lane writes them (`_tells`). If there is none, the
-        # monitor does.
+        # Choose what writes the two words for the watching thread: the mark of a run, and the standing word. If only kernels
+        # on one stream wait, the first and the last of these kernels write both. Otherwise the wait of a suitable lane
+        # writes the mark (`_tells`). If there is no such lane, the monitor writes both.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -138,10 +140,10 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the wait of `launch` is suitable to write the watchdog's words.
+        """True if the stream operation that waits for `launch` can also write the mark of a run, for the watching thread.
 
-        The launch must be the first of a copy lane, and wait for flags of the previous run only. For one of the flags,
-        only copies may come between the wait and the clear.
+        The launch must be the first of a copy lane, and wait for flags of the previous run only. For one of these flags,
+        only copies may come between the wait and the clear of the flag.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -180,7 +182,9 @@ class Compiler:
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
-        """Issue a signal between streams of this rank: record an event for a `Set`, or wait for it for a `Wait`."""
+        """Add a signal between lanes of this rank. For a `Set`, record an event. For a `Wait`, let the stream wait for the
+        event.
+        """
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
             self._event_of[key] = self._event()
@@ -189,8 +193,8 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, launch: Launch) -> None:
-        """Issue a stream's waits or sets, which are signals between ranks, together with the clears of flags that they carry
-        (`weft.runtime.cuda.flags`).
+        """Add the waits or sets of `launch`, which are signals between ranks, to its stream. Also clear the flags that must be
+        cleared together with them (`weft.runtime.cuda.flags`).
         """
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
         mine = self._flags_in(launch)
@@ -238,9 +242,7 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Issue a launch of copies as one kernel: signals and waits before the copies, the copies, and signals and
-        waits after them.
-        """
+        """Add a launch of one kernel for several steps: signals and waits, then the copies, then signals and waits again."""
         context, words = self.context, self.context.words
 
         def own(word: int) -> int:
@@ -289,7 +291,7 @@ class Compiler:
         self.items.launch(launch.lane, issue)
 
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
-        """Return `targets` and `parts` of `CopyLaunch` for all copies but the first. One of the lists is empty."""
+        """Return the arguments `targets` and `parts` of `CopyLaunch` for all copies but the first. One of them is empty."""
         dynamic = is_dynamic(copies[0])
         regions = [(_whole(c.src), _whole(c.dst)) if dynamic else (c.src, c.dst) for c in copies]
         ((_, at, _), (dst, to, _)), *others = [(self._place(src), self._place(dst)) for src, dst in regions]
@@ -324,18 +326,17 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return the region without its rows, which are known only at run time: first row and number of rows are 0."""
+    """Return a copy of a region whose rows are known only at run time, with 0 as first row and as number of rows."""
     return replace(region, row=0, rows=0)
 
 
 @singledispatch
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
-    """Issue the first step of `launch`, whose sizes are fixed, on `compiler`.
+    """Add the operations of `step`, the first step of `launch`, to `compiler`.
 
-    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and the signals around
-    them, are issued as kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its
-    kernel. An operation that writes to a peer's memory must define `Operation.aside`, which loads the kernel without
-    writing to this memory.
+    To run a kind of step on GPUs, register a function with `emit.register`. Copies by kernel, and the signals around
+    them, do not come here (`Compiler._launch`). Before the first run, each call of torch or NCCL runs once, to load its
+    kernel. If the call writes to a peer's memory, define `Operation.aside`, which loads the kernel without this write.
     """
     raise AssertionError(f"a check should have refused {step}")
 
@@ -360,7 +361,7 @@ def _compute(step: Compute, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, launch: Launch) -> None:
-    """Issue the reduction. A part that has only one row is added to every row of the result."""
+    """Add the launch of a reduction. A summand with only one row is added to every row of the result."""
     regions, context = compiler.regions, compiler.context
 
     def place(region: Region) -> Address:
@@ -408,9 +409,8 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the CPU reads the sizes too.
-
-    The device computes the numbers for the lane's copies by kernel.
+    """Add the operations of a read of dynamic sizes. A kernel computes the row numbers for the lane's copies by kernel. With
+    by="host" or by="meanwhile", the CPU reads the sizes too.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:

@@ -1,7 +1,7 @@
-"""The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
+"""The context of a compiled schedule on GPUs: the steps of one rank, its memory and its streams.
 
-A `Context` is made once and does not change, except for its `LastRun`. The compiler and its items get only the context,
-so that they do not depend on the executor.
+A `Context` is made once and does not change, except for `LastRun`, the state of the last run. The compiler and the operations
+that it makes get only the context, so that they do not depend on the executor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from weft.symm.lasting import lasting
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """A schedule for one rank.
+    """A schedule, evaluated for one rank.
 
-    given: the buffers that the caller passes. order: (lane, step) in the order of issue. flags: the flags of all ranks.
-    lanes: the names of lanes; the first is the caller's stream.
+    given: the buffers that the caller passes. layout: the offsets of the schedule's own buffers. order: (lane, step), in
+        the order in which the CPU issues them. flags: for each rank, the flags that signal its waits.
+    lanes: the names of lanes. The first lane is the caller's stream.
     """
 
     schedule: Schedule
@@ -39,20 +40,18 @@ class RankSchedule:
 
     @property
     def standing_word(self) -> int:
-        """The index of the standing word, the word after the flags. It tells the watchdog where a run is blocked.
+        """The index of the standing word, which follows the flags. It tells the watching thread where a run is blocked.
 
-        While a run is blocked in waits, the word is 1 + the number of waits known to have passed. Otherwise it is 0.
-        The word is not used if a lane begins with waits for the previous run only, since their flags are 0 during a
-        run.
+        Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0.
+        The word is not used if a lane begins with waits for the previous run only: their flags are 0 during a run.
         """
         return max(len(flags) for flags in self.flags)
 
 
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
-    """Return `schedule` for one rank. Raise `ScheduleError` if streams cannot run it.
+    """Return `schedule`, evaluated for one rank. Raise `ScheduleError` if streams cannot run it.
 
-    like: a schedule of the same kind. If `schedule` differs from `like` only in sizes, the order and flags of `like`
-        are reused.
+    like: an earlier result. If `schedule` differs from it only in sizes, reuse its order and flags.
     """
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
@@ -70,8 +69,10 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the steps of `schedule` in the order of `order`, the order of another schedule. Return None if kinds of steps or
-    signals of the two schedules differ.
+    """Return the steps of `schedule` in the order of issue of another schedule. Return None if the schedules differ in a kind
+    of step or in a signal.
+
+    order: the other schedule's (lane, step), in the order of issue.
     """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
@@ -90,10 +91,10 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 
 @dataclass(slots=True)
 class LastRun:
-    """The state of the last issued run.
+    """The state of the last run that the CPU has issued.
 
-    known: contents of buffers that the CPU has read. made: outputs that the caller passed as functions, once they are
-        allocated. caller: the caller's stream, if the CPU reads sizes. failure: an error found since the run.
+    known: the contents of buffers that the CPU has read. made: the outputs with a dynamic number of rows, once they are
+        allocated. caller: the caller's stream, if the CPU reads sizes. failure: an error that was found since.
     """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -107,9 +108,9 @@ class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
-    side: the streams of all lanes except the first. begun_word: two numbers in pinned memory. A run stores 1 in the first
-            when it begins, and the watching thread clears it. The second is 0, or 1 + a rank that sent a different number
-            of rows than expected.
+    side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
+    begun_word: two numbers in pinned memory. A run stores 1 in the first number when it begins, and the watching thread
+        clears it. The second number is 0, or 1 + a rank that sent a different number of rows than expected.
     """
 
     comm: Communicator
@@ -124,11 +125,11 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address to which a kernel writes the rank that sent a different number of rows than expected."""
+        """The address of the second number of `begun_word`."""
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
-        """Raise the error that was found since the last run, if any. Does not wait for the device."""
+        """Raise the error that was found since the last run, or the group's error, if any. Do not wait for the device."""
         run = self.run
         if run.failure is not None:
             failure, run.failure = run.failure, None
@@ -136,8 +137,8 @@ class Context(RankSchedule):
         self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """Raise `ScheduleError` if, with the sizes of this run, rows first .. first + count - 1 are outside `buffer`. Then
-        also poison the group, because peers wait for this run.
+        """Raise `ScheduleError` if rows first .. first + count - 1 are not all inside `buffer`. Also make the group fail then,
+        because peers wait for this run.
         """
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]

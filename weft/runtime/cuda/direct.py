@@ -21,7 +21,9 @@ _IS_INTERPRETED = env.triton_interpreted()  # the interpreter has no handles
 
 
 class _Programs(threading.local):
-    """The programs of this thread. The autograd engine's threads launch too, and a program runs in one thread at a time."""
+    """The programs of this thread, each a prepared launch. Threads need their own programs, because autograd's threads launch
+    too, and only one thread at a time may run a program.
+    """
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], _core.StreamProgram | None] = {}
@@ -69,7 +71,7 @@ def _program(
     warps: int,
     constants: dict[str, Any],
 ) -> _core.StreamProgram | None:
-    """Compile the kernel, and return its `direct_program`."""
+    """Compile the kernel. Return a program of its launch; None if Triton must launch it."""
     return direct_program(_compiled(kernel, warps, constants, arguments, device), len(arguments))
 
 
@@ -96,7 +98,7 @@ Call: TypeAlias = tuple[tuple[int, int], Sequence[Any]]
 
 
 def alignments(addresses: Sequence[int]) -> tuple[bool, ...]:
-    """Return, for each address, True if it is a multiple of 16, on which a compiled kernel may rely."""
+    """Return, for each address, True if it is a multiple of 16. Triton compiles a kernel for these alignments."""
     return tuple([address % 16 == 0 for address in addresses])
 
 
@@ -108,14 +110,15 @@ def launch_all(
 ) -> None:
     """Enqueue Triton kernels on the current stream, one after the other, in one native call.
 
-    `launch` inspects each argument in each call. This function does so only for a new `key`.
+    This takes less CPU time than `launch`, which inspects each argument in each call. This function does so only for a new
+    `key`.
 
-    key: a value for which the compiled kernels are the same: dtypes, constants, and `alignments` of all addresses. With
-        a key, all numbers must be below 2^31. With None, `launch` launches each kernel.
-    kernels: a function that returns the kernels, for a new key.
-    calls: a function that returns the grid and the arguments of each launch: tensors and numbers for True, addresses
-        and numbers for False.
-    after: a stream whose enqueued work has to run before the kernels.
+    key: a value that determines the compiled kernels: dtypes, constants, and `alignments` of all addresses. With a key,
+        all numbers must be below 2^31. With None, `launch` launches each kernel.
+    kernels: a function that returns the kernels, called for a new key.
+    calls: a function that returns the grid and the arguments of each launch. For the argument True, it returns tensors and
+        numbers; for False, addresses and numbers.
+    after: a stream; the kernels run after the work that is now enqueued on it.
     """
     if key is not None and not _IS_INTERPRETED:
         device = torch._C._cuda_getDevice()
@@ -140,9 +143,11 @@ def launch_all(
 def _program_of_all(
     launches: Sequence[tuple[Kernel, Call]], device: torch.device, waits: bool
 ) -> _core.StreamProgram | None:
-    """Compile the kernels, and return a program of their launches; None if Triton must launch one of them.
+    """Compile the kernels. Return a program of their launches; None if Triton must launch one of them.
 
-    Its bases are, for each launch, the two sizes of the grid and the arguments.
+    The numbers that each run passes to the program are, for each launch, the two sizes of the grid and the arguments.
+
+    waits: True if the program must begin with a wait for another stream.
     """
     compiled = [_compiled(*kernel, arguments, device) for kernel, (_, arguments) in launches]
     sizes = [2 + len(arguments) for _, (_, arguments) in launches]

@@ -81,9 +81,10 @@ class EmbeddingAllToAllCuda(LendingExecutor):
     ) -> dict[str, Any]:
         """Enqueue one call. Return the output `[batch_sizes[rank], total_dim]` as "out", valid in stream order.
 
-        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table, occupancy:
-            see `EmbeddingKernel.launch`. lines: memory for the lines of a timeline, from `timeline_lines`; the call then
-            does not wait for the device.
+        tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
+        count, launch_per_table, occupancy: see `EmbeddingKernel.launch`.
+        lines: memory for a timeline, from `timeline_lines`. The call then does not wait for the device, unlike with
+            `timeline`.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
@@ -131,12 +132,12 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return {"out": output}
 
     def timeline_lines(self, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return zeroed memory for the timeline of a call: a line for each unit, then a line for each program."""
+        """Return zeroed memory for the timeline of a call, int64: a row for each unit of work, then a row for each program."""
         shape = self.kernel.timeline_lines(*tensors["bags"]), device_code.TIMELINE_FIELDS
         return torch.zeros(shape, dtype=torch.int64, device=self.comm.device)
 
     def check(self) -> None:
-        """Raise errors of earlier calls and failures of the communicator, and warn of bad indices. Does not wait for
+        """Raise the error of an earlier call or of the group, if any, and warn of bad indices in earlier calls. Do not wait for
         the device.
         """
         record = self._record
@@ -148,8 +149,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.check()
 
     def look(self) -> None:
-        """Make the group fail if the device has recorded a failed call. The watching thread and the calls of all
-        operators run this.
+        """Make the group fail if the device has recorded that a call failed. The watching thread and every call of the group
+        run this method.
         """
         if self._record[device_code.R_STATUS]:
             with self._noting:
@@ -205,13 +206,13 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return RankAddresses(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
-        """Wait until all enqueued work is done on every rank. Call this before memory is replaced."""
+        """Wait until every rank has finished its enqueued work, so that memory can be replaced. All ranks must make this call."""
         refuse_capture(self.comm.device)
         torch.cuda.synchronize(self.comm.device)
         self.comm.all_gather(None)
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels. Runs on the watchdog thread."""
+        """End every wait of this rank's kernels, because the group has failed. Runs on the watchdog thread."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.comm.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
@@ -240,7 +241,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """A link from the watching thread to an executor's record, for as long as the executor exists."""
+    """The object that the watching thread checks for an executor. It refers to the executor weakly, so that it does not keep
+    the executor alive.
+    """
 
     deadline_s = math.inf
 
@@ -263,9 +266,9 @@ class _Look:
 def _warn_of_bad_input(
     kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
-    """Warn of bad input that the record counts, and reset the counts.
+    """Warn of bad indices that kernels have counted in `record`, and reset the counts.
 
-    last_input: the input in which to find the first bad index. rank: the rank that the warning names.
+    last_input: the last call's input, in which to find the first bad index. rank: the rank that the warning names.
     """
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
@@ -293,12 +296,14 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of `record`, which reads a number in nanoseconds. A tensor takes microseconds."""
+    """Return a memoryview of the pinned tensor `record`. Reading a number by it takes nanoseconds, by the tensor
+    microseconds.
+    """
     return memoryview(cast(Any, record.numpy()))
 
 
 class _LocalPool:
-    """The kernel for a world size of 1, and its last input."""
+    """The kernel for a world size of 1, with stand-ins for peers' memory, and its last input."""
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)

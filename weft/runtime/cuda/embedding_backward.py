@@ -75,8 +75,10 @@ def update(
 def add_each(
     of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
 ) -> None:
-    """Add the SGD update of each id to its row with atomics, for fp32 tables. ok: a device tensor; if it is 0, rows
-    stay unchanged.
+    """Apply SGD without sorting the ids: each id adds its update to its row of an fp32 table, with atomic additions.
+
+    received: the gradients, [global batch, columns of this rank's tables]. ok: a device tensor; if it is 0, the tables
+        stay unchanged.
     """
     shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
     count = ids.keys.numel()
@@ -97,7 +99,7 @@ def add_each(
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
+    """Return the sum of squares of the gradients of all rows that an update would change, as float64 [] on the device."""
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
     # Use the update's device table: a graph capture cannot copy another table from the CPU.
@@ -108,8 +110,8 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
 
 
 def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
-    """Return the device table with the addresses of the tables to update, from a cache, so that tensors are not read one by
-    one.
+    """Return the addresses and sizes of the tables to update, on the device. The result is cached, because reading each
+    tensor's address takes CPU time.
     """
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
@@ -129,9 +131,10 @@ def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torc
 def gradients_of_tables(
     of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. Sparse gradients wait for the device.
+    """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor, for which
+    the CPU waits for the device.
 
-    dtype: the dtype of the gradients (default: the tables' dtype).
+    dtype: the dtype of the gradients; by default the tables' dtype.
     """
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
@@ -194,8 +197,11 @@ def _launched(
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
     rate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the kernels. Return the number of skipped rows, as a device tensor.
+    """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped rows,
+    as a device tensor.
 
+    tables, numbers: the tables, and the rule's constants, on the device. rule: an update, or `_GRADIENT` or `_SQUARES`.
+    sparse: True to write the gradients of the batch's rows only. skip: True to skip rows with an infinite or NaN gradient.
     dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding, or None to round to
         nearest.
     squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update.
@@ -258,9 +264,10 @@ def _launched(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Return a flat tensor of dtype `dtype` with a block of gradients for each rank, [samples, columns of its tables].
+    """Reorder the columns of `grad` by the rank that owns them, and convert to `dtype`, in one launch. Return a flat tensor:
+    for each rank, the matrix [samples, columns of its tables].
 
-    grad: [samples, columns of all tables]. One launch handles all tables.
+    grad: [samples, columns of all tables].
     """
     width, table = _columns_by_owner(sharding, grad.device)
     samples, columns = grad.shape
@@ -286,7 +293,9 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a piece of columns, and a row for each piece."""
+    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a range of columns, and a table with a row for
+    each range.
+    """
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
     before = [0, *itertools.accumulate(counts)]
@@ -306,21 +315,22 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _none_skipped(device: torch.device) -> torch.Tensor:
-    """Return a device tensor with a zero that no kernel writes."""
+    """Return a device tensor with the number 0, which callers must not write: the result of updates that skip no rows."""
     return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _steps(tables: int) -> int:
-    """Return the number of steps of a binary search among `tables` tables."""
+    """Return the number of steps of a binary search in a list of `tables` tables."""
     return max(0, tables - 1).bit_length()
 
 
 def _fixed_numbers(
     numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the device tensor of an update rule's constants, for optimizers whose constants are the same in all calls.
+    """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between calls.
 
-    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0.
+    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0. factor: multiplies gradients. clip:
+        the largest absolute value of a gradient's element.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 
@@ -337,8 +347,10 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the device tensor of an update rule's constants, fp32. Corrections that depend on the number of updates are
-    computed on the device. scale: a factor of the gradients.
+    """Return the constants of an update rule as an fp32 device tensor. The device computes bias corrections, which depend on
+    the number of updates.
+
+    scale: a device tensor that multiplies the gradients; None for 1.
     """
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
@@ -356,10 +368,10 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 
 
 class _DeviceTable(NamedTuple):
-    """A list of embedding tables, for kernels.
+    """A description of embedding tables for kernels.
 
-    lines: int64 on the device; a row with the addresses and sizes of each embedding table. size: the number of rows.
-    is_aligned: True if all addresses are multiples of 16.
+    lines: int64 on the device, with a row for each embedding table, which has its addresses and sizes. size: the number
+        of embedding tables. is_aligned: True if all addresses are multiples of 16.
     """
 
     lines: torch.Tensor
@@ -371,8 +383,8 @@ _device_tables: dict[tuple[Any, ...], _DeviceTable] = {}
 
 
 def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
-    """Return a `_DeviceTable` with `lines`, from a cache: the copy to the device takes more CPU time than a launch, and
-    embedding tables rarely move.
+    """Return a `_DeviceTable` with `lines`. The result is cached, because a copy to the device takes more CPU time than a
+    launch, and embedding tables rarely move.
     """
     key = device, tuple(map(tuple, lines))
     table = _device_tables.get(key)

@@ -1,5 +1,5 @@
-"""The launcher of the Triton kernel of embedding_all_to_all. It makes the kernel's lists of features and units of work on the
-device, compiles its variants, and computes its grid.
+"""The launcher of the Triton kernel of embedding_all_to_all. It makes the kernel's tables of features and units of work on the
+device, compiles its variants, and computes its grid. A program (Triton's thread block) computes one unit of work at a time.
 
 The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and
 tests can run all ranks in one process under Triton's interpreter.
@@ -61,7 +61,7 @@ class Tables(NamedTuple):
 
 
 class RankAddresses(NamedTuple):
-    """The addresses of the ranks' memory on this device, and the size of one output buffer."""
+    """The addresses, on this device, of each rank's memory, and the size of one output buffer in bytes."""
 
     ranks: Tables
     """Addresses of outputs, of signals and of flags, int64 [world] each."""
@@ -69,8 +69,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Calls share the tables if their units have the same number of
-    slots, and their batch sizes are equal or spread evenly over ranks.
+    """The units of work of a launch, as tables on the device. Calls share these tables if they have the same number of features
+    in a unit, and the same batch sizes. All evenly divided batches also share them.
     """
 
     tables: Tables
@@ -82,8 +82,9 @@ class _Work(NamedTuple):
 
 
 class VariantKey(NamedTuple):
-    """The parameters of a compiled kernel, besides the plan. values, offsets: dtypes. wide: True for positions of 64 bits. enter,
-    leave: see ENTER and EXIT of the kernel.
+    """The parameters, besides the plan, for which the kernel is compiled.
+
+    values, offsets: their dtypes. wide: True for positions of 64 bits. enter, leave: the kernel's constants ENTER and EXIT.
     """
 
     values: torch.dtype
@@ -100,13 +101,13 @@ class VariantKey(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """A limit of the programs that run at once, to measure its effect.
+    """A limit on the number of programs that run at once, for experiments.
 
-    programs: the number of programs on each multiprocessor. The kernel is persistent, so its grid has this number times
-        the number of multiprocessors. The grid never exceeds the programs that fit on the GPU, or the units of work.
-        None: the launcher's choice.
-    registers: the limit of registers per thread. With a lower limit more programs run at once, but registers may be
-        spilled. None: the launcher's choice.
+    programs: the largest number of programs on each multiprocessor. The grid of the persistent kernel has this number times
+        the number of multiprocessors, but no more programs than fit on the GPU, or than there are units of work. None:
+        the launcher's choice.
+    registers: the largest number of registers per thread. With a lower limit more programs run at once, but registers may
+        be spilled. None: the launcher's choice.
     """
 
     programs: int | None = None
@@ -142,8 +143,8 @@ class _Variant:
 class EmbeddingKernel:
     """The kernel for one rank of a plan on one device.
 
-    widest: the largest number of columns of a feature block that another kernel pools. The block size is large enough
-        for `widest` and for this plan's columns, so results have the same bits for any placement of tables.
+    widest: the largest number of columns of a feature on any rank, if `plan` has only this rank's features. It determines
+        the block size of all ranks, so that results have the same bits for any placement of tables.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
@@ -207,8 +208,8 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return (units of work of a sample, int64 `[units, UNIT_FIELDS]` on the device; units per sample; widest unit in
-        columns).
+        """Return three values: the units of work of a sample, int64 `[units, UNIT_FIELDS]` on the device; their number; and the
+        number of columns of the widest unit.
 
         slots_per_unit: the number of pooled vectors that a unit computes; 0 if each slice of `put` is a unit.
         """
@@ -242,11 +243,11 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Return an int64 tensor `[world_size + 1]` from a preallocated block, since an allocation takes a millisecond.
+        """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block: an allocation takes a millisecond.
 
-        If the block is full, drop all cached tables of batch starts (`_starts`) and hand out their memory again. This is safe
-        because the stream writes a new table only after earlier launches have read the old table. If a CUDA graph reads the
-        block, allocate another block instead.
+        If the block is full, drop all tables that `_starts` has cached, and reuse their memory. This is safe, because the
+        stream writes a new table only after earlier launches have read the old table. If a CUDA graph reads the block,
+        allocate another block instead.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -260,8 +261,10 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of pooled vectors per unit with `direct`: about _UNIT_BYTES, but few enough that all
-        programs have units.
+        """Return the number of pooled vectors in a unit of `direct`. A unit reads about _UNIT_BYTES of tables, but there must be
+        enough units for all programs.
+
+        n_values: the number of ids. batch: the number of samples.
         """
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
@@ -272,7 +275,11 @@ class EmbeddingKernel:
         return 1 << (most.bit_length() - 1) if most else 1
 
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
-        """Return the number of programs of a launch."""
+        """Return the number of programs of a launch.
+
+        resident: the number of programs that the GPU can run at once. units: the number of units of work. n_values: the
+            number of ids. batch: the number of samples.
+        """
         if self._staged:
             return max(1, min(resident, units))
         work = max(batch * len(self._slots) / _PROGRAM_BAGS, n_values * self._mean_bytes / _PROGRAM_BYTES)
@@ -300,12 +307,13 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        wait: False if no peer takes part in the call, so that the kernel does not wait.
+        memory: the addresses of all ranks' memory. out_slot: the index of this rank's output buffer.
+        wait: False if no peer takes part in the call, so that the kernel must not wait.
         count: True to count copies and flags in `state`.
-        launch_per_table: True to launch the kernel once per feature instead of once for all.
-        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`; each unit writes a line, then each program.
-        captured: True if a CUDA graph captures the call, so that replays read the same tables.
-        occupancy: the number of programs on each multiprocessor; None: as many as suit the work.
+        launch_per_table: True to launch the kernel once for each feature, instead of once for all.
+        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`. Each unit writes a row, then each program.
+        captured: True if a CUDA graph captures the call. The tables that replays read are then never freed.
+        occupancy: a limit on programs and registers; None: the launcher's choice.
         """
         if launch_per_table and self._staged:
             raise ValueError("launch_per_table=True needs transport='direct': a slice of 'put' spans tables")
@@ -323,14 +331,14 @@ class EmbeddingKernel:
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return a number of lines that suffices for a timeline of this call. Each unit of work needs a line, and so does each
-        program that the GPU can run at once.
+        """Return the number of rows that a timeline of this call needs: one for each unit of work, and one for each program
+        that the GPU can run at once.
         """
         return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
 
     @property
     def footprints(self) -> dict[VariantKey, Footprint]:
-        """The resources of the variants that were compiled so far."""
+        """The resources of each variant of the kernel that has been compiled so far."""
         return {
             key: Footprint(
                 int(variant.compiled.n_regs), int(variant.compiled.n_spills), variant.resident // self._sms, self._sms
@@ -340,7 +348,7 @@ class EmbeddingKernel:
         }
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
-        """Return the units of work for this input. slot: the only slot that the launch pools; None for all slots."""
+        """Return the units of work for this input. slot: the index of the only feature to pool; None for all features."""
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
@@ -489,10 +497,10 @@ def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
-    """Return the sample of the global batch with which `rank` begins to pool. After the last sample, the rank continues
-    with sample 0.
+    """Return the index, in the global batch, of the sample that `rank` pools first. After the last sample of the batch, the
+    rank continues with sample 0.
 
-    order: "natural" begins with sample 0. "remote_first" begins with the first sample of the next rank, so that this
-        rank's own samples are last.
+    order: with "natural", the first sample is 0. With "remote_first", it is the first sample of the next rank, so that
+        this rank's own samples are last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

@@ -1,5 +1,5 @@
-"""The exchange of embeddings' gradients with `weft.kernels.embedding_push`. All modules on a communicator share one
-exchange.
+"""The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into the
+inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
 
 The CPU waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or
 the watching thread, makes the group fail.
@@ -41,9 +41,10 @@ _WAITED_FOR = {
 
 
 class Pieces(NamedTuple):
-    """A rank's gradients, cut into pieces: ranges of columns that go to one owner.
+    """The columns of a rank's gradients, divided into pieces: ranges of columns with one destination.
 
-    table: int64 [pieces, `weft.kernels.embedding_push.PIECE_FIELDS`]. block, align: the constants BLOCK and ALIGN of the kernel.
+    table: the pieces, int64 [pieces, `weft.kernels.embedding_push.PIECE_FIELDS`] on the device. block, align: the
+        kernel's constants BLOCK and ALIGN.
     """
 
     table: torch.Tensor
@@ -53,8 +54,8 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients. They are in the order of their destinations: rank + 1, rank + 2
-    and so on, cyclically. This rank's own pieces are last."""
+    """Return the pieces of a rank's gradients, ordered by destination: rank + 1, rank + 2 and so on, cyclically. This rank's
+    own pieces are last. itemsize: the number of bytes of an element."""
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):
@@ -109,7 +110,7 @@ def launch_push(
 
 
 def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
-    """Launch `free_kernel` on the current stream: tell every peer that this rank's inbox may be overwritten."""
+    """Launch `free_kernel` on the current stream, which tells every peer that it may overwrite this rank's inbox."""
     given = signals, state
     addresses = [tensor.data_ptr() for tensor in given]
 
@@ -126,7 +127,7 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 
 class PushedGradients:
-    """The exchange of gradients on a communicator. All ranks must construct it and make every call."""
+    """The exchange of gradients on a communicator. All ranks must construct it, and make the same calls."""
 
     deadline_s = math.inf  # kernels have their own deadlines
 
@@ -182,11 +183,11 @@ class PushedGradients:
 
     @property
     def ok(self) -> torch.Tensor:
-        """int64 [1] on the device: 1 if the last exchange was complete, else 0."""
+        """A device tensor, int64 [1]: 1 if all gradients of the last exchange have arrived, else 0."""
         return self._state[device_code.OK : device_code.OK + 1]
 
     def free(self) -> None:
-        """Enqueue the signal that the gradients of the last exchange are no longer in use."""
+        """Enqueue signals to all peers: they may overwrite the gradients of the last exchange."""
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
         if not is_captured(self.comm.device):
             here = torch.cuda.current_stream(self.comm.device)
@@ -194,7 +195,7 @@ class PushedGradients:
             self._last = here
 
     def check(self) -> None:
-        """Raise the error of an earlier exchange, or of the group. Does not wait for the device."""
+        """Raise the error of an earlier exchange or of the group, if any. Do not wait for the device."""
         self.look()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -220,7 +221,9 @@ class PushedGradients:
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Check the record for a failure, on the watching thread. Return False."""
+        """Make the group fail if the device has recorded a missed deadline. Return False: there is no deadline to watch. Runs
+        on the watching thread.
+        """
         self.look()
         return False
 
@@ -228,7 +231,7 @@ class PushedGradients:
         """Do nothing: kernels have their own deadlines."""
 
     def close(self) -> None:
-        """Leave the watching thread. The group frees the memory."""
+        """Stop the checks by the watching thread. The communicator frees the memory."""
         watch.remove(self)
         self._take_back()
 
@@ -254,7 +257,7 @@ class PushedGradients:
         return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels. Runs on the watchdog thread."""
+        """End every wait of this rank's kernels, because the group has failed. Runs on the watchdog thread."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = self._signals.tensor(self.comm.rank, (2 * self.comm.world_size,), torch.int64)
             words.copy_(self._poison, non_blocking=True)

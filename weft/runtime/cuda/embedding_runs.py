@@ -1,5 +1,6 @@
-"""A sort of a batch's ids by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch
-between kernels of `weft.kernels.embedding_runs`.
+"""A sort of a batch's ids by table and row on a GPU, for backward of embedding_all_to_all. Kernels of
+`weft.kernels.embedding_runs` compute a key for each id, and find the runs in torch's stable sort of the keys. A run is all
+occurrences of one row. Long runs are cut into segments, which several programs sum.
 
 The CPU never waits for the device. The numbers of runs and of segments stay on the device, and arrays are allocated for
 the largest possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
@@ -36,11 +37,11 @@ _GRAIN = (
 
 
 class _Slots(NamedTuple):
-    """This rank's slots, as tensors on the device.
+    """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, blocks of offsets]`, the slot that reads each key, or -1. Several slots that read one key are in
-        different layers.
-    table: see `weft.kernels.embedding_runs.SLOT_FIELDS`.
+    of_key: `[layers, keys of the jagged input]`, the slot that reads a key, or -1. If several slots read one key, they are
+        in different layers.
+    table: the columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
     of_key: torch.Tensor
@@ -49,12 +50,13 @@ class _Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers that are the same for all calls of a plan.
+    """Sizes that are equal in all calls of a plan. Rows are numbered across all tables of this rank.
 
-    split: the largest number of slots of a table. rows: the number of rows of all tables of this rank. bases: the first
-        linear row of each table. block_d, lanes: the columns and rows of a tile, which follow from the slots of all
-        ranks, so that sums do not depend on the placement of tables. align: a divisor of all widths, at most 16 bytes.
-        uniform: True if all widths are block_d.
+    split: the largest number of slots (features) of a table. rows: the number of rows of all tables. bases: the number of
+        each table's first row.
+    block_d, lanes: the columns and rows of a tile. They depend on the slots of all ranks, so that sums do not depend on the
+        placement of tables.
+    align: a divisor of all slots' widths, at most 16 bytes, in elements. uniform: True if all widths are block_d.
     """
 
     split: int
@@ -72,12 +74,12 @@ class Shape:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """The part of the key of compiled kernels (`launch_all`) that follows from the shape."""
+        """The values that determine the compiled kernels, as a part of the key of `launch_all`."""
         return self.key_dtype, self.split, self.block_d, self.lanes, self.align, self.uniform, self.any_mean
 
     @property
     def no_row(self) -> int:
-        """The key of an id without a row. It is larger than all other keys."""
+        """The sort key of an id that is out of range. It is larger than all other keys."""
         return self.split * self.rows
 
     @property
@@ -85,16 +87,17 @@ class Shape:
         return max(1, min(8, self.lanes * self.block_d // 512))
 
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
-        """Return the number of programs for at most `most` units of work."""
+        """Return the number of programs for a launch with at most `most` units of work. warps: of a program."""
         count = tma_and_multiprocessors(device)[1]
         return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
 
 
 class Occurrences(NamedTuple):
-    """All ids of a batch, ordered by layer and position.
+    """All occurrences of ids in a batch, ordered by layer (see `_Slots`), then by position in the input.
 
-    keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
-    scales: None if all are 1. over_length: 1 / length of the bag, or None if no slot has mean pooling.
+    keys: the sort keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the occurrence's
+        gradient in the received gradients, in elements. scales: the factor of the gradient; None if all are 1.
+    over_length: 1 / length of the bag; None if no slot has mean pooling.
     """
 
     keys: torch.Tensor
@@ -104,12 +107,14 @@ class Occurrences(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """The arrays of `Rows`, as tensors or as addresses.
+    """The arrays of `Rows`, as tensors or as addresses. A long run has more than SEGMENT occurrences.
 
-    counters: the numbers of segments and of long runs. runs: the number of runs. ends: for each block of occurrences,
-        the number of runs that begin in this or an earlier block. starts, keys: one number per run. places, scales:
-        one number per occurrence, ordered by run. For runs of more than SEGMENT occurrences: first_segment (of each
-        run), run_of_segment, long_runs.
+    counters: the number of segments, and the number of long runs. runs: the number of runs.
+    ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
+    starts, keys: for each run, its first occurrence and its key.
+    places, scales: for each occurrence, ordered by run, the offset of its gradient and the gradient's factor.
+    first_segment, run_of_segment, long_runs: the first segment of each long run, the run of each segment, and the numbers
+        of the long runs.
     """
 
     counters: Any
@@ -125,9 +130,10 @@ class RowArrays(NamedTuple):
 
 
 class Rows:
-    """The runs of a batch, in one allocation of the current stream, uninitialized. A run is all occurrences of one row.
+    """The runs of a batch. A run is all occurrences of one row. The constructor allocates the arrays, uninitialized, in one
+    allocation on the current stream.
 
-    count: the number of all occurrences. is_scaled: True if there are scales.
+    count: the number of all occurrences. of_places: the dtype of places. is_scaled: True if there are scales.
     """
 
     def __init__(self, shape: Shape, count: int, of_places: torch.dtype, is_scaled: bool, device: torch.device) -> None:
@@ -175,11 +181,11 @@ class Rows:
 
 
 class SortedAhead:
-    """Rows in memory of the stream `home`, computed by the stream `side`, and the event at the end of their
-    computation.
+    """A sort that runs ahead of its use: `rows`, whose memory belongs to the stream `home`, and which the stream `side`
+    computes.
 
-    read: tensors that `side` reads. They are kept until a stream waits for the rows. home, side: None for rows that the
-    current stream computes.
+    read: the tensors that `side` reads. This object keeps them until a stream waits for the rows. home, side: None if the
+        current stream computes the rows.
     """
 
     def __init__(
@@ -189,7 +195,7 @@ class SortedAhead:
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
-        """Return the rows. Work on the current stream then waits for their computation."""
+        """Return the rows. Make the current stream wait for their computation."""
         self._is_taken = True
         if self._done is not None:
             here = torch.cuda.current_stream(self._rows.buffer.device)
@@ -202,7 +208,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """Keep the memory from reuse until the rows are computed, unless a stream has waited for the rows."""
+        """Keep torch from reusing the memory before the rows are computed, unless a stream has waited for the rows."""
         if not self._is_taken and self._side is not None:
             for tensor in (self._rows.buffer, *self._read):
                 tensor.record_stream(self._side)
@@ -239,7 +245,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
-    """Return the ids of this rank's tables, sorted by table, row, slot, sample and place in the bag."""
+    """Return all occurrences of ids of this rank's tables, sorted by table, row, feature, sample and place in the bag."""
     ahead, of.sorted_ahead = of.sorted_ahead, None
     if ahead is not None:
         taken: Rows = ahead.take()
@@ -251,7 +257,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
-    """Return new `Rows` for a call, uninitialized."""
+    """Allocate `Rows` that are large enough for a call, uninitialized."""
     shape = shape_of(of.plan.sharding, of.rank)
     count = laid.layers * jagged.values.numel()
     is_scaled = shape.any_mean or jagged.weights is not None
@@ -305,9 +311,10 @@ def _sort(
 def occurrences(
     of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
 ) -> Occurrences:
-    """Return all ids of this rank's slots, with keys and places.
+    """Compute the sort key and the gradient's place of each occurrence of an id of this rank's tables.
 
-    after: as in `launch_all`. laid: the layout of the occurrences, if the caller has it.
+    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences, if the
+        caller has it.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
@@ -345,8 +352,10 @@ def occurrences(
 
 
 class _LaidOut(NamedTuple):
-    """The layout of a call's occurrences: slots (None if there are none), columns of the gradients of a sample, layers
-    of slots, and the dtype of places.
+    """The layout of a call's occurrences.
+
+    slots: None if there are no occurrences. stride: the number of columns of the received gradients. layers: the number of
+        layers (see `_Slots`). of_places: the dtype of places.
     """
 
     slots: _Slots | None
@@ -370,7 +379,7 @@ def _laid_out(of: ForwardCall, jagged: JaggedInput) -> _LaidOut:
 
 @functools.lru_cache(maxsize=64)
 def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
-    """Return the shape of a rank's part of a sharding."""
+    """Return the `Shape` of the tables that `rank` stores."""
     slots, tables = sharding.local_slots(rank), sharding.local_tables(rank)
     bases = [0]
     for index in tables:
@@ -391,7 +400,7 @@ def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
 def _slots_of(
     sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...], keys: int, device: torch.device
 ) -> _Slots:
-    """Return the layout of the rank's slots, as tensors on the device. keys: the number of blocks of offsets."""
+    """Return the rank's slots as tensors on the device. keys: the number of keys of the jagged input."""
     local = {index: number for number, index in enumerate(sharding.local_tables(rank))}
     shape, slots = shape_of(sharding, rank), sharding.local_slots(rank)
     turns, columns = dict.fromkeys(local, 0), 0

@@ -11,13 +11,13 @@ that wait for a count in memory would occupy a part of the GPU, and delay GEMMs 
 
 A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
-If tiles of a kernel set one counter many times, the flag is raised after the last set. The kernel counts in memory of
-its own device. Streams of its own rank wait for the flag like streams of peers.
+If the tiles of a kernel set one counter many times, the kernel counts the tiles in memory of its own device, and raises the
+flag after the last tile. Streams of the kernel's own rank wait for this flag just like streams of peers.
 
-When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write is slow (it
-includes a system-scope fence), so a stream clears a flag together with another write if possible. Rank b clears the
-flag of wait W together with its next set A for rank a. This is correct if rank a waits for A before it raises the flag
-again:
+When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write by a stream is
+slow, because it includes a system-scope fence. So a stream clears a flag together with another write if possible. Rank b
+clears the flag of wait W together with its next set A for rank a. This is correct if rank a waits for A before it raises
+the flag again:
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
@@ -50,9 +50,11 @@ AWAITED = FLAG | POISONED
 class Flag:
     """The flag of one wait.
 
-    word: the index among the rank's words. passed: the number of waits of the lane, up to and including this wait.
-    carrier: the index of a later set of the lane, with which the stream also clears the flag. None: the flag is cleared
-        right after the wait.
+    word: the index of the flag's word in the rank's memory. key: the counter that the wait waits for. setter: the rank that
+        raises the flag. previous: True if the wait is for a signal of the previous run.
+    carrier: the index, in the lane, of the later set together with which the stream clears the flag. None: the stream
+        clears the flag right after the wait.
+    passed: the number of waits of the lane, up to and including this wait.
     """
 
     word: int
@@ -65,7 +67,7 @@ class Flag:
 
 @lru_cache(maxsize=64)
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
-    """Return the flags of each rank, by the place of the wait.
+    """Return the flags of each rank, by the place of the wait: (lane, index of the step).
 
     Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised again before it is cleared.
     """
@@ -102,9 +104,8 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
-    """Raise `ScheduleError` unless the wait is for all sets by a tile kernel.
-
-    On GPUs the kernel raises the flag only once, after its last tile.
+    """Raise `ScheduleError` if the wait is for some, but not all, of the sets by a tile kernel: on GPUs the kernel raises the
+    flag once, after its last tile.
     """
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
@@ -116,7 +117,7 @@ def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> 
 
 
 def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
-    """Return, for each counter, the words whose flags its set raises."""
+    """Return, for each counter, the words of all flags that a set of this counter raises."""
     words = defaultdict[Key, list[int]](list)
     for flag in flags.values():
         words[flag.key].append(flag.word)
@@ -124,13 +125,15 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits (lane, flag) in which a run without progress may be blocked, one per setter. The list is empty
-    if no run is blocked.
+    """Return the waits (lane, flag) in which a run that makes no progress may be blocked, one for each rank that sets a signal.
+    The list is empty if no run is blocked.
 
-    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked as
-        long as the flag of a wait for the previous run is clear, because a run clears this flag first. Flags that this
-        run has already cleared look the same, so the result may contain waits that have ended. Waits for signals of
-        this run come first.
+    A flag that this run has already cleared looks like a flag that was never raised. So the result may contain waits that
+    have ended. Waits for signals of this run come first.
+
+    words: the contents of the rank's words. standing: the contents of the standing word, 1 + the number of waits known to
+        have ended. If it is 0, a run is blocked if the flag of some wait for the previous run is clear, because a run
+        clears this flag first.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):
@@ -140,11 +143,12 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of the lane's next set for rank `setter`, if the stream may clear the flag of the wait at index `at`
-    together with this set; otherwise None.
+    """Return the index of the set together with which the stream can clear the flag of the wait at index `at`; None if there
+    is no such set.
 
-    It may if `setter` waits for this set before it sets the wait's counter again. It sets that counter again in the same
-    run if the wait is for the previous run, otherwise in the next run.
+    The set is the lane's next set for rank `setter`. The stream can clear the flag with it if `setter` waits for this set
+    before it sets the wait's counter again. It sets the counter again in the same run if the wait is for the previous run,
+    otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

@@ -1,5 +1,6 @@
-"""The launcher of `weft.kernels.grouped_matmul`. The launcher makes tensor maps or pointers, chooses the grid, and
-compiles variants before any stream waits.
+"""The launcher of `weft.kernels.grouped_matmul`: one GEMM for the rows of several experts. The launcher makes tensor maps
+(descriptors for the GPU's tensor memory accelerator) or pointers, and chooses the grid. It compiles all variants before any
+stream waits for a peer.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ class GroupedVariant(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """The largest number of programs that share a tile."""
+        """The largest number of programs that compute one tile together."""
         return self.config.splits if self.tma and not self.adds else 1
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """Return argument `number` (0 to 3: own, slots, weights, whole) of the kernel: a tensor map, or the tensor
-        itself.
+        """Return a tensor as an argument of the kernel: a tensor map of it, or the tensor itself.
+
+        number: the argument's index: 0 for own, 1 for slots, 2 for weights, 3 for whole.
         """
         tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
@@ -144,8 +146,8 @@ def _variant(
 
 
 class GroupedMatmulLauncher:
-    """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. Launches share
-    the state that the constructor prepares.
+    """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. A source is a rank that
+    has sent rows.
 
     slots: `[at least (W - 1) * slot_rows, K]`. The rows of the n-th source after this rank begin at row `(n - 1) *
         slot_rows`.
@@ -233,7 +235,9 @@ class GroupedMatmulLauncher:
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Update the arguments if only y has changed, as in most calls. Return False if another argument has changed."""
+        """Update the kernel's arguments if only y has moved since the last launch, as in most calls. Return False if another
+        tensor has moved or changed its layout.
+        """
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
@@ -243,7 +247,7 @@ class GroupedMatmulLauncher:
         return True
 
     def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Rebuild the arguments that depend on tensors' addresses. Return False if there is nothing to launch."""
+        """Rebuild the kernel's arguments for these tensors. Return False if there is nothing to launch."""
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)
@@ -284,7 +288,7 @@ def launch(
     splits: torch.Tensor,
     **how: Any,
 ) -> None:
-    """Launch a `GroupedMatmulLauncher` once."""
+    """Make a `GroupedMatmulLauncher` and launch it once. how: further arguments of the launcher."""
     GroupedMatmulLauncher(slots, counts, splits, **how).launch(x, w, y)
 
 

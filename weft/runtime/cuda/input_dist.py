@@ -17,8 +17,8 @@ _BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces that a rank sends, sorted by destination: the key and the destination rank of each, int64 [pieces], on
-    the device.
+    """The pieces that a rank sends, sorted by destination. A piece is the ids of one key. Two device tensors, int64 [pieces]:
+    the key and the destination rank of each piece.
     """
 
     key: torch.Tensor
@@ -77,8 +77,8 @@ def unpack(
     messages: torch.Tensor, headers: torch.Tensor, sources: int, features: int, ids: int, bags: int, dtype: torch.dtype,
     is_weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Return (ids `[ids]`, int64 offsets `[bags + 1]`, weights `[ids]` or None), ordered by feature. Within a feature,
-    samples are in rank order.
+    """Unpack the received messages. Return (ids `[ids]`, int64 offsets `[bags + 1]`, weights `[ids]` or None), ordered by
+    feature, and within a feature by source rank and sample.
     """
     device, count = messages.device, sources * features
     values = torch.empty(ids, dtype=dtype, device=device)

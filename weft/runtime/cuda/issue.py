@@ -1,11 +1,14 @@
-"""The items of a compiled schedule, which the CPU issues in order in every run.
+"""The list of a compiled schedule's items, which the CPU issues in order in every run.
 
-An item is (kind, what, where). It may be a range [what, where) of native operations of the program. Otherwise it is a
-call of torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`.
-The compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds other items here. Native
-operations between two items are issued in one call.
+An item is (kind, what, where). It is one of:
 
-`issue` determines the CPU time of a call, so it only iterates over the list.
+- A range [what, where) of native operations, which the program (`_core.StreamProgram`) issues in one call.
+- A call of torch or NCCL, a launch of a kernel, or a step of dynamic size (`weft.runtime.cuda.sizes`). `what` is a function,
+  and `where` is the lane on whose stream it runs.
+
+The compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds the other items here.
+
+The CPU time of a call depends on `issue`, so `issue` only iterates over the list.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """The items that `compile_streams` returns. timed: True to record time stamps."""
+    """The list of items, and the state that issuing them needs. timed: True if each run must record time stamps."""
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
         self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps
@@ -56,7 +59,7 @@ class StreamItems:
         self.calls.append((lane, operation))
 
     def launch(self, lane: int, launch: Callable[[list[int], int], None]) -> None:
-        """Add a launch. launch: a function of addresses and a stream's handle."""
+        """Add a launch of a kernel. launch: a function that gets the base addresses of a run and a stream's handle."""
         self._add(_LAUNCH, launch, lane)
 
     def dynamic(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
@@ -110,10 +113,10 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load all kernels: run each call of torch and NCCL once, on its stream, with the current contents of memory.
+        """Load all kernels. Run each call of torch and NCCL once, on its stream, with the current contents of memory. If
+        several calls launch the same kernel, run only one of them.
 
-        Calls with the same kernel run only once. Peers may be in a run, so memory that they read, or have already
-        written, is not changed.
+        Peers may be in a run, so do not change memory that they read or write.
         """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():
@@ -141,7 +144,7 @@ class StreamItems:
             torch.cuda.synchronize(self.device)
 
     def read(self, timeline: Timeline, rank: int) -> None:
-        """Append the time stamps of the last run to `timeline`. The device must have finished the run."""
+        """Append the time spans of the last run's steps to `timeline`. The device must have finished the run."""
         assert self.stamps is not None
         times = self.stamps.times.tolist()
         for i, (lane, name, sent) in enumerate(self.spans):

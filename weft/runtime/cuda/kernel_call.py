@@ -17,14 +17,16 @@ from weft import _core
 
 
 class Base(NamedTuple):
-    """An address: the number of a base address of the program, and an offset in bytes."""
+    """An address in a program: the index of one of the base addresses that each run passes, and an offset in bytes."""
 
     number: int
     offset: int
 
 
 class Grid(NamedTuple):
-    """A grid whose sizes may differ in each run. x, y: the indices of the program's bases in which a run passes the sizes."""
+    """A grid whose sizes may differ in each run. A run passes the two sizes among the program's base addresses, at the indices
+    x and y.
+    """
 
     x: int
     y: int
@@ -55,10 +57,10 @@ def loaded_kernel(
 def record_one_of(
     program: _core.StreamProgram, stream: int, calls: Sequence[tuple[int, _core.KernelCall | None]]
 ) -> bool:
-    """Record a launch that uses, in each run, the first call whose alignment matches the run's addresses. calls:
-    (alignment, call).
+    """Record a launch of one of several compiled variants. In each run, the program launches the first variant whose alignment
+    matches the addresses. Return False if Triton must launch one of the variants.
 
-    Return False if Triton has to launch one of the calls.
+    calls: (alignment in bytes, call) of each variant. A call is None if Triton must launch it.
     """
     known = [(step, call) for step, call in calls if call is not None]
     if len(known) == len(calls):
@@ -69,9 +71,10 @@ def record_one_of(
 def kernel_call(
     program: _core.StreamProgram, compiled: Any, programs: int | Grid, arguments: Sequence[Argument]
 ) -> _core.KernelCall | None:
-    """Return a call of `compiled` with `arguments` (without constants) for `program`; None if Triton has to launch it.
+    """Return a launch of the kernel `compiled` for `program`; None if Triton must launch the kernel.
 
-    Tensors among the arguments must exist as long as the program.
+    programs: the size of the grid. arguments: the kernel's arguments, without constants. The caller must keep tensors among
+        them alive as long as the program.
     """
     metadata, types = compiled.metadata, [t for t in compiled.src.signature.values() if t != "constexpr"]
     declared = [8 if t.startswith("*") else _BYTES.get(t) for t in types]
@@ -102,10 +105,10 @@ def kernel_call(
 
 
 def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
-    """Return a program of one launch; None if Triton must launch. The launch needs a third of the CPU time of Triton's
-    launch.
+    """Return a program with one launch of the kernel `compiled`; None if Triton must launch it. The program takes a third of
+    the CPU time of Triton's launch.
 
-    The program's bases are the grid's two sizes, then `arguments` addresses or numbers.
+    Each run passes the two sizes of the grid, then `arguments` addresses or numbers.
     """
     program = _core.StreamProgram(2 + arguments, 1, 0)
     call = kernel_call(program, compiled, Grid(0, 1), [Base(2 + i, 0) for i in range(arguments)])

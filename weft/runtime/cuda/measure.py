@@ -1,11 +1,11 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
-All ranks measure at once, since schedules also use links in both directions and the power of all GPUs. Every result is
-the slowest rank's. Work is enqueued after a sleep kernel, so that the CPU is ahead of the device.
+All ranks measure at the same time, because schedules also use links in both directions, and load all GPUs. A result is the
+time of the slowest rank. Work is enqueued behind a sleep kernel, so that the CPU is ahead of the device.
 
-Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copy kernels and known GEMMs.
-Each measurement first runs once, until the device is idle, and then after a sleep kernel. Signals to a peer are timed
-without kernels.
+Loading a kernel while a stream waits for a peer could hang the device. So set-up loads the copy kernels and known GEMMs. Each
+measurement runs once without a sleep kernel, which loads its kernels, and then behind a sleep kernel. Signals to a peer are
+timed without kernels.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class GpuMeasure:
     """
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
-        """Set up measurements. gemms: shapes whose operands are allocated and whose kernels are loaded before anything
-        is timed.
+        """Allocate buffers and load kernels.
 
-        Raises `RefusedError` on every rank if a rank cannot set up, because it lacks memory or cannot run such GEMMs.
+        gemms: the shapes that will be measured. Their operands are allocated, and their kernels loaded, before anything is
+            timed.
+
+        Raises `RefusedError` on every rank if a rank lacks memory or cannot run these GEMMs.
         """
         self.comm, self.world_size, device = comm, comm.world_size, comm.device
         self.machine = torch.cuda.get_device_name(device)
@@ -234,13 +236,18 @@ class GpuMeasure:
     # --- timing ---
 
     def _operands(self, m: int, n: int, k: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return random operands `[m, k]` and `[k, n]` and an output. The second operand has the layout of `linear.weight.t()`."""
+        """Return random operands `[m, k]` and `[k, n]`, and an output `[m, n]`. The second operand is column-major, like
+        `linear.weight.t()`.
+        """
         a = torch.randn(m, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype])
         b = torch.randn(n, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype]).t()
         return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
 
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
-        """Time a recorded copy to the neighbour (base 0) from this rank (base 1), in microseconds."""
+        """Return the time, in microseconds, of a copy from this rank to its neighbour.
+
+        record: a function that records the copy into a program. Base address 0 is the target, and 1 is the source.
+        """
         program = _core.StreamProgram(2, 1, 0)
         record(program)
         bases = [self._region.address(self._peer), self._local.data_ptr()]

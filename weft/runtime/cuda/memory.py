@@ -4,16 +4,17 @@ Executors of schedules that differ only in sizes share one `ScheduleMemory` (`sh
 Their signals are the same: the next run of any of these executors finds the flags that the last run left. Runs, and
 replays of graphs that have captured runs, have the same order on all ranks.
 
-If a run places its rows differently than the previous run, the flags of the previous run are not enough. Such a flag
-means that its setter has read the rows of one rank. But the next run may place rows where the previous run had rows of
-other ranks. (With two ranks there are no other ranks.) So with more ranks, `ScheduleMemory.enter` runs a barrier: every
-rank notifies all peers that its previous runs have ended, and waits for the same from all peers. The barrier runs when
-sizes change, and before every run once a graph has captured a run, because replays are not announced. Schedules that
-wait for no flag of the previous run need no barrier.
+If sizes change between two runs, a flag of the previous run is not enough. Such a flag means that a reader has read the rows
+of one rank. But the next run may place its rows where the previous run had rows of other ranks. (With two ranks there are
+no other ranks.) So with more ranks, `ScheduleMemory.enter` runs a barrier: every rank notifies all peers that its previous
+runs have ended, and waits for the same from all peers. The barrier runs when sizes change. Once a graph has captured a run,
+the barrier precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the previous run
+need no barrier.
 
-If a larger memory is needed, executors in the smaller one continue. At their next call they are rebuilt in the larger one, unless
-a graph has captured them. The last executor that leaves closes the smaller memory. If outgrown memories hold more than
-`SPARE_BYTES` together, the oldest are closed at once, and their executors are rebuilt.
+If a schedule needs more memory, a larger memory replaces this one. Executors in the smaller memory remain usable. At their
+next call they are rebuilt in the larger memory, unless a graph has captured them. When its last executor has left, the
+smaller memory is closed. If such outgrown memories hold more than `SPARE_BYTES` together, the oldest are closed at once,
+and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
 
 
 class ScheduleMemory:
-    """Symmetric memory, flags and streams for executors of schedules like `mine`. All ranks must construct it. May
-    raise `OutOfSharedMemoryError`.
+    """Symmetric memory, flags and streams, shared by the executors of `mine` and of schedules that differ from it only in
+    sizes. All ranks must construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
     """
 
     def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
@@ -95,10 +96,10 @@ class ScheduleMemory:
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Order a run of `executor` on the current stream after the previous run, even if that was on another stream. Run the
+        """Make a run of `executor` on the current stream wait for the previous run, which may be on another stream. Enqueue the
         barrier if it is needed (see the top of this file).
 
-        While a graph is captured there is no such order, since a capture cannot depend on work outside of the graph.
+        During the capture of a graph, do not wait: a capture cannot depend on work outside of the graph.
         """
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -113,14 +114,14 @@ class ScheduleMemory:
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
-        """Remove an executor. If it was the last, close the memory."""
+        """Remove an executor from this memory's users. If it was the last one, close the memory."""
         self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:
             self.close()
 
     def close(self) -> None:
-        """Close the memory. Remaining executors drop their references."""
+        """Close the memory, and make its remaining executors drop their references to it."""
         if self._closed:
             return
         self._closed = True
@@ -138,7 +139,9 @@ class ScheduleMemory:
                 region.give_back()
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
-        """Return a program that notifies peers that this rank's runs have ended, and waits until theirs have."""
+        """Return the barrier: a program that notifies peers that this rank's runs have ended, and waits until theirs have.
+        Also return the program's base addresses.
+        """
         world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
         program, others = _core.StreamProgram(world + 1, 1, 0), [r for r in range(world) if r != rank]
@@ -176,8 +179,10 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def standing_still(self, seconds: float) -> None:
-        """Find the peer and the signal for which the run still waits, if any, and make the group fail with their names.
-        Runs on the watching thread.
+        """Make the group fail if a run is blocked in a wait. The error names the peer and the signal. Runs on the watching
+        thread after a missed deadline.
+
+        seconds: the deadline.
         """
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
@@ -207,11 +212,11 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. Runs on the
-        watchdog thread.
+        """Fill the buffers that peers write with NaN, then end every wait of this rank's streams. Runs on the watchdog thread
+        when the group has failed.
 
-        Copies of waiting peers may still arrive afterwards, until their streams are done. So the buffers are
-        overwritten repeatedly for `_SPOIL_S`.
+        Copies of peers may still arrive afterwards, until their streams are done. So the buffers are filled again and again
+        for `_SPOIL_S`.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._spoil()
@@ -240,8 +245,8 @@ _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemo
 
 
 def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Keep `outgrown`, and close the oldest outgrown memories until the rest fits the limit. All ranks must make this
-    call.
+    """Add `outgrown` to the outgrown memories. Close the oldest of them until the others hold at most `SPARE_BYTES`. All ranks
+    must make this call.
     """
     known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))
@@ -261,11 +266,10 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory for `schedule`, and the schedule for this rank; None if `schedule` differs from others of its
-    kind in more than sizes.
+    """Return the memory that schedules of this `kind` share, and `schedule`, evaluated for this rank. Return None if `schedule`
+    differs from others of its kind in more than sizes.
 
-    Schedules of one `kind` share the memory. If memory must be allocated, all ranks must make this call together, and
-    compare schedules.
+    If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """
     kinds = _shared.setdefault(comm, {})
     known = kinds.get(kind)
@@ -285,8 +289,8 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
 
 
 def _not_hindered_by_captures() -> None:
-    """Let this thread synchronise its own stream while another thread captures a graph. Otherwise the synchronisation
-    would invalidate the capture.
+    """Set this thread's capture mode to relaxed. Otherwise a synchronisation of its stream would invalidate a graph that
+    another thread captures.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

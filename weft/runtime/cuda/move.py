@@ -1,5 +1,5 @@
-"""The launcher of `weft.kernels.move`. The launcher compiles all variants before any stream waits, and makes its tables of
-addresses once per step.
+"""The launcher of `weft.kernels.move`, a kernel that copies, waits for signals and sets signals. The launcher compiles all
+variants before any stream waits for a peer. It allocates its tables of addresses once for each step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class CopyShape:
 
 
 class Part(NamedTuple):
-    """One more copy that a `CopyLaunch` makes in the same kernel. It has the same `CopyShape` as the launch's first copy.
+    """A further copy in the same kernel, with the `CopyShape` of the first copy.
 
-    source: the offset in bytes from the first copy's source. target: an address; with `relative`, the offset in bytes from the
-    first copy's target. sizes: as in `CopyLaunch`.
+    source: the offset in bytes from the first copy's source. target: an address; with `relative`, the offset in bytes from
+        the first copy's target. sizes: for dynamic sizes, as in `CopyLaunch`; 0 for fixed sizes.
     """
 
     source: int
@@ -51,14 +51,16 @@ class Part(NamedTuple):
 
 
 class CopyLaunch:
-    """Signals, waits, a copy, signals, and waits again, as one launch. Each part is optional.
+    """A launch of one kernel that sets signals, waits for signals, copies, sets signals, and waits again. Each part is
+    optional.
 
-    sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`). targets: the addresses of
-        further copies of the source. parts: further copies of other parts of the source's buffer, never with `targets`.
-    begins, passes, ends: pairs (address, number). The number is stored in 32 bits when the launch begins, when its
-        waits have passed, and when it ends.
-    sizes: the address of (first row of the source, first row of the target, rows) in device memory. With `sizes`,
-        `shape.rows` is the number of rows of the target.
+    sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`), in the order of these parts.
+    targets: addresses of further targets for the same source. parts: copies of other parts of the source's buffer, never
+        together with `targets`.
+    begins, passes, ends: pairs (address, number). The kernel stores the number, in 32 bits, when it begins, when its waits
+        have ended, and when it ends.
+    sizes: for a dynamic size, the address of (first row of the source, first row of the target, rows) in device memory.
+        `shape.rows` is then the number of rows of the target. 0 for a fixed size.
     early: True if the kernel may read the source before its waits end, because no step that it waits for writes the
         source.
     programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
@@ -113,10 +115,11 @@ class CopyLaunch:
         *,
         stream: int | None = None,
     ) -> None:
-        """Launch the kernel. stream: a handle (default: the current stream).
+        """Launch the kernel.
 
-        source_rows, target_rows: with `sizes`, the number of rows from `source` on, and from `target` on (default:
-            `shape.rows`).
+        source, target: the addresses of the first copy. source_rows, target_rows: with `sizes`, the number of rows in the
+            memory that begins at `source` and at `target`; by default the target has `shape.rows`.
+        stream: a stream's handle; by default the current stream.
         """
         step = self._step
         if (source | target) & (step - 1):
@@ -127,7 +130,7 @@ class CopyLaunch:
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
-        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
@@ -175,7 +178,9 @@ def _constants(step: int, adds: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
-    """Return a loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants. adds: as in
+    `CopyLaunch`.
+    """
     constants = _constants(step, adds)
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]

@@ -1,4 +1,6 @@
-"""The launcher of `weft.kernels.permute`. The launcher compiles all variants before any stream waits."""
+"""The launcher of `weft.kernels.permute`, a kernel that copies segments of rows. The launcher compiles all variants before
+any stream waits for a peer.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class PermuteLauncher:
 
     segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, number of
         rows).
-    n_own: the number of segments, at the beginning, that are read from `own`. The other segments are read from `slots`.
-    width: the bytes of a row. pitches: the bytes from a row to the next in own, slots and the target.
+    n_own: the first n_own segments are read from the matrix `own`, and the others from the matrix `slots`.
+    width: the number of bytes of a row. pitches: the bytes from a row to the next in own, slots and the target.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PermuteLauncher:
         }
 
     def launch(self, own: int, slots: int, target: int, rows: tuple[int, int, int], stream: int | None = None) -> None:
-        """Launch the kernel. own, slots, target: addresses. rows: the number of rows of each. stream: a handle
-        (default: the current stream).
+        """Launch the kernel.
+
+        own, slots, target: the addresses of the matrices. rows: the number of rows of each. stream: a stream's handle; by
+            default the current stream.
         """
         step = next(step for step in self._variants if (own | slots | target) % step == 0)
         compiled, constants = self._variants[step]
@@ -61,7 +65,9 @@ class PermuteLauncher:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, segments: int, step: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return a loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants. segments: a
+    power of two that is at least the number of segments.
+    """
     item = min(8, step)
     constants = {"SEGMENTS_P2": segments, "ITEM": _ITEMS[item], "BLOCK": _BLOCK_BYTES // item, "ALIGN": step // item}
     kernel = device_code.permute_kernel

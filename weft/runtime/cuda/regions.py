@@ -26,8 +26,8 @@ class Regions:
     """The addresses of all regions and words.
 
     bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them.
-    words: the index in `bases` of rank 0's words. Those of the other ranks follow.
-    begun: the index in `bases` of the watchdog's word.
+    words: the index, in `bases`, of rank 0's signal words. Those of the other ranks follow.
+    begun: the index, in `bases`, of the word in which a run marks its begin.
     """
 
     def __init__(self, context: Context) -> None:
@@ -45,7 +45,7 @@ class Regions:
         self.without_gaps = set[str]()
 
     def place(self, region: Region) -> tuple[int, int, int]:
-        """Return (number of the base address, offset in bytes, row pitch in bytes) of a region."""
+        """Return the place of a region: (index of its base address, offset in bytes, row pitch in bytes)."""
         buffer, item = self._context.buffers[region.buffer], self.item_bytes(region)
         offset = (int(region.row) * buffer.cols + int(region.col)) * item
         if buffer.role == "symmetric":
@@ -56,10 +56,12 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return (base, the start of each region, row pitch in bytes) for many regions of one buffer.
+        """Return the places of many regions of one buffer: (base, the start of each region, row pitch in bytes).
 
-        If the buffer is the caller's tensor, `base` is the number of its base address, and starts are offsets in bytes.
+        If the buffer is a tensor of the caller, `base` is the index of its base address, and starts are offsets in bytes.
         Otherwise `base` is None, and starts are addresses.
+
+        name: the buffer. at, row, col: for each region, its rank, first row and first column.
         """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]
@@ -84,7 +86,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """Return the whole buffer of a region as a tensor. Only for scratch buffers of this rank and symmetric buffers."""
+        """Return the whole buffer of a region as a tensor. It must be a scratch buffer of this rank, or a symmetric buffer."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:

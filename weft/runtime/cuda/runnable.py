@@ -1,6 +1,4 @@
-"""Checks for steps that the GPU executor cannot run. The checks raise when a schedule is compiled, before wrong results
-can occur.
-"""
+"""Checks for steps that the GPU executor cannot run. They raise when a schedule is compiled, not during a run."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from weft.schedule.text import describe
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """Raise `ScheduleError`, which names the step, if streams, copy engines and kernels cannot run a step of `rank`.
-
-    Also raise `ScheduleError` if updates by several lanes or ranks could be lost.
+    """Raise `ScheduleError` if GPUs cannot run a step of `rank`. The error names the step. Also raise `ScheduleError` if
+    concurrent updates by several lanes or ranks could be lost.
     """
     for buffer in schedule.buffers:
         if buffer.dtype == "fp64":
@@ -55,7 +52,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
 
 
 def _owner(region: Region) -> int | None:
-    """Return the rank that owns the region; None if the rank is dynamic."""
+    """Return the rank whose memory contains the region; None if the rank is known only at run time."""
     return None if variables_of(region.at) else value(region.at)
 
 
@@ -64,7 +61,9 @@ def _entries(registry: Mapping[Any, object]) -> str:
 
 
 def _require_nothing_lost(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if updates could be lost: if a kernel reads, adds and writes back while another lane adds."""
+    """Raise `ScheduleError` if an update could be lost: a kernel that adds to a buffer without atomics may overwrite what
+    another lane adds at the same time.
+    """
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):
         for lane in schedule.of_rank(rank, expected=False):

@@ -43,8 +43,9 @@ from weft.timeline import Timeline
 class CudaSchedule(Executor):
     """The executor of `schedule` on this rank of `communicator`.
 
-    Without `memory`, all ranks must construct it together: they compare schedules and allocate memory. memory: memory
-    that executors share (`weft.runtime.cuda.memory`). mine: the schedule for this rank.
+    memory: memory that executors share (`weft.runtime.cuda.memory`). Without it, ranks compare schedules and allocate
+        memory, so all ranks must construct the executor together.
+    mine: the schedule, evaluated for this rank, if the caller has it.
 
     Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
         schedules differ, `ScheduleError` if streams cannot run it, and `OutOfSharedMemoryError`.
@@ -84,11 +85,11 @@ class CudaSchedule(Executor):
         """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
 
         tensors: every input and output buffer by name, with the sizes in `buffers`. Weights may also be [count, rows,
-            columns]. An output with a dynamic number of rows is a function that returns a tensor with the given number
-            of rows, or a tensor with at least so many rows. For reads with by="meanwhile", the function is called before
-            the number is known, with rows to spare, and the result is cut.
-        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of
-            the tensors differ from an earlier run. The tensors are then not checked.
+            columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a function that gets
+            the number of rows and returns a tensor. If the CPU reads the sizes with by="meanwhile", it calls the function
+            before the sizes are known, for more rows than expected, and returns a slice of the result.
+        deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
+        like_before: True if only the addresses of the tensors differ from an earlier run. Then do not check the tensors.
         timeline: if given, wait for the device, and append the times of each step.
 
         Raises errors of the group since the last run.
@@ -146,7 +147,7 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """The symmetric memory in bytes. If executors share the memory, this executor's equal share."""
+        """The executor's symmetric memory in bytes. If n executors share the memory, a share of 1 / n."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
@@ -158,7 +159,7 @@ class CudaSchedule(Executor):
         self.memory.leave(self)
 
     def let_go(self) -> None:
-        """Drop all references to the memory."""
+        """Drop all references to the memory, so that the executor cannot run any more."""
         self._programs.clear()
         self.context.own.clear()
 

@@ -14,6 +14,6 @@ class Scratch:
         self.memory = torch.empty(0)
 
     def require(self, device: torch.device, numbers: int) -> None:
-        """Reserve memory for `numbers` fp32 numbers. Call it before any stream waits for a peer."""
+        """Make the memory large enough for `numbers` fp32 numbers. Call this before any stream waits for a peer."""
         if self.memory.numel() < numbers:
             self.memory = lasting(device, lambda: torch.empty(numbers, dtype=torch.float32, device=device))

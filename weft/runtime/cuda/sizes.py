@@ -1,4 +1,4 @@
-"""Dynamic sizes (`weft.schedule.steps.Read`). There are three kinds of reads:
+"""Reads of dynamic sizes from a buffer (`weft.schedule.steps.Read`). There are three kinds:
 
 - by="device": one small kernel computes the first rows and row counts of all copies of the lane, and stores them where the
   copies read them.
@@ -29,12 +29,14 @@ _BLOCK = 128
 
 
 def is_dynamic(step: Any) -> bool:
-    """True if a step of a rank has dynamic sizes or places."""
+    """True if a size or a place of `step` is known only at run time."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
 
 class Totals:
-    """Sums that the device computes from the contents of `held`."""
+    """A kernel that evaluates `indices`, which are sums over the contents of the device tensor `held`. `numbers` has the
+    results.
+    """
 
     def __init__(self, held: torch.Tensor, indices: Sequence[Index]) -> None:
         parts = [index.totals() if isinstance(index, Expr) else (index, ()) for index in indices]
@@ -52,7 +54,7 @@ class Totals:
         self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program` on stream number `stream`. Return False if only `launch` can launch it."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
         call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
         if call is not None:
             program.launch(stream, [(1, call)])
@@ -72,7 +74,9 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """A read on the CPU, once per run. It allocates the outputs whose rows depend on the buffer."""
+    """The read of a buffer by the CPU, once in a run. The CPU waits for the contents, and allocates the outputs whose number
+    of rows depends on them.
+    """
 
     def __init__(self, context: Context, buffer: str) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
@@ -101,9 +105,9 @@ class HostRead:
 class ReadAhead:
     """A read of dynamic sizes for which the CPU waits only after it has issued the GEMMs.
 
-    `begin` allocates outputs with space for more rows than last time. Then the GEMMs are issued. `settle` waits for the
-    sizes and slices the outputs to the arrived rows. If an output is too small, `settle` allocates a larger output and
-    issues the GEMMs again. The operands are still valid, because the lane allows peers to overwrite them only later.
+    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for the
+    sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
+    issues the GEMMs again. Their operands are still valid, because the lane allows peers to overwrite them only later.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -154,12 +158,12 @@ def _with_room(rows: int) -> int:
 
 
 class DynamicCopy:
-    """A copy by a copy engine, of a size that the CPU has read."""
+    """A copy by a copy engine whose size the CPU has read."""
 
     def __init__(
         self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]
     ) -> None:
-        """source, target: (number of the base address, offset of the buffer in bytes, row pitch in bytes)."""
+        """source, target: the places of the two buffers: (index of the base address, offset in bytes, row pitch in bytes)."""
         self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""Code that the launchers of weft's GEMMs share: tensor maps of callers' tensors, placeholder tensors for compilation,
-device properties.
+"""Code that the launchers of weft's GEMMs share: tensor maps (descriptors for the GPU's tensor memory accelerator) of callers'
+tensors, placeholder tensors for compilation, and device properties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 16
 
 
 class Lent:
-    """The address and layout of a caller's tensor, without a reference to the tensor."""
+    """The address and layout of a caller's tensor. It takes the tensor's place in a tensor map, and keeps no reference to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (

@@ -1,4 +1,4 @@
-"""Launches of weft's kernels for `Tiles` steps. The step's `kernel` (`weft.schedule.kernels`) describes the work.
+"""Launches of weft's tile kernels, which run `Tiles` steps. The step's `kernel` (`weft.schedule.kernels`) selects the launch.
 
 To run another kernel on GPUs, register a function with `tiles_call.register`.
 """
@@ -32,8 +32,10 @@ from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variabl
 
 
 class TilesCall:
-    """The launch of a step's tiles. writes_outputs: False if it only writes the schedule's own memory. Then it need not run again
-    if an output was too small (`sizes.ReadAhead`)."""
+    """The launch of a `Tiles` step.
+
+    writes_outputs: False if the kernel writes only the schedule's own memory. Then the launch need not be repeated when an
+        output was too small (`sizes.ReadAhead`)."""
 
     writes_outputs = True
 
@@ -41,14 +43,16 @@ class TilesCall:
         """Load the kernels that the launch needs, before any stream waits."""
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        """Enqueue the kernel on the current stream. bases: the addresses of `Regions.bases` in this run."""
+        """Enqueue the kernel on the current stream. tensors: the run's tensors. bases: the run's base addresses (`Regions`)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TilesLane:
-    """The lane of a step of tiles. scratch: memory that the lane's launches share. sizes: see `Compiler`. words_set: returns the
-    addresses of the words that a `Set` of (rank, signal, index) writes."""
+    """The lane of a `Tiles` step, with the data that its launch needs.
+
+    scratch: memory that the lane's launches share. sizes: as in `Compiler`. words_set: a function of (rank, signal, index)
+        that returns the addresses of the words that a `Set` of this counter writes."""
 
     context: Context
     regions: Regions
@@ -58,13 +62,13 @@ class TilesLane:
     words_set: Callable[[int, str, int], list[int]]
 
     def is_last(self, step: Tiles) -> bool:
-        """True if the lane has no tiles after `step`."""
+        """True if `step` is the last `Tiles` step of the lane."""
         return step is [s for at, s in self.context.order if at == self.name and s.tile_kernel][-1]
 
 
 @singledispatch
 def tiles_call(kernel: TileKernel, step: Tiles, lane: TilesLane) -> TilesCall:
-    """Return the launch of the tiles of `step` by `kernel`."""
+    """Return the launch of `step`, whose kernel is `kernel`."""
     raise AssertionError(f"a check should have refused {step}")
 
 
@@ -169,7 +173,7 @@ class GroupedMatmulCall(TilesCall):
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the part in K that a step multiplies: columns of x and of the slots, and rows of an expert's weights."""
+        """Return the slice of `t` along K that the step multiplies: columns of x or of the slots, or rows of the weights."""
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
@@ -210,7 +214,7 @@ class PermuteCall(TilesCall):
 
 
 class TrackedMatmulCall(TilesCall):
-    """A launch of `TrackedMatmul`. words_set: see `TilesLane`."""
+    """A launch of `TrackedMatmul`, a GEMM that sets signals when tiles are finished. words_set: as in `TilesLane`."""
 
     def __init__(
         self,
@@ -279,8 +283,10 @@ class TrackedMatmulCall(TilesCall):
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Return (number of tiles, words to set after these tiles) for each counter, and for each set the counter of
-        every tile.
+        """Assign a counter to each signal that the tiles set. Return for each counter (its number of tiles, the addresses of
+        the words to set after these tiles), and for each set the counter of every tile.
+
+        over: a function that evaluates an expression for all tiles.
         """
         named: dict[tuple[str, int, int], int] = {}
         of_tiles = []

@@ -1,6 +1,5 @@
-"""The launcher of `weft.kernels.tracked_matmul`: tables on the device, tensor maps or pointers, compiled variants.
-
-Variants are compiled before any stream waits.
+"""The launcher of `weft.kernels.tracked_matmul`, a GEMM that counts its finished tiles and sets signals. The launcher makes the
+kernel's tables on the device, and tensor maps or pointers. It compiles all variants before any stream waits for a peer.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class TrackedVariant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """The extent in k of each split, in whole blocks. The last split has the rest."""
+        """The number of elements of k in each split, a multiple of the block size. The last split has the rest."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
@@ -92,8 +91,7 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 
 
 class TrackedMatmulLauncher:
-    """A launcher for tiles of a @ w. Tables define where each tile is stored and which counter it increments. A
-    schedule makes the launcher once.
+    """A launcher of a @ w, whose tables say where each tile of the product is stored, and which counter it increments.
 
     table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches
         are in bytes.
@@ -185,7 +183,7 @@ class TrackedMatmulLauncher:
         return TrackedVariant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Rebuild the arguments that depend on the addresses of tensors."""
+        """Rebuild the kernel's arguments for tensors at new addresses."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
         w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)
