@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks, records_of
 
 from weft.bench.core import console, harness
 from weft.bench.core.ceilings import Ceilings, measure_ceilings
-from weft.bench.core.harness import Ranks, summarise, time_variants
+from weft.bench.core.harness import summarise, time_variants
 from weft.bench.core.measure import check
 from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import ceilings_for
 from weft.bench.ops.embedding_all_to_all import OPERATOR, EmbeddingWorkload, Traffic
 from weft.bench.ops.embedding_data import BASELINE, pooled_float64
 from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
@@ -72,24 +72,6 @@ def test_names_of_variants() -> None:
         match="no variant 'fast': give embedding_bag, batched, fbgemm, embedding_bag-async, per-table, weft, pip",
     ):
         why_not("fast", CPU)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"preset": "x"}, "no preset 'x'"),
-        ({"ranks": 0}, "ranks=0 must be at least 1"),
-        ({"device": "tpu"}, "device='tpu'"),
-        ({"dtype": "fp8"}, "dtype='fp8'"),
-        ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
-        ({"seconds": 0.0}, r"seconds=0\.0 must be above 0"),
-        ({"scale": 3.0}, r"scale=3\.0"),
-        ({"variants": ("fbgemm",)}, "variant 'fbgemm' cannot run here: it is a baseline only on GPUs"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BenchOptions(OPERATOR.name, **wrong)
 
 
 def test_column_runs_merge_neighbours_of_one_rank() -> None:
@@ -208,12 +190,8 @@ def test_progress_says_each_step_once_where_nobody_watches(capsys) -> None:
     assert capsys.readouterr().err == "1/3 building\n1/3 timing\n"
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, CPU)
-
-
 def _traffic(group: dist.ProcessGroup) -> Traffic:
-    return EmbeddingWorkload(TINY.config(group.size(), FULL), _ranks(group), input_sets=2).traffic()
+    return EmbeddingWorkload(TINY.config(group.size(), FULL), cpu_ranks(group), input_sets=2).traffic()
 
 
 def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
@@ -254,7 +232,7 @@ def _short(output: torch.Tensor) -> torch.Tensor:
 
 
 def _checks(group: dist.ProcessGroup) -> dict[str, float | str]:
-    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=2)
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), cpu_ranks(group), input_sets=2)
     found: dict[str, float | str] = dict(
         check({n: make_variant(n, work) for n in (BASELINE, "batched", "direct", "put")}, work).errors
     )
@@ -284,7 +262,7 @@ def _sleepy(group: dist.ProcessGroup) -> dict:
     """Time with a fake clock, for which a reading takes `LOOK_MS`, and a call on rank 1 takes `CALL_MS`. So the load of
     this machine does not matter.
     """
-    ranks = _ranks(group)
+    ranks = cpu_ranks(group)
     called: list[int] = []
     now_ms = [0.0]
 
@@ -333,8 +311,7 @@ def test_every_rank_reports_the_slowest_rank(pool: Pool) -> None:
 
 def _measured(group: dist.ProcessGroup) -> list[dict]:
     options = BenchOptions(OPERATOR.name, variants=BESIDES, modes=("queued",), quick=True, scale=1.0)
-    ranks = _ranks(group)
-    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records
+    return records_of(group, options, RAGGED)
 
 
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
@@ -357,7 +334,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
 
 
 def _traced(group: dist.ProcessGroup) -> dict[str, Timeline]:
-    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), cpu_ranks(group), input_sets=1)
     timelines = {name: Timeline() for name in (BASELINE, "put", "direct")}
     for name, timeline in timelines.items():
         variant, before = make_variant(name, work), time.monotonic_ns() / 1e3
@@ -380,7 +357,7 @@ def test_traces_count_the_bytes_that_leave(pool: Pool) -> None:
 
 
 def _copies(group: dist.ProcessGroup) -> list[Ceilings]:
-    return measure_ceilings(_ranks(group), 1 << 20)
+    return measure_ceilings(cpu_ranks(group), 1 << 20)
 
 
 def test_ceilings_are_the_same_on_every_rank(pool: Pool) -> None:
@@ -394,7 +371,7 @@ def test_ceilings_are_the_same_on_every_rank(pool: Pool) -> None:
 
 
 def _half(group: dist.ProcessGroup, dtype: torch.dtype) -> float:
-    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL, dtype), _ranks(group), input_sets=1)
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL, dtype), cpu_ranks(group), input_sets=1)
     return max(
         check({name: make_variant(name, work) for name in (BASELINE, "batched", "direct")}, work).errors.values()
     )

@@ -6,19 +6,18 @@ Cheapest first: names without processes, then two ranks.
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import CallingRecorder, run_with_one_wrong
 from support.all_to_all_matmul_reference import expected
+from support.bench import cpu_ranks, quick, records_of
 from support.slow import slow
 
 from weft.bench.core import measure
-from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_variants
-from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import ceilings_for
 from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants, MoeShape
 from weft.bench.report import markdown
 from weft.builders import AllToAllMatmul, candidates
@@ -30,41 +29,13 @@ KERNEL = "dispatch[by=kernel,rest=each]"
 DMA = "dispatch[by=dma,rest=each]"
 
 
-def _options(**given) -> BenchOptions:
-    return BenchOptions(OPERATOR.name, **({"preset": SHAPE.name, "quick": True, "seconds": 0.01} | given))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
-        ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
-        ({"variants": ("dispatch[by=kernel,rest=together]",)}, r"supports none of these shapes \(first shape: with 2 ranks all "
-                                                               "other tokens come from one rank, so "
-                                                               "rest=together is the same as rest=each"),
-        ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
-        ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
-        ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
-        ({"preset": "8x8x8-e2-top3"}, "top_k=3 must be at most experts=2"),
-        ({"preset": "mixtral"}, "no preset 'mixtral': give one of mixtral-8x7b, .*, or a shape TOKENSxNxK-eEXPERTS-topK"),
-    ],
-)  # fmt: skip
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _options(**wrong)
-
-
 def test_variants_that_are_named() -> None:
     for variant in ("padded", "weft-bounded", "dispatch", DMA, KERNEL + "-bounded", "all"):
-        assert _options(variants=(variant,)).variants == (variant,)
-
-
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, torch.device("cpu"))
+        assert quick(OPERATOR.name, SHAPE.name, variants=(variant,)).variants == (variant,)
 
 
 def _workload(group: dist.ProcessGroup) -> DispatchVariants:
-    return DispatchVariants(OPERATOR.spec, SHAPE, _ranks(group), "fp32", input_sets=2)
+    return DispatchVariants(OPERATOR.spec, SHAPE, cpu_ranks(group), "fp32", input_sets=2)
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
@@ -117,10 +88,8 @@ def test_inputs_variants_and_load_by_hand(pool: Pool) -> None:
 
 
 def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
-    ranks, options = _ranks(group), _options(variants=("weft", "weft-serial", "dispatch["), dtype=dtype)
-    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    variants = ("weft", "weft-serial", "dispatch[")
+    return records_of(group, quick(OPERATOR.name, SHAPE.name, variants=variants, dtype=dtype), SHAPE)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
@@ -175,7 +144,7 @@ def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     """Run the benchmark with a variant that has a wrong row on one of two ranks. Also run it with rows that torch's
     grouped GEMM does not support.
     """
-    options = _options(preset=ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
+    options = quick(OPERATOR.name, ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
     is_wrong, row = (
         lambda variant, _: variant == KERNEL + "-bounded",
         lambda work, which: int(work.counts(which).sum()) - 1,
@@ -197,8 +166,7 @@ def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     variants = {"serial": work.serial, "padded": work.padded, "weft-bounded": work.weft("weft-bounded", None)}
     work.waiting = ["serial"]
-    original, measure.Recorder = measure.Recorder, CallingRecorder  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(measure, "Recorder", CallingRecorder):
         results = measure_variants(
             work,
             variants,
@@ -208,8 +176,6 @@ def _captured(group: dist.ProcessGroup) -> dict:
             repetitions=(3, 3),
             step=lambda what, share: None,
         )
-    finally:
-        measure.Recorder = original  # type: ignore[misc]
     errors = check(variants, work).errors
     return {"timed": sorted(results.timings), "wrong": results.wrong, "not": results.not_captured, "errors": errors}
 

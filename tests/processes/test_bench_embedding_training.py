@@ -36,22 +36,6 @@ def _data(group: dist.ProcessGroup, preset: EmbeddingPreset) -> TrainingWorkload
     return TrainingWorkload(preset.config(group.size(), FULL), _ranks(group), input_sets=2, with_fbgemm=False)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (
-            {"preset": "meta-2021"},
-            "no preset 'meta-2021': give one of pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2",
-        ),
-        ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft"),
-        ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BenchOptions(OPERATOR.name, **wrong)
-
-
 def test_floors_count_rows_once_or_per_occurrence() -> None:
     traffic = StepTraffic(rows=288, distinct_rows=100, rest=200, wire=96)
     assert traffic.once_ms(Ceilings(memory=500e3, link=96e6)) == pytest.approx(1.0)

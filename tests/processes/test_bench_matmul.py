@@ -11,11 +11,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import run_with_one_wrong
+from support.bench import cpu_ranks, quick, records_of
 from support.slow import slow
 
 import weft
@@ -27,7 +29,7 @@ from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_variants
 from weft.bench.core.operators import SCALED, measured, operator
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import ceilings_for, run_rank
+from weft.bench.core.run import run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
 from weft.bench.ops.gemms import GemmShape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
@@ -47,10 +49,6 @@ ONE_PEER = "shard[chunks=1,send=at_once,by=dma]"
 TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=4,by=dma]"
 
 
-def _options(**given) -> BenchOptions:
-    return BenchOptions(OPERATOR.name, **({"preset": "24x10x16", "quick": True, "seconds": 0.01} | given))
-
-
 def test_every_operator_that_users_call_is_measured() -> None:
     called = {name for name in weft.__all__ if name in PROBLEMS}
     assert {"matmul_all_gather", "embedding_all_to_all"} < called < set(measured())
@@ -68,28 +66,8 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
     assert _typed("shard[chunks=2,send=in_turn,weft") == ("shard[chunks=2,send=in_turn", "weft")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
-        ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' supports none of these shapes .*500"),
-        ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' supports none of these shapes .*peer"),
-        ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu supports only"),
-        ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
-        ({"dtype": "fp8"}, "must be a positive multiple of 16 for fp8 GEMMs"),
-        ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
-        ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
-        ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory only on GPUs"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _options(**wrong)
-
-
 def test_a_variant_that_cannot_do_a_shape_is_a_note_of_that_shape() -> None:
-    options = _options(preset="24x10x16,1024x10x16", variants=(UNCUT, PUT))
+    options = quick(OPERATOR.name, "24x10x16,1024x10x16", variants=(UNCUT, PUT))
     problems = [described("all_gather_matmul", m=m, n=10, k=16, ranks=2, dtype="fp32") for m in (24, 1024)]
     few, many = (cannot(options.variants, [(p, "")]) for p in problems)
     assert len(few) == 1
@@ -109,12 +87,8 @@ def test_a_2d_schedule_rounds_at_every_step() -> None:
     assert steps_of_2d == {*((AllGatherMatmul.name, steps) for steps in (2, 3, 4)), (AllToAllMatmul.name, 3)}
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, torch.device("cpu"))
-
-
 def _workload(group: dist.ProcessGroup) -> GatherVariants:
-    return GatherVariants(OPERATOR.spec, SHAPE, _ranks(group), "fp32", input_sets=2)
+    return GatherVariants(OPERATOR.spec, SHAPE, cpu_ranks(group), "fp32", input_sets=2)
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
@@ -149,10 +123,8 @@ def test_inputs_limits_and_rooflines_by_hand(pool: Pool) -> None:
 
 
 def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
-    ranks, options = _ranks(group), _options(variants=("weft", "weft-serial", "shard", TWO_D), dtype=dtype)
-    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    variants = ("weft", "weft-serial", "shard", TWO_D)
+    return records_of(group, quick(OPERATOR.name, SHAPE.name, variants=variants, dtype=dtype), SHAPE)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
@@ -184,19 +156,12 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 
 def _scaled(group: dist.ProcessGroup) -> list[dict]:
-    ranks, options = _ranks(group), _options(variants=("weft", PUT), dtype="fp8", preset="24x16x32")
-    shape = GemmShape(24, 16, 32, ())
-    found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    return records_of(group, quick(OPERATOR.name, "24x16x32", variants=("weft", PUT), dtype="fp8"))
 
 
 def _ruled(group: dist.ProcessGroup, preset: str) -> list[dict]:
-    ranks, options = _ranks(group), _options(variants=("autotune", "heuristic"), preset=preset, modes=("queued",))
-    (shape,) = OPERATOR.presets(options)
-    found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    variants = ("autotune", "heuristic")
+    return records_of(group, quick(OPERATOR.name, preset, variants=variants, modes=("queued",)))
 
 
 @pytest.mark.parametrize(("preset", "cut"), [slow("24x10x16", "1d"), ("24x10x32", "2d")])
@@ -215,11 +180,8 @@ def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
 
 
 def _scattered(group: dist.ProcessGroup) -> tuple[tuple[float, float, float], list[dict]]:
-    ranks, shape = _ranks(group), GemmShape(24, 10, 16, ())
-    options = BenchOptions(scattering.name, preset=shape.name, quick=True, seconds=0.01, variants=("weft", "scatter"))
-    found = scattering.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return ScatterVariants(scattering.spec, shape, ranks, "fp32").moved(), found.records
+    options = quick(scattering.name, SHAPE.name, variants=("weft", "scatter"))
+    return ScatterVariants(scattering.spec, SHAPE, cpu_ranks(group), "fp32").moved(), records_of(group, options)
 
 
 def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Pool) -> None:
@@ -233,12 +195,11 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
     symm.communicator(group, "cpu").close()  # this also drops choices of other tests for this shape
-    model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
-    this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
+    model = model_of(load_machine("h200"), group.size())
     try:
-        return _measured(group, "fp32")
+        with mock.patch.object(this_machine, "machine_model", return_value=model):
+            return _measured(group, "fp32")
     finally:
-        this_machine.machine_model = original
         symm.communicator(group, "cpu").close()  # this also drops the choice
 
 
@@ -259,7 +220,7 @@ def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pyte
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     """Run two shapes with a pinned schedule that is wrong on one of two ranks."""
-    options = _options(preset="24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
+    options = quick(OPERATOR.name, "24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
     return run_with_one_wrong(group, GatherVariants, options, lambda _, schedule: schedule == PUT, lambda *_: -1)
 
 
@@ -334,14 +295,11 @@ def _captured(group: dist.ProcessGroup) -> dict:
     eager = check(variants, work)
     wrong = dict(eager.wrong)
     found = check(variants, work, _Recorder(work.ranks), eager)  # type: ignore[arg-type]
-    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(measure, "Recorder", _Recorder):
         results = measure_variants(
             work, variants, {"beside": work.gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
             step=lambda what, share: None,
         )  # fmt: skip
-    finally:
-        measure.Recorder = original  # type: ignore[misc]
     checked = found.errors, found.not_captured, sorted(found.graphs)
     return {"eager": wrong, "checked": checked, "results": results}
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks, quick, records_of
 from support.matmul_all_to_all_reference import expected, received_of
 
-from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import ceilings_for
 from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.gemms import find_shapes, shapes_file
 from weft.bench.ops.matmul_all_to_all import OPERATOR, CombineVariants
@@ -22,26 +20,6 @@ from weft.launch import Pool
 
 SHAPE = MoeShape(m=24, n=16, k=40, experts=6, top_k=2, skew=0.7, sources=("by hand",))
 STORE, DMA = "combine[chunks=1,by=store]", "combine[chunks=1,by=dma]"
-
-
-def _options(**given) -> BenchOptions:
-    return BenchOptions(OPERATOR.name, **({"preset": SHAPE.name, "quick": True, "seconds": 0.01} | given))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
-        (
-            {"variants": (DMA + "-bounded",)},
-            r"supports none of these shapes \(first shape: the CPU must not wait for sizes",
-        ),
-        ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _options(**wrong)
 
 
 def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> None:
@@ -56,7 +34,7 @@ def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> No
 
 def _facts(group: dist.ProcessGroup) -> dict:
     """Return the errors of the variants' results against the tests' own reference."""
-    work, world = CombineVariants(OPERATOR.spec, SHAPE, Ranks(group, group, torch.device("cpu")), "fp32"), group.size()
+    work, world = CombineVariants(OPERATOR.spec, SHAPE, cpu_ranks(group), "fp32"), group.size()
     splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
     hs = [work.rows_at(1, rank) for rank in range(world)]
     weights = torch.stack([work.expert(rank, i) for rank in range(world) for i in range(3)])
@@ -83,10 +61,8 @@ def test_inputs_and_variants(pool: Pool) -> None:
 
 
 def _measured(group: dist.ProcessGroup) -> list[dict]:
-    ranks, options = Ranks(group, group, torch.device("cpu")), _options(variants=("weft", "weft-serial", STORE, DMA))
-    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    variants = ("weft", "weft-serial", STORE, DMA)
+    return records_of(group, quick(OPERATOR.name, SHAPE.name, variants=variants), SHAPE)
 
 
 def test_records(pool: Pool) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import CallingRecorder
+from support.bench import cpu_ranks
 
 from weft import symm
 from weft.bench.core import measure as core
 from weft.bench.core import records
-from weft.bench.core.harness import Ranks
 from weft.bench.core.operators import operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.never_slower import measure, run
@@ -119,16 +120,13 @@ def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> No
 
 def _captured(group: dist.ProcessGroup) -> dict[str, dict]:
     """Return rows of mode graph, which users cannot request on CPU."""
-    ranks, found = Ranks(group, group, torch.device("cpu")), {}
-    original, core.Recorder = core.Recorder, CallingRecorder  # type: ignore[misc, assignment]
-    try:
+    ranks, found = cpu_ranks(group), {}
+    with mock.patch.object(core, "Recorder", CallingRecorder):
         for name in ("matmul_all_reduce", "all_to_all_matmul", "matmul_all_to_all"):
             op, shape = operator(name), "24x16x32-e4-top2" if "to_all" in name else "24x16x32"
             options = BenchOptions(name, shape, 2, quick=True)
             (preset,) = op.presets(options)
             found |= {name: measure._timed(op.workload(preset, ranks, options), ("graph",), _options())["graph"]}
-    finally:
-        core.Recorder = original  # type: ignore[misc]
     return found
 
 

@@ -6,21 +6,130 @@ import contextlib
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks, quick, records_of
 
 from weft import symm
 from weft.bench.__main__ import options_of
-from weft.bench.core.harness import Ranks
 from weft.bench.core.operators import operator
-from weft.bench.core.run import ceilings_for
+from weft.bench.core.options import BenchOptions
 from weft.bench.ops import any_operator
 from weft.launch import Pool
 from weft.operator import select
 
+REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "embedding_all_to_all": (
+        {},
+        [
+            ({"preset": "x"}, "no preset 'x'"),
+            ({"ranks": 0}, "ranks=0 must be at least 1"),
+            ({"device": "tpu"}, "device='tpu'"),
+            ({"dtype": "fp8"}, "dtype='fp8'"),
+            ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
+            ({"seconds": 0.0}, r"seconds=0\.0 must be above 0"),
+            ({"scale": 3.0}, r"scale=3\.0"),
+            ({"variants": ("fbgemm",)}, "variant 'fbgemm' cannot run here: it is a baseline only on GPUs"),
+        ],
+    ),
+    "embedding_training": (
+        {},
+        [
+            (
+                {"preset": "meta-2021"},
+                "no preset 'meta-2021': give one of pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2",
+            ),
+            ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft"),
+            ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
+        ],
+    ),
+    "tensor_parallel": (
+        {"modes": ("queued",)},
+        [
+            ({"variants": ("fast",)}, "no variant 'fast': give some of serial, weft, weft-compiled, asynctp"),
+            ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
+            (
+                {"variants": ("asynctp",), "device": "cuda", "preset": "llama-3-8b-whole"},
+                "variant 'asynctp' cannot run preset llama-3-8b-whole, because AsyncTP has no all-reduce",
+            ),
+            ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
+            ({"ranks": 1}, "ranks=1: a tensor-parallel block needs at least 2 ranks"),
+            ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
+            ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
+            ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
+            ({"scale": 0.5}, r"scale=0\.5: tensor_parallel cannot be scaled"),
+            ({"dtype": "fp8"}, "tensor_parallel, which has no scaled GEMMs"),
+        ],
+    ),
+    "all_to_all_matmul": (
+        {"preset": "24x40x16-e6-top2-zipf0.7"},
+        [
+            (
+                {"variants": ("fast",)},
+                r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, ",
+            ),
+            ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
+            (
+                {"variants": ("dispatch[by=kernel,rest=together]",)},
+                r"supports none of these shapes \(first shape: with 2 ranks all "
+                "other tokens come from one rank, so "
+                "rest=together is the same as rest=each",
+            ),
+            ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
+            ({"scale": 0.5}, r"scale=0\.5: .* only tables can: name a smaller shape"),
+            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
+            ({"preset": "8x8x8-e2-top3"}, "top_k=3 must be at most experts=2"),
+            (
+                {"preset": "mixtral"},
+                "no preset 'mixtral': give one of mixtral-8x7b, .*, or a shape TOKENSxNxK-eEXPERTS-topK",
+            ),
+        ],
+    ),
+    "matmul_all_to_all": (
+        {"preset": "24x16x40-e6-top2-zipf0.7"},
+        [
+            (
+                {"variants": ("fast",)},
+                r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine",
+            ),
+            (
+                {"variants": ("combine[chunks=1,by=dma]-bounded",)},
+                r"supports none of these shapes \(first shape: the CPU must not wait for sizes",
+            ),
+            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
+        ],
+    ),
+    "all_gather_matmul": (
+        {"preset": "24x10x16"},
+        [
+            ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
+            ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
+            (
+                {"variants": ("shard[chunks=500,send=in_turn,by=dma]",)},
+                r"variant 'shard\[chunks=500,.*' supports none of these shapes .*500",
+            ),
+            (
+                {"variants": ("shard[chunks=1,send=at_once,by=dma]",)},
+                r"variant 'shard\[.*at_once.*' supports none of these shapes .*peer",
+            ),
+            ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu supports only"),
+            ({"scale": 0.5}, r"scale=0\.5: .* only tables can: name a smaller shape"),
+            ({"dtype": "fp8"}, "must be a positive multiple of 16 for fp8 GEMMs"),
+            ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
+            ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
+            ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory only on GPUs"),
+        ],
+    ),
+}
+"""{benchmark: (options, [(further options, the error)])}"""
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, torch.device("cpu"))
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "message"),
+    [(op, given | wrong, message) for op, (given, cases) in REFUSED.items() for wrong, message in cases],
+)
+def test_options_are_checked_before_anything_starts(op: str, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(op, **wrong)
 
 
 def test_an_operators_own_options_are_measured_and_named() -> None:
@@ -78,7 +187,7 @@ def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
     )
     op = operator("matmul_all_reduce")
     (shape,) = op.presets(typed)
-    work, found, original = op.workload(shape, _ranks(group), typed), {}, select._names_near
+    work, found, original = op.workload(shape, cpu_ranks(group), typed), {}, select._names_near
     select._names_near = lambda *given, **named: (TAKEN, TAKEN)  # type: ignore[assignment]
     try:
         with contextlib.suppress(KeyError):
@@ -106,25 +215,8 @@ def test_what_a_call_with_options_took_is_recorded_and_never_guessed(pool: Pool)
 
 
 def _with_a_residual(group: dist.ProcessGroup) -> list[dict]:
-    given = [
-        "--preset",
-        "24x10x16",
-        "--ranks",
-        "2",
-        "--device",
-        "cpu",
-        "--quick",
-        "--seconds",
-        "0.01",
-        "--mode",
-        "queued",
-    ]
-    options = options_of(["matmul_all_reduce", *given, "--option", "residual=true", "--option", "norm=false"])
-    ranks, op = _ranks(group), operator("matmul_all_reduce")
-    (shape,) = op.presets(options)
-    found = op.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
-    assert not found.wrong
-    return found.records
+    given = (("residual", True), ("norm", False))
+    return records_of(group, quick("matmul_all_reduce", "24x10x16", modes=("queued",), option=given))
 
 
 def test_a_run_with_options_is_measured(pool: Pool) -> None:

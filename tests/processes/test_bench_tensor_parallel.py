@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks
 
 import weft.nn
-from weft.bench.core.harness import Ranks
 from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
@@ -34,29 +34,6 @@ CHECKED = 3
 
 def _options(**given: Any) -> BenchOptions:
     return BenchOptions(**{"op": OPERATOR.name, "modes": ("queued",), "quick": True, "seconds": 0.01, **given})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"variants": ("fast",)}, "no variant 'fast': give some of serial, weft, weft-compiled, asynctp"),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' runs only on GPUs: use device='cuda'"),
-        (
-            {"variants": ("asynctp",), "device": "cuda", "preset": "llama-3-8b-whole"},
-            "variant 'asynctp' cannot run preset llama-3-8b-whole, because AsyncTP has no all-reduce",
-        ),
-        ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
-        ({"ranks": 1}, "ranks=1: a tensor-parallel block needs at least 2 ranks"),
-        ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
-        ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
-        ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
-        ({"scale": 0.5}, r"scale=0\.5: tensor_parallel cannot be scaled"),
-        ({"dtype": "fp8"}, "tensor_parallel, which has no scaled GEMMs"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _options(**wrong)
 
 
 def test_presets_are_both_blocks_of_models_that_suit_the_device() -> None:
@@ -109,10 +86,6 @@ def test_a_table_has_what_was_measured() -> None:
 # --- two ranks ---
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, CPU)
-
-
 def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.detach().contiguous())
@@ -121,7 +94,7 @@ def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]:
     """Return the errors of `serial` against a stock module in float64 on whole tensors."""
-    work = Comparison(block, (), _ranks(group), torch.float32)
+    work = Comparison(block, (), cpu_ranks(group), torch.float32)
     assert list(work.blocks) == ["serial", "compute"]
     stock = {"mlp": StockMLP, "attention": StockAttention}[block.kind](block.model, CPU, torch.float64)
     divided = {name: int(name in ("down_proj.weight", "o_proj.weight")) for name, _ in stock.named_parameters()}
@@ -152,7 +125,7 @@ def _sizes(group: dist.ProcessGroup, block: Block) -> list[list[tuple[int, ...]]
     """Return the sizes of each variant's results. The result of `compute` may contain anything, but must have the same
     size.
     """
-    work = Comparison(block, ("weft",), _ranks(group), torch.bfloat16)
+    work = Comparison(block, ("weft",), cpu_ranks(group), torch.bfloat16)
     made = [work.results(name, work.call(name)) for name in ("compute", "serial", "weft")]
     assert {value.dtype for of in made for value in of.values()} == {torch.bfloat16}
     return [[tuple(value.shape) for value in of.values()] for of in made]
@@ -213,7 +186,7 @@ def _measured(
     tensor_parallel.variants_of = changed
     try:
         wanted = _options(**{"variants": ("weft",), **options})
-        return OPERATOR.measure(block, _ranks(group), wanted, [], lambda what, share: None)
+        return OPERATOR.measure(block, cpu_ranks(group), wanted, [], lambda what, share: None)
     finally:
         tensor_parallel.variants_of = made
 

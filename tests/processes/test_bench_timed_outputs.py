@@ -4,10 +4,12 @@ no time.
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Mode, Ranks
@@ -72,7 +74,7 @@ def _measured(
     """Measure the variants. variants: {name: number of calls after which it gets wrong, or "replays" if its graphs
     write only in their first replay}.
     """
-    work = _Doubling(Ranks(group, group, torch.device("cpu")))
+    work = _Doubling(cpu_ranks(group))
     made: dict[str, Any] = {"baseline": work}
     for name, how in variants.items():
         made[name] = _Tiring(work, how if isinstance(how, int) else 10**9)
@@ -82,13 +84,10 @@ def _measured(
     for name, how in variants.items():
         if isinstance(how, int):
             made[name].left = how
-    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(measure, "Recorder", _Recorder):
         found = measure_variants(
             work, made, {}, modes=modes, seconds=0.01, repetitions=(3, 3), step=lambda what, share: None
         )
-    finally:
-        measure.Recorder = original  # type: ignore[misc]
     return found, eager
 
 
@@ -117,7 +116,7 @@ def test_a_graph_that_is_replayed_without_writing_has_no_time(pool: Pool) -> Non
 
 
 def _tiring_baseline(group: dist.ProcessGroup) -> str:
-    work = _Doubling(Ranks(group, group, torch.device("cpu")))
+    work = _Doubling(cpu_ranks(group))
     try:
         measure_variants(
             work, {"baseline": _Tiring(work, 7)}, {}, modes=("queued",), seconds=0.01, repetitions=(3, 3),

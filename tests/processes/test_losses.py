@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.bench import cpu_ranks
 from support.slow import slow
 
-from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.table_1 import GatheredGemm
@@ -35,12 +35,8 @@ PIECES = 8
 SHARD = PIECES * 512
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, CPU)
-
-
 def _gathers(group: dist.ProcessGroup) -> int:
-    with CpuSide(_ranks(group), SHARD) as side:
+    with CpuSide(cpu_ranks(group), SHARD) as side:
         for by in TRANSPORTS:
             for pieces in (1, 2, PIECES):
                 side.check(by, pieces)
@@ -67,7 +63,7 @@ class _Forgetful(CpuSide):
 
 
 def _forgotten(group: dist.ProcessGroup) -> str:
-    with _Forgetful(_ranks(group), SHARD) as side:
+    with _Forgetful(cpu_ranks(group), SHARD) as side:
         try:
             side.check("dma", PIECES)
         except RuntimeError as error:
@@ -105,7 +101,7 @@ class _Spoilt(Matrices):
 
 
 def _products(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, float | str]:
-    matrices = _Spoilt(TINY, dtype, _ranks(group))
+    matrices = _Spoilt(TINY, dtype, cpu_ranks(group))
     matrices.spoil("", 0)
     found: dict[str, float | str] = dict(check_cuts(matrices))
     for cut in ("rows", "columns"):
@@ -127,7 +123,7 @@ def test_a_wrong_piece_is_found_on_every_rank(pool: Pool, dtype: torch.dtype) ->
 
 
 def _lanes(group: dist.ProcessGroup) -> dict:
-    ranks, threads = _ranks(group), {}
+    ranks, threads = cpu_ranks(group), {}
 
     def note(by: str):
         return lambda: threads.setdefault(by, threading.get_ident())
@@ -159,7 +155,7 @@ def test_lanes_run_where_their_transport_says(pool: Pool) -> None:
 def _found(group: dist.ProcessGroup) -> dict:
     shares: list[float] = []
     found = measure(
-        TINY, torch.float32, _ranks(group), MeasuringEffort(1e-3, 5e-3, 2), lambda what, share: shares.append(share)
+        TINY, torch.float32, cpu_ranks(group), MeasuringEffort(1e-3, 5e-3, 2), lambda what, share: shares.append(share)
     )
     return {"found": found, "shares": sum(shares)}
 

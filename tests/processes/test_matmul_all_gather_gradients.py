@@ -5,78 +5,35 @@ memory with late ranks, backward by the operator, layouts, empty sizes.
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
-from schedule_cpu_ranks import comm_of, poison
 from support import matmul_all_gather_gradients_ranks as ranks
-from support.on_ranks import BF16, F16, F32, applicable, late, told
+from support.on_ranks import BF16, F16, told
 from support.operators import suite
 from support.operators.gemms import Gemm, MatmulAllGatherGradientsCall
 from support.slow import in_turn, slow
 
 from weft.launch import Pool
-from weft.runtime.cpu.schedule import CpuSchedule
 
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
 NAME = "matmul_all_gather_gradients"
 each_dim = pytest.mark.parametrize("dim", [0, -1])
 
 
-def on_poisoned_memory(
-    group: dist.ProcessGroup, m: int, n: int, k: int, columns: bool, dtype: torch.dtype
-) -> list[str]:
-    """Run each overlapped schedule repeatedly with new data, with poisoned memory and results. Compare after all runs.
-
-    The first rank is late for the second run, and the last rank for the third. The last run repeats the first, and must
-    give the same bits.
-    """
-    rank, world, names = group.rank(), group.size(), []
-    case = Gemm((m, k), n, dtype, -1 if columns else 0)
-    made = [MatmulAllGatherGradientsCall(case, group, seed) for seed in range(4)]
-    for candidate in applicable(made[0].problem()):
-        if candidate.name == "serial":
-            continue
-        executor = CpuSchedule(candidate.build(), comm_of(group))
-        poison(executor)
-        found = []
-        for number in (0, 1, 2, 3, 0):
-            if (number, rank) in ((1, 0), (2, world - 1)):
-                late(0.01)
-            x, w, g = made[number].mine
-            call = made[number].spec.form(x, g, w, columns)
-            results = {name: t.fill_(torch.nan) for name, t in made[number].spec.outputs(call, world).items()}
-            executor.run({**made[number].spec.inputs(None, call), **results})
-            found.append(list(results.values()))
-        for call, gradients in zip(made, found, strict=False):
-            call.check(group, gradients)
-        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)), candidate.name
-        executor.close()
-        names.append(candidate.name)
-    return names
+SIZES = (75, 40), 38
+EVERY = [(2, Gemm(*SIZES, F16, -1)), (3, Gemm(*SIZES)), slow(2, Gemm(*SIZES, BF16)), slow(3, Gemm(*SIZES, dim=-1)),
+         slow(4, Gemm(*SIZES, dim=-1)), slow(8, Gemm(*SIZES))]  # fmt: skip
 
 
-SOME = [(2, F32, False), (3, F16, True)]
-MORE = (2, BF16, True), (3, F32, False), (4, F32, True), (8, BF16, False)
-
-
-@pytest.mark.parametrize(("world", "dtype", "columns"), [*SOME, *(slow(*one) for one in MORE)], ids=str)
-def test_every_schedule_on_poisoned_memory(pool: Pool, world: int, dtype: torch.dtype, columns: bool) -> None:
-    (names, *_) = pool.run(on_poisoned_memory, 75, 38, 40, columns, dtype, ranks=world, timeout_s=100)
-    assert len(names) == 8
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 5, 3), (9, 1, 4), (8, 600, 16)], ids=str)
-def test_small_sizes(pool: Pool, sizes: tuple[int, int, int]) -> None:
-    for columns in (False, True):
-        names = pool.run(on_poisoned_memory, *sizes, columns, F32, ranks=3, timeout_s=60)[0]
-        assert names[0] == "direct[chunks=1]"
+@pytest.mark.parametrize(("world", "case"), EVERY, ids=str)
+def test_every_schedule(pool: Pool, world: int, case: Gemm) -> None:
+    assert len(pool.run(suite.every_schedule, NAME, case, 0.01, ranks=world, timeout_s=100)[0]) == 9
 
 
 @each_dim
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_schedule_by_the_operator(pool: Pool, world: int, dim: int) -> None:
-    case = Gemm((33, 24), 20, dim=dim)
-    assert len(pool.run(suite.every_schedule, NAME, case, 0.01, ranks=world, timeout_s=100)[0]) == 9
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 5, 3), (9, 1, 4), (8, 600, 16)])
+def test_every_schedule_of_small_sizes(pool: Pool, m: int, n: int, k: int, dim: int) -> None:
+    names = pool.run(suite.every_schedule, NAME, Gemm((m, k), n, dim=dim), 0.0, ranks=3, timeout_s=60)[0]
+    assert names[:2] == ["serial", "direct[chunks=1]"]
 
 
 @each_dim

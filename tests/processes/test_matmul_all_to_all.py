@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import matmul_all_to_all_ranks as ranks
-from support.matmul_all_to_all_reference import segments
-from support.on_ranks import close, device, told
+from support.matmul_all_to_all_reference import inputs, received_of, segments
+from support.on_ranks import applicable, close, device, told
 from support.operators.cases import STORE
 from support.operators.experts import Experts, MatmulAllToAllCall, traffic
 from support.operators.suite import right_gradients
 from support.slow import slow
 
 import weft
+from weft import symm
+from weft.builders import MatmulAllToAll
 from weft.launch import Pool
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.unfused.sizes import sizes_of
 
 
@@ -133,6 +136,30 @@ def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule
         assert known == {
             "the same": True, "a copy": False, "other splits": False, "changed": False, "splits changed": False
         }  # fmt: skip
+
+
+def other_tables(group: dist.ProcessGroup) -> None:
+    """Run every schedule on two ranks. Let rank 1 attribute a row of rank 0 to another expert. All totals stay equal."""
+    p = MatmulAllToAll(2, 2, (12, 12), 7, 5, "fp32", most=12)
+    rank, splits = group.rank(), ((3, 3, 3, 3),) * 2
+    h, weights = inputs(splits, p.k, p.n, p.dtype, 0)
+    received, own = received_of(rank, splits), torch.tensor(splits[rank]).view(2, 2)
+    for candidate in applicable(p):
+        if candidate.name == "serial":
+            continue
+        with CpuSchedule(candidate.build(), symm.communicator(group, "cpu")) as executor:
+            for moved in (0, 1, 0):
+                y, told = torch.zeros(12, p.n), received.clone()
+                told[0] += moved * rank * torch.tensor([1, -1])
+                w = weights.split(2)[rank].flatten(0, 1)
+                executor.run({"h": h[rank], "received": told, "splits": own, "w": w, "y": y})
+                spoilt = y.isnan()
+                assert not spoilt[:6].any(), candidate.name
+                assert spoilt[6:].all() if moved and rank == 0 else not spoilt[6:].any(), candidate.name
+
+
+def test_rows_of_a_rank_whose_table_differs_are_spoilt(pool: Pool) -> None:
+    pool.run(other_tables, ranks=2)
 
 
 def call(

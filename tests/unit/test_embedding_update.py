@@ -1,11 +1,17 @@
-"""The CPU kernel of embedding backward has the same bits on every instruction set; tests/processes compares it with float64."""
+"""The CPU kernel of embedding backward has the same bits on every instruction set; tests/processes compares it with float64.
+Also the numbers of optimizers.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import weft
 from weft import _core
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -89,3 +95,29 @@ def test_rows_are_sorted_for_any_number_of_rows(ids_of_table: int) -> None:
             assert torch.equal(of_runs, wanted)
             sums = torch.zeros(len(wanted), dtype=torch.float64).index_add_(0, inverse, grad[inside, table].double())
             torch.testing.assert_close(found[table].double(), sums, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "numbers", "text"),
+    [
+        (weft.SGD, {"lr": -1.0}, "lr=-1.0 must not be negative"),
+        (weft.SGD, {"lr": math.inf}, "lr=inf must be a finite number"),
+        (weft.Adam, {"lr": 0.1, "beta1": 1.0}, "beta1=1.0 must be at least 0 and below 1"),
+        (weft.Adagrad, {"lr": 0.1, "eps": True}, "eps=True must be a finite number"),
+        (weft.Adagrad, {"lr": 0.1, "eps": 1e-46}, "eps=1e-46 must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 1e39}, "lr=1e+39 must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 10**400}, "must be between 1.4e-45 and 3.4e+38, or 0"),
+        (weft.SGD, {"lr": 0.1, "weight_decay": 1e39}, "weight_decay=1e+39 must be between 1.4e-45 and 3.4e+38"),
+        (weft.SGD, {"lr": 0.1, "nonfinite": "stop"}, "nonfinite='stop' must be one of 'propagate', 'skip', 'raise'"),
+    ],
+)
+def test_numbers_of_optimizers_are_checked(rule: Any, numbers: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="must") as caught:
+        rule(**numbers)
+    assert text in str(caught.value)
+
+
+def test_the_limits_of_float32_are_allowed() -> None:
+    for value in (0.0, 2.0**-149, torch.finfo(torch.float32).max):
+        made = weft.Adagrad(lr=value, eps=value, weight_decay=value)
+        assert torch.tensor([made.lr, made.eps, made.weight_decay]).tolist() == [value] * 3

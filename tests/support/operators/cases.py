@@ -386,6 +386,11 @@ ALL_TO_ALL_MATMUL = Row(
     },
     every=[
         (3, Experts(4), {"serial", "dispatch", "dispatch_by_expert", "dispatch_sorted", "ficco_1d", "ficco_2d"}),
+        (
+            2,
+            Experts(2, exact=False),
+            {"serial", "dispatch", "dispatch_by_expert", "dispatch_sorted", "ficco_1d", "ficco_2d"},
+        ),
         slow(3, Experts(2, exact=False), {"serial", "dispatch", "dispatch_by_expert", "dispatch_sorted", "ficco_2d"}),
     ],
     small=Experts(traffic="two each", k=8, n=3, schedule=EACH),
@@ -400,7 +405,10 @@ ALL_TO_ALL_MATMUL = Row(
     late=[Experts(traffic="two each", schedule="dispatch[by=dma,rest=each]")],
     calls=3,
     more=[(8, Experts(schedule=schedule)) for schedule in ("serial", "dispatch[by=kernel,rest=together]")]
-    + [(8, Experts(exact=False, schedule=EACH))],
+    + [(8, Experts(exact=False, schedule=EACH))]
+    # columns that are no whole 16 bytes
+    + [(2, Experts(k=5, n=7, schedule="ficco_2d[start=uniform,gemms=unfused,steps=5,by=dma]"))]
+    + [(3, Experts(exact=False, k=9, n=7, schedule="ficco_2d[start=hetero,gemms=fused,steps=4,by=kernel]"))],
     gradients=returned(None, "serial"),
     compiled_gradients=(0,),
     opcheck=Experts(exact=False, k=8, n=3),
@@ -424,6 +432,7 @@ MATMUL_ALL_TO_ALL = Row(
         "serial, nothing at all": Experts(2, traffic="nothing", schedule="serial"),
     },
     every=[
+        (2, Experts(), {"serial", "combine", "combine_by_expert"}),
         slow(3, Experts(), {"serial", "combine", "combine_by_expert"}),
         (3, Experts(exact=False), {"serial", "combine", "combine_by_expert"}),
     ],
