@@ -153,10 +153,10 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 
 
 class _Dispatch(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer
-    `counts`.
+    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions for sizes.
 
-    counts: the role of the buffer `counts`: symmetric if peers write to it, otherwise scratch.
+    The sizes follow from the buffer `counts`. counts: the role of this buffer: symmetric if peers write to it,
+    otherwise scratch.
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
@@ -229,10 +229,10 @@ class _Dispatch(Draft):
 
 
 class Sending(_Dispatch):
-    """A draft that exchanges the splits on the compute lane, and puts tokens into the peers' inboxes on other lanes.
+    """A `Draft` (a schedule under construction) that exchanges the splits, and puts tokens into the peers' inboxes.
 
-    There is one lane for all peers, or a lane for each peer. The tokens for each peer are sent in `chunks` parts, each
-    with a signal.
+    The splits are exchanged on the compute lane. Tokens are put on other lanes: one lane for all peers, or a lane for
+    each peer. The tokens for each peer are sent in `chunks` parts, each with a signal.
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:

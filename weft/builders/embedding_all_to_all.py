@@ -159,7 +159,8 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 
 
 class _Slices(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions of the tile's index `t`.
+    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions of the
+    tile's index `t`.
 
     Each tile is one slice of one sample. The expressions are the tile's sample, tables and columns.
     """

@@ -223,7 +223,8 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
     """Declare and return the signals (arrived, credit).
 
-    `arrived` tells a rank that a chunk has arrived. `credit` tells a rank that it may overwrite a peer's box.
+    `arrived` tells a rank that a chunk has arrived. `credit` tells a rank that it may overwrite a peer's receive
+    buffer.
     """
     return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 

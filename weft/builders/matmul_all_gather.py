@@ -31,7 +31,7 @@ from weft.schedule.steps import Compute, Copy, Region
 
 
 class _Product:
-    """A draft for problem `p`, with a buffer for each tensor of the caller."""
+    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller."""
 
     def __init__(self, name: str, p: MatmulAllGather) -> None:
         self.d, self.p = Draft(name, p.world_size), p
@@ -67,7 +67,9 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Product):
-    """A draft of an overlapped schedule. made: the symmetric buffer of this rank's product, from which all ranks copy."""
+    """A `Draft` (a schedule under construction) that overlaps. made: the symmetric buffer of this rank's product, from
+    which all ranks copy.
+    """
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:
@@ -93,7 +95,10 @@ class _Sent(_Product):
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Run a GEMM for each chunk of rows. by: copy the chunks with copy engines ("dma") or kernels."""
+    """Run a GEMM for each chunk of rows. All ranks copy a chunk when its GEMM has ended.
+
+    chunks: the number of chunks. by: copy with copy engines ("dma") or kernels ("kernel").
+    """
     o, pieces = _Sent("direct", p, chunks), split(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):
         o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
@@ -103,7 +108,11 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
-    """Run one tracked GEMM. Copy engines copy a chunk of rows when all its tiles are stored. chunks: the number of chunks."""
+    """Run one tracked GEMM, which signals finished tiles. Copy engines copy a chunk of rows when all its tiles are
+    stored.
+
+    chunks: the number of chunks.
+    """
     o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))

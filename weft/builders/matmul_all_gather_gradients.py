@@ -40,7 +40,7 @@ from weft.schedule.steps import Copy, Region
 
 
 class _ProductGradients:
-    """A draft for problem `p`, with a buffer for each tensor of the caller."""
+    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller."""
 
     def __init__(self, name: str, p: MatmulAllGatherGradients) -> None:
         self.d, self.p = Draft(name, p.world_size), p

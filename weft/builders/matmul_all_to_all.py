@@ -97,7 +97,10 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 
 
 class _Combine(Draft):
-    """A draft with a buffer for each tensor of the caller, and expressions for the sizes that follow from the buffer `counts`."""
+    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions for sizes.
+
+    The sizes follow from the buffer `counts`.
+    """
 
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
         super().__init__(name, p.world_size)
@@ -158,7 +161,8 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """A draft that computes the rows for each peer in a slot (a block of rows), and sends the slot in parts.
+    """A `Draft` (a schedule under construction) that computes the rows for each peer in a slot (a block of rows), and
+    sends the slot in parts.
 
     pieces: (first expert, number of experts) of each part. Each part has a signal. A slot is reused only after its
         reader has signaled that the whole slot is read. The reader signals this once per run, for any sizes.

@@ -43,7 +43,7 @@ other, which the model does not count: with 4 H200s, 500x1408x1600 took 6 to 7 u
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register a builder for MatmulReduceScatter and ScaledMatmulReduceScatter."""
+    """Return a decorator that registers a builder for both MatmulReduceScatter and ScaledMatmulReduceScatter."""
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
@@ -178,9 +178,11 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
 
 @_builder(chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """Run one tracked GEMM for all rows.
+    """Run one tracked GEMM for all rows, which signals finished tiles.
 
-    to: "dma": copy engines send a chunk when all its tiles are stored. "store": the GEMM stores tiles in the owner's slot."""
+    chunks: the number of chunks of each rank's rows. to: "dma": copy engines send a chunk when all its tiles are
+        stored. "store": the GEMM stores tiles in the owner's slot.
+    """
     o = PartialProducts.overlapped("tracked", p)
     tracked_sums(o, _result(o), chunks=chunks, to=to)
     return o.d.schedule()

@@ -34,10 +34,10 @@ class Rows:
 
 
 class Operands:
-    """A draft for problem `p`, with a buffer for each tensor of the caller. Its methods handle x with and without
-    scales.
+    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller.
 
-    x: this rank's shard. ys: the results. gathered: the buffer for the gathered x; None if the caller does not need it.
+    The methods handle x with and without scales. x: this rank's shard. ys: the results. gathered: the buffer for the
+    gathered x; None if the caller does not need it.
     """
 
     def __init__(self, name: str, p: AllGatherMatmul) -> None:

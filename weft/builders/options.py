@@ -2,8 +2,8 @@
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
 bench`). Both are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types
-and None. Other strings are refused: for example, only some strings count as True. A keyword with another annotation
-accepts only Python values, and its problem checks them.
+and None. Other strings are refused, so that an arbitrary string does not count as True. A keyword with another
+annotation accepts only Python values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _NOTHING = "none"
 
 
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of `sized`, a problem's class method, that are options, with evaluated annotations."""
+    """Return the parameters of `sized` that are options, with evaluated annotations. sized: the class method of a
+    problem.
+    """
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 

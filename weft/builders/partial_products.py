@@ -39,10 +39,12 @@ the chunk.
 
 
 class PartialProducts:
-    """A draft for problem `p`, with buffers for x and w, and for their scales if they are fp8.
+    """A `Draft` (a schedule under construction) for problem `p`, with buffers for x and w, and for their scales if they
+    are fp8.
 
-    own_rows: True if x has only the rows that this rank owns. peers: the peers in the order in which their rows are
-        computed. sources: the peers in the order in which their products for this rank arrive.
+    own_rows: True if x has only the rows that this rank owns.
+    peers: the peers in the order in which their rows are computed.
+    sources: the peers in the order in which their products for this rank arrive.
     """
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce, *, own_rows: bool = False) -> None:

@@ -115,8 +115,9 @@ class Problem:
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed on machines without a model. Each such candidate delays the first call,
-        so few are.
+        """True if `candidate` should be timed on machines without a model.
+
+        Select few candidates, because each delays the first call.
         """
         return True
 

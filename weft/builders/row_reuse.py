@@ -1,8 +1,9 @@
 """The share of table rows that a cache supplies to a pooling kernel, if the distribution of ids is known.
 
-A cache holds the rows that were read in the last T samples. So a read of a row that a sample reads n p times on average (n rows a
-bag, each with probability p) finds the row in the cache with probability 1 - exp(-n p T). Of the row's bytes, this share is in the
-cache, too. The time T fills the cache: rows, and the bytes that pass through it once (ids, offsets, pooled vectors).
+A cache holds the rows that were read in the last T samples. Consider a row that a sample reads n p times on average: a
+bag has n rows, and each of them is this row with probability p. The row is in the cache with probability 1 - exp(-n p
+T). The same share of the row's bytes occupies the cache. T is the number of samples after which the cache is full: of
+rows, and of bytes that pass through it once (ids, offsets, pooled vectors).
 
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)
@@ -10,7 +11,8 @@ cache, too. The time T fills the cache: rows, and the bytes that pass through it
 Ids follow Zipf's law: row r of R has probability ((r + 2)^q - (r + 1)^q) / ((R + 1)^q - 1) with q = 1 - exponent, as in
 `weft.bench.ops.embedding_presets.Zipf`. Exponent 0 is uniform.
 
-Source: Che, Tung and Wang, "Hierarchical Web Caching Systems: Modeling, Design and Experimental Results" (IEEE JSAC 2002).
+Source: Che, Tung and Wang, "Hierarchical Web Caching Systems: Modeling, Design and Experimental Results" (IEEE JSAC
+    2002).
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ _ALONE, _GROWTH, _STEPS_OF_TIME = 16, 1.25, 2.0
 
 
 def found_in_cache(tables: Sequence[Table], passing_bytes: float) -> tuple[float, ...]:
-    """Return the share of the bytes of row reads that are in a cache, for each size in `CACHES`.
+    """Return, for each cache size in `CACHES`, the share of the bytes of row reads that the cache supplies.
 
-    tables: the tables whose bags a rank pools, one bag of each for a sample. passing_bytes: the other bytes that pass through the
-        cache for each sample.
+    tables: the tables whose bags a rank pools, one bag of each for a sample. passing_bytes: the other bytes that pass
+        through the cache for each sample.
     """
     counts = Counter(table for table in tables if table[2] > 0)
     read = sum(count * bag * row_bytes for (_, _, bag, row_bytes), count in counts.items())
@@ -57,14 +59,18 @@ def found_in_cache(tables: Sequence[Table], passing_bytes: float) -> tuple[float
 
 
 def share_found(shares: Sequence[float], cache_bytes: float) -> float:
-    """Return the share for a cache of any size, interpolated between the sizes in `CACHES`. shares: from `found_in_cache`;
-    (): no ids are known, so nothing is found.
+    """Return the share of row reads that a cache of any size supplies, interpolated between the sizes in `CACHES`.
+
+    shares: the result of `found_in_cache`. (): ids are unknown, so the share is 0.
     """
     return _at([(0.0, 0.0), *zip(CACHES, shares, strict=True)], cache_bytes) if shares else 0.0
 
 
 def _at(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the value at `size` of a curve through `points`, sorted by size; the last value above the last point."""
+    """Return the value at `size` of a curve through `points` (size, value), which are sorted by size.
+
+    Above the last point, return its value.
+    """
     for (below, low), (above, high) in itertools.pairwise(points):
         if size <= above:
             return low + (high - low) * (size - below) / (above - below)
@@ -72,7 +78,7 @@ def _at(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def _alike(rows: float, exponent: float) -> Iterator[tuple[float, float]]:
-    """Yield (probability, number of rows) of groups of rows that are read about equally often."""
+    """Yield (probability, number of rows) of groups of rows. The rows of a group are read about equally often."""
     q = 1 - exponent or 1e-8
     first, whole = 0.0, (rows + 1) ** q - 1
     while first < rows:

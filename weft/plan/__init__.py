@@ -1,4 +1,4 @@
-"""The planner: predicts the times of all candidates, and chooses the fastest. This package does not import torch.
+"""The planner predicts the times of all candidates, and chooses the fastest. This package does not import torch.
 
     weft.plan.choose(problem, model)                                    the choice, cached
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...      pins a schedule

@@ -32,7 +32,7 @@ from weft.sim.collectives import algorithms
 
 @dataclass(frozen=True)
 class _Shape:
-    """A schedule of FiCCO: 1D or 2D, hetero or uniform, fused or unfused."""
+    """A schedule of FiCCO: 1D or 2D, hetero or uniform, fused or unfused. `weft.builders.ficco` defines these terms."""
 
     dim: str
     start: str

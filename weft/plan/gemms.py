@@ -133,11 +133,10 @@ def informed(model: Model, machine: str) -> Model:
 
 
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
-    """Return the measured times, multiplied by the slowdown of sustained work if the GEMM or a GEMM that it is part of
-    is long.
+    """Return {GEMM: its time in sustained work}, given measured times.
 
-    Pieces of a long GEMM run back to back, so they are slowed like the whole GEMM. sustained: the slowdown of long
-    GEMMs.
+    In sustained work, a long GEMM takes `sustained` times its measured time. The same holds for the pieces of a long
+    GEMM, because they run back to back.
     """
     alike: dict[
         tuple[object, ...], list[tuple[int, float]]

@@ -4,7 +4,7 @@ All parts of weft use this definition: the GPU compiler issues launches, `verify
 compute units, and the simulator charges launch overhead once per launch.
 
 A copy by kernel polls and sets flags itself. So its launch includes the signals between ranks before and after the
-copy:
+copy. A program is a thread block of the kernel.
 
     sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
                  until the launch, which may be queued behind a wait of another lane
@@ -288,9 +288,9 @@ def launches_of_rank(
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    The sets and the waits after a copy may be issued together with the last of these waits. They are not delayed if
-    another lane's wait for a peer is issued in between. If the lanes share a hardware queue, the sets would be queued
-    behind that wait, while the peer waits for the sets.
+    A copy by kernel may delay the sets after it until the last of its `waits_after` is issued. The sets are not delayed
+    if another lane's wait for a peer is issued in between. If the lanes share a hardware queue, the sets would be
+    queued behind that wait, while the peer waits for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

@@ -118,8 +118,8 @@ class Schedule:
 
         A `Tiles` step keeps its body, in which the tile's index is the only variable.
 
-        expected: True to compute sizes that depend on contents of buffers from the expected contents. Executors pass
-            False: these sizes then stay expressions.
+        expected: True to use the expected contents of buffers for sizes that depend on contents. Executors pass False:
+            these sizes then stay expressions.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)

@@ -154,7 +154,10 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing a few counts. Valid runs never fill outputs with NaN, so this has no cost."""
+    """Return the cost of comparing a few counts.
+
+    Filling outputs with NaN is not included, because it happens only in invalid runs.
+    """
     return merged_cost("compute", model.launch_us, 0.0, [])
 
 

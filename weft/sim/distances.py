@@ -12,8 +12,8 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The latency of each distance from the first `period` ranks, which are simulated, and the equivalence of
-    distances.
+    """The latency of each distance from the first `period` ranks, which are simulated, and which distances are
+    equivalent.
     """
 
     def __init__(self, topology: Topology, period: int) -> None:

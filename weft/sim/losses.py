@@ -31,8 +31,9 @@ from weft.sim.vectorised import values_of_ranks
 
 @dataclass(frozen=True)
 class Inefficiencies:
-    """The losses of a schedule, as factors: 1 means no loss. `communication_decomposition` is below 1 if the chunks take less
-    time than the undivided communication.
+    """The losses of a schedule, as factors: 1 means no loss.
+
+    `communication_decomposition` is below 1 if the chunks take less time than the undivided communication.
     """
 
     end_us: float

@@ -260,9 +260,9 @@ class _Lowering:
         """Return two fractions of the kernel's work: when the first of the given tiles begins, and when the last is
         complete.
 
-        Tiles run in waves, one tile per compute unit. A tile begins and is complete with its wave. count: the number of
-        the kernel's tiles. tiles: its fractions `first` and `last` count tiles; they are returned if the kernel's waves
-        are not known.
+        Tiles run in waves, one tile per compute unit. A tile begins and is complete with its wave. If the kernel's
+        waves are not known, return the fractions `first` and `last` of `tiles`. count: the number of the kernel's
+        tiles.
         """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last

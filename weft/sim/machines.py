@@ -170,9 +170,8 @@ def _gaps(machine: Machine) -> list[str]:
 
 @lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate of full tiles for which the model's formula gives a certain rate of an 8192 x 8192 x 8192 matmul.
-
-    flops_per_us: the rate of this matmul.
+    """Return the rate of full tiles for which the model's formula predicts `flops_per_us` for an 8192 x 8192 x 8192
+    matmul.
     """
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
     for _ in range(20):  # fixed-point iteration; the time is nearly inversely proportional to the rate
@@ -201,7 +200,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 def share_held(model: Model, bytes_per_us: float) -> float:
     """Return the mean fraction of units that copy kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
 
-    If copy kernels are faster when they run alone, they have waited for units during a part of the time, and held none.
+    If copy kernels alone write faster than this, they waited for units for a part of the time, and held none.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

@@ -73,7 +73,7 @@ def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
 
 
 def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """Return the torus of `weft.hw.topology.torus` as seen from rank 0."""
+    """Return the torus of `weft.hw.topology.torus` as a `Folded`, whose links represent the links of all ranks."""
     rows = ranks // columns
     kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
     found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows))

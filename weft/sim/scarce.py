@@ -50,9 +50,9 @@ def _kept(uses: Uses, resources: set[int]) -> Uses:
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
-    """Return, for each lane, the number of its part. Lanes that use a common resource are in the same part.
+    """Return, for each lane, the number of its part: the group of lanes that can slow it down.
 
-    lanes: for each lane, the indices of its loads.
+    Lanes that use a common resource are in the same part. lanes: for each lane, the indices of its loads.
     """
     above = list(range(len(lanes)))
 

@@ -56,7 +56,7 @@ Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
 class Rates(NamedTuple):
     """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
 
-    whole: True if one compute unit computes each tile of the step as it is.
+    whole: True if the kernel does not cut the step's tiles: one compute unit computes each.
     sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
     found: the share of row reads of a pooling kernel that the cache supplies.
     """

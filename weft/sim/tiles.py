@@ -56,8 +56,8 @@ class Tiled(NamedTuple):
 def is_uneven(step: Tiles) -> bool:
     """True if an expression in the body depends on both tile and rank.
 
-    An expression for a rank is replaced by the distance from the step's rank. So if it depends on the tile, it depends
-    on both.
+    An expression for a rank is replaced by the distance from the step's rank. So an expression for a rank depends on
+    both if it depends on the tile.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -90,11 +90,12 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """Find tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an operand's rows.
+    """Find tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an operand's
+    rows.
 
-    Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. For other expressions,
-    compare the values of their subexpressions that do not depend on the rank. If these values are equal for two tiles, the
-    expressions are equal for both tiles on every rank.
+    Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. For other
+    expressions, the values of their subexpressions that do not depend on the rank are compared. If these values are
+    equal for two tiles, the expressions are equal for both tiles on every rank.
     """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:

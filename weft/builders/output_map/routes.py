@@ -229,8 +229,8 @@ class Routes:
         return [self._seen(-rank, place) for place in self.order[0]]
 
     def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if the map's ranks and places are valid, and are the same on all ranks relative to the rank that
-        evaluates them.
+        """True if the map's ranks and places are valid, and differ between ranks only by the rank's position in the
+        ring.
         """
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
@@ -251,7 +251,7 @@ class Routes:
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place: the entries for its chunk} of `rank`, with target ranks evaluated."""
+        """Return the entries of `rank` as {place of the chunk: its entries}, with target ranks evaluated."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -437,11 +437,11 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the difference between `number` and the evaluating rank's first place, modulo `count`.
+    """Return how far `number` is after the first place of the rank that evaluates it, modulo `count`.
 
-    number: a place, with `count` = the number of chunks; or a rank, with `count` = the number of ranks. A rank counts
-        as its own first place. Return None if the difference is not the same on all ranks, or if `number` is not in 0
-        .. count - 1 on some rank.
+    number: an expression for a place, with `count` = the number of chunks; or for a rank, with `count` = the number of
+        ranks. In the second case, a rank counts as its own first place. Return None if the distance is not the same on
+        all ranks, or if `number` is not in 0 .. count - 1 on some rank.
     """
     ranks = np.arange(world)
     try:

@@ -1,4 +1,4 @@
-"""All-gather + GEMM: the gathered rows of all ranks times each rank's own weights; with scales for fp8."""
+"""All-gather + GEMM: the gathered rows of all ranks times each rank's own weights. fp8 operands have scales."""
 
 from __future__ import annotations
 

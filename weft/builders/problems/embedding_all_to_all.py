@@ -125,10 +125,12 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def found_in_cache(self) -> tuple[float, ...]:
-        """The share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); () if ids are unknown.
+        """The share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); () if ids are
+        unknown.
 
-        Ranks share the numbers. With them, the rank that reads the most bytes of rows reads as many bytes from memory as the rank
-        that misses the most, because the slowest rank determines the time.
+        All ranks get the same shares, although their tables may differ. The slowest rank determines the time, so
+
+            share = 1 - (most bytes of rows that any rank reads from memory) / (most bytes of rows that any rank reads)
         """
         if not self.ids:
             return ()

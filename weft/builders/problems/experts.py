@@ -1,4 +1,4 @@
-"""The base class of both MoE problems: the number of tokens per rank and per expert."""
+"""The base class of both MoE problems. It has the numbers of tokens per rank and per expert."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MatmulAllGather(GemmProblem):
 
     @property
     def parts(self) -> int:
-        """1, because m is the number of rows of each rank."""
+        """The number of parts into which m is divided: 1, because m is the number of rows of each rank."""
         return 1
 
     @property
@@ -60,7 +60,7 @@ class MatmulAllGather(GemmProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False for tracked GEMMs with a short K."""
+        """Return False for `tracked` if K is too short for a tracked GEMM (`TrackedMatmul.least_k`)."""
         return candidate.builder != "tracked" or self.k >= TrackedMatmul.least_k
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -35,8 +35,10 @@ class MatmulReduceScatter(GemmProblem):
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows to each, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False for tracked GEMMs with a short K, for `pulled`, which was not timed on GPUs, and for
-        `collective`, which is for ranks on several hosts.
+        """Return False for `pulled`, which was not timed on GPUs, and for `collective`, which is for ranks on several
+        hosts.
+
+        Also return False for `tracked` if K is too short for a tracked GEMM (`TrackedMatmul.least_k`).
         """
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
         return candidate.builder not in ("pulled", "collective") and not short

@@ -13,8 +13,8 @@ from weft.schedule.steps.base import Awaited, CounterId, Step
 
 @dataclass(frozen=True, slots=True)
 class Set(Step):
-    """Add one to a counter of rank `at`, with release semantics: the lane that waits for it sees all earlier writes of
-    this lane.
+    """Add one to a counter of rank `at`, with release semantics: a lane that waits for the counter sees all earlier
+    writes of this lane.
 
     signal: the name of the signals, or a `Signals`.
     """

@@ -225,7 +225,8 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
     """Add races, unwritten reads and incomplete outputs to `faults`.
 
-    sampled: buffers that tiles write of which only a sample is checked. For these, only races are checked.
+    sampled: buffers that are written by tiles of which only a sample is checked. These buffers are checked only for
+        races.
     """
     # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers are
     # instances of run 0.
@@ -350,9 +351,9 @@ def _check_reads(
 ) -> None:
     """Add reads of elements that no step has written in this run to `faults`.
 
-    A write counts as earlier unless it certainly happens after the read: if the two are unordered, the race is reported
-    already. An update also reads. For an update, another update counts as earlier only if it certainly happens before.
-    So the first of several unordered updates needs an earlier write.
+    A write counts as earlier unless it certainly happens after the read. (If the two are unordered, a race is
+    reported.) An update reads its elements, too. For an update, another update counts as earlier only if it certainly
+    happens before. So the first of several unordered updates needs an earlier write.
     """
     i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]
