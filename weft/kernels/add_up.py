@@ -3,15 +3,15 @@ once.
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-A chain of torch additions would read and write memory once per part. With `NORM`, the program that has reduced a row
-also computes the row's RMSNorm (the next operation in a transformer) from the rounded row:
+Additions by torch would read and write memory once per part. With `NORM`, the program that has reduced a row also computes
+its RMSNorm, the next operation in a transformer, from the rounded row:
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
-A part is an address and a row pitch in items; a pitch of 0 adds one row to all rows. Up to four parts are kernel
-arguments. More parts are described by a table `[PARTS, 3]` of (base, offset, pitch). If the base is 0, the offset is an
-address. Otherwise the base is the number of a kernel argument, and the offset counts bytes from this argument: these
-are the parts whose addresses change between launches. Parts are in memory of this device or of peers.
+A part is a matrix in memory of this device or of a peer, given by its address and its row pitch in items. A pitch of 0 adds
+one row to all rows. Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base,
+offset, pitch). If base is 0, offset is the part's address. Otherwise base is the number, from 1, of one of the arguments
+part1..4, and offset counts bytes from this argument: the addresses of such parts change between launches.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
     reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
@@ -25,8 +25,8 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to the row. `tl.multiple_of` states the row's alignment, so that the compiler moves 16 bytes at
-    a time.
+    """Return a pointer to the first item of row `row` of the matrix at `address`. It states the row's alignment, so that the
+    compiler loads 16 bytes at a time.
     """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
@@ -80,8 +80,8 @@ def add_up_kernel(
     PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """Run the reduction that the module docstring describes. The grid has one program per BLOCK of columns of each row;
-    with NORM one per row.
+    """Run the reduction that the module docstring describes. The grid has one program for each BLOCK of columns of each row,
+    or with NORM one for each row.
 
     out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE, and are multiples of ALIGN,
     like the addresses. Without ADD, the only part is `out` itself, which stays unchanged.

@@ -1,8 +1,8 @@
-"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that ranks sent each other, with one program per
-source rank.
+"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that each rank sent along with its rows with the counts
+that this rank expects.
 
-A program compares the counts that its source rank sent with the expected counts. If they differ, it fills the data rows
-from this rank with NaN (bytes 0xFF), and writes 1 + the rank to pinned memory.
+There is one program for each source rank. If the counts from this rank differ from the expected counts, the program fills
+the rows received from it with NaN (bytes 0xFF). It also writes 1 + the rank to pinned memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compare counts, and fill the rows from ranks whose counts differ with NaN.
+    """Compare counts, and fill the rows received from ranks whose counts differ with NaN.
 
-    expected: int64 `[W, counts]`. sent: int64 `[W * W, counts]`. differs: int32 `[1]` in pinned memory; receives 1 + a
-        rank whose counts differ. out: the address of `out_rows x width` contiguous items of type ITEM. row: the row to
-        compare in each rank's table in `sent`.
+    expected: int64 `[W, counts]`, the expected counts of each source rank. sent: int64 `[W * W, counts]`, a table `[W,
+        counts]` from each source rank, in which row number `row` is compared.
+    differs: int32 `[1]` in pinned memory, for 1 + a rank whose counts differ. out: the address of the received rows,
+        `out_rows x width` contiguous items of type ITEM.
     """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     within = tl.arange(0, BLOCK)

@@ -6,16 +6,18 @@ buffer and an unpack pass. This kernel stores each vector in the output of the s
 
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
-Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
-pooled into a staging area of the program, which stays in the L2 cache. They are sent as one contiguous copy, followed
-by a fence and the slice's flag. One program pools a whole slice, so it needs no bitmask to find the last vector. A
-program delays a slice's fence and flag until it has pooled its next slice: by then the copy has arrived.
+Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice (several
+adjacent features of a sample) are pooled into a staging area of the program, which stays in the L2 cache. They are sent
+as one contiguous copy, followed by a fence and the slice's flag. A slice is pooled by one program, so programs need not
+find out which of them pooled the last vector. A program delays a slice's fence and flag until it has pooled its next slice:
+by then the copy has arrived.
 
-Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
-  1. The first program grants every peer credit for output buffer number `slot` of this rank. At each peer it stores the
-     fingerprint of its call, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired
-     the peer's word: in the peer's stream, reads of the buffer's old contents precede the grant.
-  2. Programs take units (slices) from a counter: remote samples first (rotated by rank), local samples last.
+Protocol of call number `epoch` (a word in device memory that the kernel advances, so that a launch can be replayed):
+  1. The first program grants every peer credit for this rank's output buffer number `slot`. At each peer it stores a hash of
+     its call, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired the peer's
+     `ready`. In the peer's stream, reads of the buffer's old contents precede this grant.
+  2. Programs take units of work from a counter: remote samples first (rotated by rank), local samples last. A unit is a slice
+     (put), or several features of a sample (direct).
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
      system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
      program waits for its own part of the flags of slices from peers.
@@ -105,9 +107,7 @@ _PUT = tl.constexpr(PUT)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Record the first failure of a call in pinned memory. If several programs fail at once, they write the same
-    values.
-    """
+    """Record in pinned memory why a call has failed. If several programs fail at the same time, they write the same values."""
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)

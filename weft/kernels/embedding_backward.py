@@ -11,12 +11,13 @@ segments of that length, beginning at its first occurrence. `segment_sums_kernel
 `run_sums_kernel` adds the sums of segments. So a sum depends only on the run and on constants, not on the grid, timing,
 or other runs. A row that occurs a million times keeps many programs busy. No atomics are needed.
 
-Speed. Most rows occur once or twice, so the chain of loads (start of the run, places, gradients and the row) dominates.
-A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN` allows vector loads.
+Speed. Most rows occur once or twice, so the chain of dependent loads (start of the run, places, gradients, row) dominates
+the time. A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN` allows vector
+loads.
 
-Programs iterate over the runs with a stride, because only the device knows the number of runs. The rules are those of
-`weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a captured launch can be
-replayed.
+Program p of n handles the runs or groups p, p + n, p + 2 n and so on, because only the device knows their number. The update
+rules are those of `weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a captured
+launch can be replayed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import triton.language as tl
 
 from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 
-# Columns of the table of tables (int64): addresses of weight, first state, second state and output; first linear row;
-# number of columns; first run; number of the table.
+# Columns of the list of tables (int64): addresses of weight, first state, second state and output; first linear row; number
+# of columns; first run; number of the table.
 TABLE_FIELDS = 8
 # Indices of a rule's numbers (float32).
 NUMBERS = 10
@@ -77,7 +78,9 @@ def segment_sums_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum each segment of long runs into its row of `partials` `[segments, BLOCK_D]`."""
+    """Write the sum of the gradients of each segment of long runs to the segment's row of `partials`, fp32 `[segments,
+    BLOCK_D]`.
+    """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for segment in range(tl.program_id(0), tl.load(counters + _SEGMENTS), tl.num_programs(0)):
         run = tl.load(run_of_segment + segment)
@@ -106,7 +109,9 @@ def run_sums_kernel(
     starts, long_runs, first_segment, counters, partials,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of the segments of each long run, in order, into the row of its first segment."""
+    """Sum the rows of `partials` of all segments of each long run, in order. Write the sum to the row of the run's first
+    segment.
+    """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for number in range(tl.program_id(0), tl.load(counters + _LONG_RUNS), tl.num_programs(0)):
         run = tl.load(long_runs + number)
@@ -122,7 +127,7 @@ def run_sums_kernel(
 
 @triton.jit
 def _mixed(word):
-    """Return splitmix64's finalizer of an int64, as uint64."""
+    """Return a hash of an int64, as uint64: the finalizer of the random number generator splitmix64."""
     z = word.to(tl.uint64, bitcast=True)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -154,8 +159,9 @@ def _at_random(x, random, DTYPE: tl.constexpr):
 def _gradient(
     places, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Return the gradients of one occurrence of each run, fp32 `[GROUP, BLOCK_D]`; zeros for runs without this
-    occurrence.
+    """Return the gradients of one occurrence of each of GROUP runs, fp32 `[GROUP, BLOCK_D]`.
+
+    at: for each run, the index of its occurrence. there: False for runs without this occurrence, whose gradients are 0.
     """
     place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
@@ -302,10 +308,11 @@ def add_each_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Add -rate * factor * gradient of each occurrence to its fp32 row with atomics: SGD without a sort.
+    """Apply SGD without a sort of the ids: for each occurrence, add -rate * factor * gradient to its fp32 row with atomics.
 
-    keys: not sorted. The order of additions to a row, and so the row's last bits, differ between launches. ok: int64
-        `[1]`; if it is 0, nothing is added. Programs iterate over occurrences with a stride.
+    The order of additions to a row, and so the row's last bits, differ between launches.
+
+    keys: the keys of the occurrences, in any order. ok: int64 `[1]`; if it is 0, nothing is added.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     rate = tl.load(learning_rate)
@@ -335,8 +342,10 @@ def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the dot product of `grad[sample, columns]` and the row for each occurrence, or 0 if an id has no row. keys:
-    not sorted.
+    """Write for each occurrence the gradient of its per-sample weight: the dot product of the bag's gradient and the table
+    row. It is 0 if the id is out of range.
+
+    keys: the keys of the occurrences, in any order.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for i in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -359,12 +368,13 @@ def gradients_of_weights_kernel(
 def by_owner_kernel(
     grad, send, table, rows, stride, chunks, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Write the gradients for each rank as a block [rows, columns of its tables]. Blocks are consecutive.
+    """Reorder the columns of `grad` by the rank that owns them. Write a block [rows, columns of the rank's tables] for each
+    rank to `send`, one block after the other.
 
-    grad: rows are stride * WIDTH elements apart. table [chunks, OWNER_FIELDS], int64: a line for each WIDTH columns, in
-        the order of the blocks. A line has the first column in grad, the number of columns of all blocks before, the
-        number of columns of the block, and the first column in the block. All numbers are multiples of WIDTH. Grid:
-        (tiles of ROWS rows, tiles of CHUNKS lines).
+    grad: rows are stride * WIDTH elements apart. table: int64 [chunks, OWNER_FIELDS], with a line for each WIDTH columns, in
+        the order of the blocks. A line has the first column in grad, the number of columns of all earlier blocks, the
+        number of columns of the block, and the first column in the block. All numbers are multiples of WIDTH.
+    Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)

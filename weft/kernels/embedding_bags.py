@@ -1,6 +1,6 @@
-"""Bags of embedding ids on the device: the units of work of a program, the bounds and ids of a bag, and its table rows.
+"""Device functions that read bags of embedding ids: the next unit of work, the bounds of a bag, its ids, and its table rows.
 
-`weft.kernels.embedding_all_to_all` pools the bags. Its launcher makes the tables of slots and units.
+`weft.kernels.embedding_all_to_all` pools the bags. Its launcher makes the tables of slots (features) and units.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _IDS = tl.constexpr(IDS)
 
 @triton.jit
 def row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id. With HASH this is splitmix64's finalizer of the id, modulo the number of rows;
-    otherwise it is the id.
+    """Return the table row of an id. With HASH, this is a hash of the id (the finalizer of splitmix64) modulo the number of
+    rows. Otherwise it is the id.
     """
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
@@ -37,10 +37,10 @@ def row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
-    """Return (sample, first slot, end slot) of a unit. After the last unit, return the first unit, which the caller
-    ignores.
+    """Return (sample, first slot, end slot) of unit number `unit`. The units of `first_sample` come first. Sample 0 follows
+    the last sample.
 
-    Work begins with `first_sample`. Sample 0 follows the last sample.
+    If `unit` is too large, return the first unit, which the caller must ignore.
     """
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
@@ -52,8 +52,9 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the count `cut`, plus one if the bounds
-    were clamped.
+    """Return (start, end, cut): the bounds of a bag in `values`, and the number of bags whose bounds were wrong.
+
+    Bounds outside of `values` are clamped. If this clamps the bag's bounds, `cut` is increased by 1.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
@@ -94,8 +95,8 @@ def load_rows(
     weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
     WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their weights. Rows
-    with number -1 are zero.
+    """Return the table rows with numbers `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their
+    per-sample weights. For the number -1, the row is zero.
     """
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0
@@ -112,7 +113,7 @@ def load_rows(
 
 @triton.jit
 def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
-    """Return the end of each rank's samples, int32."""
+    """Return the end of each rank's samples in the global batch, int32, for the vector `ranks`."""
     if is_even != 0:
         ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
     else:
@@ -122,7 +123,7 @@ def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
 
 @triton.jit
 def samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
-    """Return the number of a rank's samples, int64."""
+    """Return the number of samples of a rank, int64."""
     if is_even != 0:
         count = (batch // WORLD + (rank < batch % WORLD).to(tl.int32)).to(tl.int64)
     else:

@@ -12,7 +12,7 @@ an all-to-all.
 4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
 Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
-memory, and 0 to the word OK of the state. The following update then changes nothing.
+memory, and 0 to the word OK of its state. The update that follows reads OK, and then leaves all tables unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _POISON = tl.constexpr(POISON)
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until all words are at least `wanted`. Return 0, or record the failure and return 1."""
+    """Wait until all words are at least `wanted`. Return 0. If the wait ends early, record the failure and return 1."""
     found = wait_at_least(words(word), wanted, deadline_ns, PTX)
     lowest = tl.min(found, 0)
     failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)

@@ -1,8 +1,9 @@
-"""Kernels that compute keys of a batch's ids, and the runs of equal rows after a sort by key.
+"""Kernels that compute a key for each id of a batch, and after a sort by key the runs of equal rows.
 
-An occurrence is one id of one bag. Its key is `linear row * SPLIT + number of the slot among its table's slots`. Linear
-rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient,
-in elements.
+An occurrence is one id of one bag. A slot is a feature: it has one table and one key of the jagged input. Several slots may
+read one table. The sort key of an occurrence is `linear row * SPLIT + number of the slot among its table's slots`. Linear
+rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient, in
+elements.
 
     occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of
                          its first and its last id. It searches only between these two bags for the bags of its other
@@ -38,8 +39,10 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the index of the last of `bags` + 1 offsets that is at most `at`, or -1. Each round of loads divides the
-    range by _PARTS.
+    """Return the index of the last offset that is at most `at`; -1 if there is none. Each round of loads divides the range of
+    candidates by _PARTS.
+
+    offsets: `[bags + 1]`, ascending.
     """
     parts = tl.arange(0, _PARTS)
     low = tl.full([], -1, BAG)
@@ -61,13 +64,15 @@ def occurrences_kernel(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     BAG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, places and scales of all occurrences, one layer of slots after the other. Slots that read the same
-    ids are in different layers.
+    """Write keys, places and scales of all occurrences, one layer of slots after the other. If several slots read the same key
+    of the input, they are in different layers.
 
-    values `[count]`, offsets `[bags + 1]`. of_key `[layers, keys_of_layer]`: for each block of offsets, the slot of the
-    layer that reads its ids, or -1. stride: the elements between the gradients of two samples. scales, fp32: the
-    per-sample weight divided by the length of the bag. over_length, fp32: 1 divided by the length of the bag. BAG: the
-    type of the numbers of bags. Grid: (blocks, layers).
+    values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot of a layer that
+        reads a key of the input, or -1.
+    stride: the number of elements between the gradients of two samples. no_row: the sort key of ids out of range.
+    scales, fp32: the per-sample weight, for mean pooling divided by the length of the bag. over_length, fp32: 1, for mean
+        pooling divided by the length of the bag.
+    BAG: the type of indices of bags. Grid: (blocks, layers).
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)
@@ -116,7 +121,9 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return (keys, mask of the starts of runs, mask of the start of the keys without a row)."""
+    """Return the sorted keys at the indices `at`, and two masks: the occurrences that begin a run, and the first occurrence
+    that is out of range.
+    """
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)
     before = tl.load(keys + at - 1, mask=inside & (at > 0), other=no_row)
@@ -135,9 +142,9 @@ def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: t
 
 @triton.jit(do_not_specialize=["blocks"])
 def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
-    """Replace the number of runs of each block by the number of runs up to the block's end.
+    """Replace `ends`, the number of runs that begin in each block, by its inclusive prefix sums. Launched with one program.
 
-    Write the number of all runs to `runs`, and 0 to both counters. Launched with one program.
+    Also write the number of all runs to `runs`, and 0 to both counters.
     """
     lanes = tl.arange(0, BLOCK)
     before = tl.full([], 0, tl.int64)
@@ -157,10 +164,11 @@ def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write start and key of each run, the end of the last run, and places and scales in sorted order.
+    """Write the first occurrence and the key of each run, and the places and scales of all occurrences in sorted order.
 
-    ends: for each block, the number of runs that begin in this or an earlier block. starts: has space for one more than
-        the number of runs. Grid: one program per block.
+    ends: for each block, the number of runs that begin in this or an earlier block. starts: one element more than the
+        number of runs, for the end of the last run. order: the index of each sorted occurrence before the sort.
+    Grid: one program per block.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -184,10 +192,10 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Number the segments of long runs. Write first_segment of each long run, run_of_segment, and the list of long
-    runs.
+    """Number the segments of runs of more than SEGMENT occurrences. Write the first segment of each such run, the run of each
+    segment, and the list of these runs.
 
-    counters: zeros, which `sum_runs_kernel` has written; then the numbers of segments and of long runs.
+    counters: the number of segments, and the number of long runs. The caller has set both to zero.
     """
     total = tl.load(runs)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):

@@ -9,12 +9,12 @@ a segment, read in place:
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
-x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank
-itself, x_s is its own tokens, whose block begins at sum(splits[: rank * experts]).
+For a peer s, x_s is the inbox `slots`, in which the block of the n-th source after this rank begins at row (n - 1) *
+slot_rows. For this rank itself, x_s is `own`, its tokens, whose block begins at row sum(splits[: rank * experts]).
 
 With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
-now an outbox. Rows of the rank itself are stored in `own`, its result. Rows that do not fit into their slot are
-dropped.
+now an outbox for the peers. Rows of this rank itself are stored in `own`, its result. Rows that do not fit into a peer's
+`slot_rows` rows are dropped.
 
 With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
 of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
@@ -28,11 +28,11 @@ A launch computes a range of sources and experts. So rows of one exchange step a
 step are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside the loop
 would break the compiler's pipelining.
 
-Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. Within an expert, GROUP row tiles
-of all sources of the launch form a group. Within a group, tiles are ordered by column, so that a column of the weights
-is read from memory once per group. All experts have the same number of column tiles, so tile number // column tiles is
-the number of a row tile of the tile's expert. The expert is found by comparison with a vector of running sums in
-registers. Other values of a tile are computed only when the expert changes.
+Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. A row tile is BLOCK_M rows, with all its
+column tiles. Within an expert, GROUP row tiles of all sources of the launch form a group. Within a group, tiles are ordered
+by column, so that a column of the weights is read from memory once per group. All experts have the same number of column
+tiles, so tile number // column tiles is the number of a row tile of the tile's expert. Comparing it with a vector of
+running sums, in registers, gives the expert. Other values of a tile are computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
@@ -55,8 +55,9 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A configuration of the kernel. parts: the number of pieces in which a tile is stored. More pieces leave more
-    shared memory for pipeline stages.
+    """The tile sizes and other compile-time parameters of the kernel.
+
+    parts: the number of pieces in which a tile is stored, 1 or 2. Two pieces leave more shared memory for pipeline stages.
     """
 
     block_m: int
@@ -106,19 +107,21 @@ def choose_config(
     *,
     merged: bool = False,
 ) -> Config:
-    """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
+    """Return the fastest configuration for a launch, by the following rules. A segment is a (source, expert) pair; with
+    `merged`, it is an expert.
 
-    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. Below about two tiles
-    per segment, tiles of 64 rows waste less. With few rows, half of the multiprocessors may have no tile; narrow tiles
-    occupy more of them. If an expert's rows do not fill a tile, the time depends on loading weights, which narrow tiles
-    load faster. On an H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86. With a short K,
-    stores take a large part of the time. So a tile is stored in two pieces, which leaves shared memory for one more
-    stage of operands.
+    - Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. So for segments of less
+      than about two tiles, use tiles of 64 rows.
+    - With `merged` there are fewer segments, and fewer partly empty tiles, so use tiles of 128 rows for segments of more than
+      64 rows. Store these tiles in two pieces: with BACK, addresses of a whole tile would not fit in the registers.
+    - If at most half of the multiprocessors would have a tile, use narrow tiles, which occupy more multiprocessors.
+    - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
+      H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
+    - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
+      more stage of operands.
 
-    segments: the number of (source, expert) pairs of a launch; 0 if unknown. merged: True if tiles have rows of all
-    sources. Then a segment is an expert. With fewer segments, fewer tiles are partly empty, so tiles of 128 rows are faster
-    for segments of more than 64 rows. These tiles are stored in two pieces: with BACK, addresses of a whole tile would
-    not fit in the registers.
+    itemsize: the number of bytes of an element. rows_per_segment: the average number of rows of a segment. segments: the
+        number of segments of the launch; 0 if unknown. merged: True if tiles have rows of all sources.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -152,7 +155,9 @@ def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: 
 
 @triton.jit
 def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
-    """Return the numbers of rows to divide into tiles. MERGED: the rows of all sources count as rows of `rank`."""
+    """Return the number of rows of each segment, `[W_P2, E_P2]`. With MERGED, the rows of all sources are added, and count as
+    rows of the source `rank`.
+    """
     if MERGED:
         rows = tl.minimum(tl.sum(table, 0), most)
         return tl.where(sources[:, None] == rank, rows[None, :], 0)
@@ -161,10 +166,10 @@ def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
 
 @triton.jit
 def _of_sources(table, expert, experts, block_first):
-    """Return two numbers for each source: where its rows end, and the offset of its block, as follows.
+    """Return two vectors, with a number for each source. Both refer to the list of all rows of the expert, ordered by source.
 
-    All rows of the expert, ordered by source, form one list. The first number is the end of the source's rows in this
-    list. The second is added to an index in the list to get the row in the source's block.
+    The first vector has the end of each source's rows in this list. The second has a number to add to an index in the list,
+    which gives the row in the source's block.
     """
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
@@ -191,7 +196,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """Return the entry of a vector at the only index where `here` is True."""
+    """Return the entry of the vector `of_segment` at the only index where `here` is True."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
@@ -200,13 +205,17 @@ def _of_expert(
     row_tile, table, ends, is_source, block_first, experts, sources, rank, most,
     MERGED: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return the expert of a row tile of the launch, and values that all tiles of the expert share.
+    """Return the expert of a row tile of the launch, and values that all tiles of the expert share:
 
-    first, end: the number of row tiles of the launch before this expert, and including it.
-    The other results are vectors with one entry per source. segment_first, segment_end: the source's first row tile,
-    and the end of its row tiles. by_source, in_whole: added to row_tile * BLOCK_M, they give the tile's first row in
-    the source's block, and in `whole`. left_of: subtract row_tile * BLOCK_M to get the number of rows from the tile's first
-    row on. row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
+    - first, end: the number of row tiles of the launch before this expert, and up to and including it.
+
+    The other results are vectors, with an entry for each source:
+
+    - segment_first, segment_end: the source's first row tile of this expert, and the end of its row tiles.
+    - by_source, in_whole: by_source + row_tile * BLOCK_M is the tile's first row in the source's block, and in_whole +
+      row_tile * BLOCK_M its first row in `whole`.
+    - left_of: left_of - row_tile * BLOCK_M is the number of the source's rows from the tile's first row on.
+    - row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
     """
     before = ends <= row_tile
     expert = tl.sum(before.to(tl.int32), 0)
@@ -229,8 +238,8 @@ def _of_expert(
 
 @triton.jit
 def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (row tile, first column) of an expert's tile with this number. Tiles are ordered by groups of row tiles,
-    then by column.
+    """Return (row tile, first column) of an expert's tile number `number`. Tiles are ordered by group of row tiles, then by
+    column.
     """
     group = number // (GROUP * N_TILES)
     group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -243,9 +252,9 @@ def _rows_of(
     row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
     own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, MERGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile of the expert.
+    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile.
 
-    is_own: True if the rows belong to this rank itself.
+    is_own: True if this rank itself is the source of the rows. row_tile: the number of the tile among the expert's row tiles.
     """
     here = (row_tile >= segment_first) & (row_tile < segment_end)
     is_own = _pick(here, sources) == rank
@@ -270,7 +279,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of y in fp32: the first `left` rows as stored by earlier launches, then rows of zeros."""
+    """Load a tile of y, which earlier launches have stored, in fp32. Rows from `left` on are zeros."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -281,8 +290,8 @@ def _there(
 
 @triton.jit
 def _store_rows(y, first, count, column, tile):
-    """Store the first `count` rows of a tile at row `first` through a ragged tensor map. The hardware masks the other
-    rows.
+    """Store the first `count` rows of a tile to `y`, from row `first` on. `y` is a ragged tensor map, with which the hardware
+    masks the other rows.
     """
     a, b, c = to_ragged_indices(first, count, 0)
     y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
@@ -293,7 +302,9 @@ def _store_result(
     own, slots, whole, is_own, y_row, left, column, acc,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first `left` rows of a tile into y, through its tensor map."""
+    """Store the first `left` rows of the tile `acc` to the result, from row `y_row` on. The result is `whole`, or with BACK
+    `own` or `slots`. All three are ragged tensor maps.
+    """
     if BACK:
         if is_own:
             y = own
@@ -372,7 +383,9 @@ def _multiply(
 
 @triton.jit
 def _sum_of_parts(part, parts, stride):
-    """Return the sum of `parts` partial tiles, `stride` numbers apart, in this order."""
+    """Return the sum of `parts` partial tiles, added in order. part: a pointer to the first tile. stride: the number of
+    elements from a tile to the next.
+    """
     acc = tl.load(part)
     for _ in range(1, parts):
         part += stride

@@ -1,8 +1,8 @@
 """Kernels of the input distribution: they count ids, and pack the features of a rank into one message for each
 destination.
 
-A rank has the bags of all features (keys) for its own samples. Each destination needs some of the features. A *piece*
-is one feature for one destination. The message for a destination has 4-byte words, without gaps:
+A rank has the bags of all features (keys) for its own samples. Each destination needs the bags of some features. A *piece*
+is the bags of one feature for one destination. The message for a destination has 4-byte words, without gaps:
 
     ids of all its pieces | lengths of all its bags (int32) | per-sample weights of all its pieces, if there are any
 
@@ -11,8 +11,9 @@ is one feature for one destination. The message for a destination has 4-byte wor
     pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
-Headers are in device memory, so kernels compute all positions from headers. A header has `HEAD` words before its
-counts: refused (0 or 1), bits of an id, and batch size.
+A header tells a destination the number of ids of each piece. Headers are in device memory, so kernels compute all positions
+in messages from headers, and the CPU need not know them. Before the counts, a header has `HEAD` words: refused (0 or 1),
+bits of an id, and batch size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _BATCH = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["batch", "most"])
 def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
-    """Write the number of ids of each key, or -1 if a length is negative or above `most`. Grid: one program per key."""
+    """Write the number of ids of each key to `counts`, or -1 if a length of the key is negative or above `most`. Grid: one
+    program per key.
+
+    lengths: `[keys * batch]`.
+    """
     key = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
@@ -81,7 +86,7 @@ def header_kernel(
 
 @triton.jit
 def _copy(source, target, words, BLOCK: tl.constexpr):
-    """Copy 4-byte words, together with the other programs of the grid's second dimension."""
+    """Copy 4-byte words. All programs with the same first grid index share this copy."""
     for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         word = tl.load(source + at, mask=at < words, other=0)
@@ -129,11 +134,12 @@ def pack_kernel(
 
 @triton.jit
 def _write_offsets(lengths, offsets, first, bags, BAGS: tl.constexpr, SUM: tl.constexpr):
-    """Write `first` plus the prefix sums of int32 lengths, together with the other programs of the grid's second
-    dimension.
+    """Write `first` plus the exclusive prefix sums of `lengths`, int32 [bags], to `offsets`. All programs with the same first
+    grid index share this work.
 
-    Each program scans consecutive blocks of BAGS lengths. It first reduces all earlier lengths itself, because a
-    reduction is much faster than a scan, and needs no other program. A piece has fewer than 2^31 ids, so int32 suffices.
+    Each program scans consecutive blocks of BAGS lengths. Before, it reduces all earlier lengths, SUM at a time. This
+    reduction is much faster than a scan, and needs no results of other programs. A piece has fewer than 2^31 ids, so int32
+    suffices.
     """
     of_program = tl.cdiv(tl.cdiv(bags, BAGS), tl.num_programs(1)) * BAGS
     begin = tl.program_id(1) * of_program
@@ -157,7 +163,7 @@ def unpack_kernel(
     PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, offsets and weights by feature.
+    """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source.
 
     headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS, SUM: lengths that
     are scanned and reduced at once. Grid: (sources * features, programs that share a piece).

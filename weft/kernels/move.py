@@ -1,4 +1,4 @@
-"""A copy on compute units, with flags and waits before and after the copy, in one launch.
+"""A copy on compute units that also waits for signals and sets signals, before and after the copy, in one launch.
 
 A launch sets the flags of `sets_before`, waits for the flags of `waits`, and copies. It copies one source to one or more
 targets, or several parts of a buffer to a target each. When all programs are done, it clears the flags of `waits`, sets
@@ -6,7 +6,8 @@ the flags of `sets`, waits for the flags of `waits_after`, and clears them.
 
 So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
 shard to all ranks, notifies the peers, and waits for their shards. With several parts it can be an all-to-all. For the
-watchdog, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and at its end (`ends`).
+thread that watches deadlines, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and at
+its end (`ends`).
 
 Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
 for copies within a device.
@@ -29,7 +30,7 @@ TABLES = ("targets", "parts", "sets_before", "waits", "sets", "waits_after", "be
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
-    """Store each number of a table of (address, number) at its address."""
+    """Store numbers at addresses: `table` has pairs (address, number)."""
     for i in range(count):
         write_flag(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
@@ -53,9 +54,9 @@ def _extent(
     source, target, sizes, rows, width, source_pitch, target_pitch, source_rows,
     ITEM: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return (source, target, rows, width) of a copy: its addresses, and its numbers of rows and of items in a row.
+    """Return (source, target, rows, width) of a copy: its addresses, its number of rows, and the number of items of a row.
 
-    sizes: see `move_kernel`.
+    sizes: as in `move_kernel`. If it is not 0, the copy has a dynamic size.
     """
     if sizes != 0:
         first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)
@@ -87,11 +88,13 @@ def move_kernel(
 ):  # fmt: skip
     """Run the copy and the signals that the module docstring describes.
 
-    source, target: addresses of the first rows. targets `[n_targets]`: more targets for the same rows. parts `[n_parts,
-        4]`: more copies. A part has the offset in bytes of its source from `source`, the address of its target, True if
-        this address is an offset from `target`, and its `sizes`. rows, width and pitches count items of type ITEM
-        (width, pitches, addresses and offsets are multiples of ALIGN items). sets_before, waits, sets, waits_after:
-        addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals `[1]`: zero between launches.
+    source, target: addresses of the first rows. rows: the number of rows. width and pitches count items of type ITEM. Width,
+        pitches, addresses and offsets are multiples of ALIGN items.
+    targets `[n_targets]`: addresses of further targets for the same rows. parts `[n_parts, 4]`: further copies. A part has
+        the offset in bytes of its source from `source`, the address of its target, 1 if this address is an offset from
+        `target`, and its `sizes`.
+    sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals
+        `[1]`: zero between launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
         rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True

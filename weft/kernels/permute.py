@@ -1,8 +1,8 @@
 """Copy many segments of rows in one launch, for example to sort the received tokens by expert.
 
 A segment is (first row of the source, first row of the target, number of rows). The device computes these numbers
-(`weft.kernels.totals`). All segments together form one sequence of blocks, which the programs share evenly. The segment
-of a block is found by comparison with the running sums of blocks.
+(`weft.kernels.totals`). All segments together form one sequence of blocks of rows, which the programs share evenly. To find
+the segment of a block, a program compares the block's number with running sums of the segments' numbers of blocks.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def multiprocessor(PTX: tl.constexpr):
-    """Return the number of the multiprocessor that runs this program; without PTX 0."""
+    """Return the number of the multiprocessor that runs this program. Without PTX, return 0."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.full([], 0, tl.int32)
@@ -86,7 +86,10 @@ def store_release(pointer, value, PTX: tl.constexpr):
 
 @triton.jit
 def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
-    """Poll a vector of words until all are at least `wanted`, or the deadline passes. Return the last values."""
+    """Poll a vector of words until all are at least `wanted`, or until the deadline has passed. Return the values read last.
+
+    deadline_ns: by the clock of `now_ns`.
+    """
     found = load_acquire(pointer, PTX)
     if tl.min(found, 0) < wanted:
         start = now_ns(PTX)
@@ -97,7 +100,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 @triton.jit
 def await_flags(table, count, PTX: tl.constexpr):
-    """Poll until every flag in a table of addresses is set or poisoned. Return True if none is poisoned."""
+    """Poll until every flag is set or poisoned. Return True if no flag is poisoned. table: the addresses of the flags."""
     alive = count >= 0
     for i in range(count):
         word = words(tl.load(table + i))

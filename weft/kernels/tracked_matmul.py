@@ -18,9 +18,9 @@ Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a
 reproducible. It stores the tile and increments the counters.
 
 A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in
-bytes from `y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer when the product is
-done, once per element, and added in fp32. So a partial sum is transferred while other tiles compute, without a separate
-copy.
+bytes from `y`, the caller's tensor. The addend (a GEMM's C) is in memory of this device or of a peer. When a tile's product
+is done, the program reads the tile's part of the addend and adds it in fp32. So a partial sum of a peer is transferred while
+other tiles compute, without a separate copy.
 
 Order: a tile's stores, a barrier, then an increment with acquire and release at system scope. The program with the last
     increment has acquired all other increments, and stores the flags with release. Do not wait inside the loop: a wait
@@ -57,8 +57,10 @@ _TRACK = tl.constexpr(
 
 @triton.jit
 def _count(counter, sets, PTX: tl.constexpr):
-    """Increment a counter when all threads of this program have stored. The program with the counter's last increment
-    also sets the counter's flags.
+    """Increment a counter after all threads of this program have stored their parts of a tile. The program that increments the
+    counter last also sets its flags.
+
+    counter: a pointer to the counter's row of `counters`. sets: the addresses of flags.
     """
     if PTX:
         tl.inline_asm_elementwise(
