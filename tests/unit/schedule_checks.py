@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from schedule_interpreter import Tensors, interpret
+from schedule_interpreter import Tensors, edited, interpret
 from support.made_up import require_runnable_on_gpus
+from support.sim_toys import applicable
 
 from weft import plan
 from weft.builders import Problem, candidates
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.schedule import Schedule, Wait
+from weft.schedule import Schedule, Tiles, Wait
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.schedule.verify.issue_order import issue_order
-from weft.sim import model_of
+from weft.sim import NULL, model_of, simulate
 
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]
 """For each run and rank, its tensors."""
+OfRun: TypeAlias = Callable[[Any, Small], tuple[list[Tensors], list[Tensors]]]
+"""A function of a problem that draws the inputs of a run, and returns (inputs, results), each for every rank."""
 
 
 def builders(found: dict[str, Schedule]) -> set[str]:
@@ -48,6 +51,35 @@ def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2,
         require_runnable_on_gpus(schedule, rank)
     for seed in range(seeds):
         assert same(interpret(schedule, inputs, seed), wanted), (schedule.name, seed)
+
+
+def runs_of(p: Problem, of_run: OfRun, runs: int, seed: int) -> tuple[OfRuns, OfRuns]:
+    """Return (inputs, results) of `runs` runs."""
+    small = small_numbers(seed)
+    made = [of_run(p, small) for _ in range(runs)]
+    return [inputs for inputs, _ in made], [results for _, results in made]
+
+
+def check_candidate(p: Problem, name: str, schedule: Schedule, of_run: OfRun, runs: int, seeds: int = 2) -> None:
+    """Check a candidate over `runs` runs. The GPU executor need not accept a serial schedule that packs or unpacks."""
+    packs = name == "serial" and any(isinstance(step, Tiles) for lane in schedule.lanes for step in lane.steps)
+    check(schedule, *runs_of(p, of_run, runs, len(name)), seeds=seeds, on_gpus=not packs)
+
+
+def check_candidates(p: Problem, of_run: OfRun, overlapping: set[str]) -> None:
+    """Check all candidates. They must be serial and, on several ranks, schedules of the builders `overlapping`."""
+    found = applicable(p)
+    assert builders(found) == {"serial"} | (overlapping if p.world_size > 1 else set())
+    for name, schedule in found.items():
+        check_candidate(p, name, schedule, of_run, runs=2 if p.world_size == 8 else 3)
+        assert simulate(schedule, NULL).end_us >= 0
+
+
+def assert_noticed(p: Problem, schedule: Schedule, of_run: OfRun) -> None:
+    """Check that results differ in some order if no rank waits until its peers have read the data of the run before."""
+    early = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
+    inputs, wanted = runs_of(p, of_run, 3, seed=0)
+    assert not all(same(interpret(early, inputs, seed), wanted) for seed in range(20))
 
 
 def faults(schedule: Schedule) -> str:

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import schedule_checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import Small, check_rows_in_one_plan, small_numbers
+from schedule_checks import Small, check_candidate, check_candidates, check_rows_in_one_plan
 from schedule_interpreter import Tensors, edited
 from support.sim_toys import applicable, gpu
 from support.slow import mostly, slow
@@ -26,9 +25,8 @@ from weft.errors import ScheduleError
 from weft.operator.gpu_gemms import GemmTimer
 from weft.ops import all_gather_matmul_gradients, matmul_all_gather_gradients
 from weft.plan.gemms import ladder
-from weft.schedule import Compute, Copy, Reduce, Schedule, Tiles, Wait
+from weft.schedule import Compute, Copy, Reduce, Wait
 from weft.schedule.verify import verify
-from weft.sim import NULL, simulate
 
 Problem = AllGatherMatmulGradients | MatmulAllGatherGradients
 OPERATORS = {one.name: one for one in (all_gather_matmul_gradients.OPERATOR, matmul_all_gather_gradients.OPERATOR)}
@@ -75,27 +73,13 @@ def of_joined(p: MatmulAllGatherGradients, small: Small) -> tuple[list[Tensors],
     ]
 
 
-def calls(p: Problem, runs: int) -> tuple[list[list[Tensors]], list[list[Tensors]]]:
-    """Return (inputs, results), each for every run and rank."""
-    small = small_numbers(p.world_size)
-    made = [
-        of_joined(p, small) if isinstance(p, MatmulAllGatherGradients) else of_gathered(p, small) for _ in range(runs)
-    ]
-    return [inputs for inputs, _ in made], [expected for _, expected in made]
-
-
-def check(p: Problem, name: str, schedule: Schedule, runs: int, seeds: int) -> None:
-    packs = name == "serial" and any(isinstance(step, Tiles) for lane in schedule.lanes for step in lane.steps)
-    schedule_checks.check(schedule, *calls(p, runs), seeds=seeds, on_gpus=not packs)
+def of_run(p: Problem, small: Small) -> tuple[list[Tensors], list[Tensors]]:
+    return of_joined(p, small) if isinstance(p, MatmulAllGatherGradients) else of_gathered(p, small)
 
 
 @pytest.mark.parametrize("p", mostly([*GATHERED, *JOINED], *GATHERED, *JOINED[:-2]), ids=str)
 def test_every_candidate_gives_the_gradients(p: Problem) -> None:
-    found = applicable(p)
-    assert {name.split("[")[0] for name in found} == {"serial"} | ({"direct"} if p.world_size > 1 else set())
-    for name, schedule in found.items():
-        check(p, name, schedule, runs=2 if p.world_size == 8 else 3, seeds=2 if len(found) > 2 else 3)
-        assert simulate(schedule, NULL).end_us >= 0
+    check_candidates(p, of_run, {"direct"})
 
 
 @pytest.mark.parametrize("world", [3, slow(4), slow(8)])
@@ -118,7 +102,7 @@ def test_some_small_shapes(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(0, 12), label="n"), data.draw(st.integers(0, 3), label="k")
     p = MatmulAllGatherGradients(world, m, n, k, "fp32", data.draw(st.booleans(), label="columns"))
     name, schedule = data.draw(st.sampled_from(sorted(applicable(p).items(), key=lambda one: one[0])))
-    check(p, name, schedule, runs=2, seeds=1)
+    check_candidate(p, name, schedule, of_run, runs=2, seeds=1)
 
 
 @pytest.mark.parametrize(

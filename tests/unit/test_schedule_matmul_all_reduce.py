@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import schedule_checks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import builders, check_rows_in_one_plan, same, small_numbers
-from schedule_interpreter import Tensors, edited, interpret
+from schedule_checks import Small, assert_noticed, builders, check_candidate, check_candidates, check_rows_in_one_plan
+from schedule_interpreter import Tensors, edited
 from support.sim_toys import applicable, gpu
 from support.slow import mostly
 
@@ -30,7 +29,6 @@ from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
-from weft.sim import NULL, simulate
 from weft.sim.costs import Operand, cost
 
 PROBLEMS = (
@@ -50,16 +48,13 @@ PROBLEMS = (
 )
 
 
-def inputs_of(p: MatmulAllReduce, runs: int, seed: int) -> list[list[Tensors]]:
-    small = small_numbers(seed)
-
-    def run() -> list[Tensors]:
-        following = {"bias": small(1, p.n)} if p.bias else {}
-        following |= {"residual": small(p.m, p.n)} if p.residual else {}
-        following |= {"norm": small(1, p.n)} if p.eps is not None else {}
-        return [{"x": small(p.m, p.k), "w": small(p.k, p.n), **following} for _ in range(p.world_size)]
-
-    return [run() for _ in range(runs)]
+def of_run(p: MatmulAllReduce, small: Small) -> tuple[list[Tensors], list[Tensors]]:
+    following = {"bias": small(1, p.n)} if p.bias else {}
+    following |= {"residual": small(p.m, p.n)} if p.residual else {}
+    norm = {"norm": small(1, p.n)} if p.eps is not None else {}
+    inputs = [{"x": small(p.m, p.k), "w": small(p.k, p.n), **following, **norm} for _ in range(p.world_size)]
+    y = np.asarray(sum(t["x"] @ t["w"] for t in inputs) + sum(following.values()))
+    return inputs, [{**normed(y, t, p.eps), "y": y} for t in inputs]
 
 
 def normed(y: np.ndarray, given: Tensors, eps: float | None) -> Tensors:
@@ -68,29 +63,10 @@ def normed(y: np.ndarray, given: Tensors, eps: float | None) -> Tensors:
     return {"normed": y * (1 / np.sqrt((y * y).sum(1, keepdims=True) / max(1, y.shape[1]) + eps)) * given["norm"]}
 
 
-def expected(inputs: list[list[Tensors]], eps: float | None = None) -> list[list[Tensors]]:
-    sums = [np.asarray(sum(t["x"] @ t["w"] for t in ranks)) for ranks in inputs]
-    more = [sum(ranks[0][name] for name in ("bias", "residual") if name in ranks[0]) for ranks in inputs]
-    return [
-        [{**normed(total + one, t, eps), "y": total + one} for t in ranks]
-        for total, one, ranks in zip(sums, more, inputs, strict=True)
-    ]
-
-
-def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> None:
-    inputs = inputs_of(p, runs, seed=len(name))
-    schedule_checks.check(schedule, inputs, expected(inputs, p.eps))
-
-
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3:2], *PROBLEMS[8:-1:2]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
-    found = applicable(p)
     overlapping = {"one_shot", "two_shot", "collective"} | ({"chunked"} if p.m > 1 else set())
-    overlapping |= {"tracked"} if p.m % p.world_size == 0 else set()
-    assert builders(found) == {"serial"} | (overlapping if p.world_size > 1 else set())
-    for name, schedule in found.items():
-        check(p, schedule, name, runs=2 if p.world_size == 8 else 3)
-        assert simulate(schedule, NULL).end_us >= 0
+    check_candidates(p, of_run, overlapping | ({"tracked"} if p.m % p.world_size == 0 else set()))
 
 
 @pytest.mark.slow
@@ -110,16 +86,13 @@ def test_some_small_shapes(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
     p = MatmulAllReduce(world, m, n, k, "fp32", eps=data.draw(st.sampled_from((None, 0.25)), label="eps"))
     name, schedule = data.draw(st.sampled_from(list(applicable(p).items())), label="candidate")
-    check(p, schedule, name, runs=2)
+    check_candidate(p, name, schedule, of_run, runs=2)
 
 
 @pytest.mark.parametrize("by", ["dma", "load"])
 def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
-    schedule = named(p, f"one_shot[by={by}]").build()
-    early = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
-    inputs = inputs_of(p, 3, seed=0)
-    assert not all(same(interpret(early, inputs, seed), expected(inputs)) for seed in range(20))
+    assert_noticed(p, named(p, f"one_shot[by={by}]").build(), of_run)
 
 
 @pytest.mark.parametrize(

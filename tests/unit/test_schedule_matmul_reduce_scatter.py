@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import schedule_checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import builders, check_rows_in_one_plan, same, small_numbers
-from schedule_interpreter import Tensors, edited, interpret
+from schedule_checks import Small, assert_noticed, builders, check_candidate, check_candidates, check_rows_in_one_plan
+from schedule_interpreter import Tensors
 from support.sim_toys import applicable, gpu
 from support.slow import mostly, slow
 
@@ -33,10 +32,10 @@ from weft.builders import (
 from weft.operator.gpu_gemms import GemmTimer
 from weft.plan import nearby
 from weft.plan.gemms import ladder
-from weft.schedule import Compute, Schedule, Set, Tiles, Wait
+from weft.schedule import Compute, Set, Tiles
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
-from weft.sim import NULL, simulate
+from weft.sim import simulate
 
 PROBLEMS = (
     MatmulReduceScatter(1, 5, 3, 4, "fp32"),
@@ -55,9 +54,7 @@ SCALED = (
 )
 
 
-def inputs_of(p: MatmulReduceScatter, runs: int, seed: int) -> list[list[Tensors]]:
-    small = small_numbers(seed)
-
+def of_run(p: MatmulReduceScatter, small: Small) -> tuple[list[Tensors], list[Tensors]]:
     def of_rank() -> Tensors:
         found = {"x": small(p.m, p.k), "w": small(p.k, p.n)}
         if isinstance(p, ScaledMatmulReduceScatter):
@@ -66,31 +63,18 @@ def inputs_of(p: MatmulReduceScatter, runs: int, seed: int) -> list[list[Tensors
             found |= {"bias": small(1, p.n)} if p.biased else {}
         return found
 
-    return [[of_rank() for _ in range(p.world_size)] for _ in range(runs)]
-
-
-def expected(p: MatmulReduceScatter, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
     def product(t: Tensors) -> np.ndarray:
         scaled = (t["x"] * t.get("x_scale", 1.0)) @ (t["w"] * t.get("w_scale", 1.0))
         return np.asarray(scaled + t.get("bias", 0.0))
 
-    sums = [sum(map(product, ranks)) for ranks in inputs]
-    return [[{"y": part} for part in np.split(np.asarray(total), p.world_size)] for total in sums]
-
-
-def check(p: MatmulReduceScatter, schedule: Schedule, name: str, runs: int = 3) -> None:
-    inputs = inputs_of(p, runs, seed=len(name))
-    schedule_checks.check(schedule, inputs, expected(p, inputs))
+    inputs = [of_rank() for _ in range(p.world_size)]
+    return inputs, [{"y": part} for part in np.split(np.asarray(sum(map(product, inputs))), p.world_size)]
 
 
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
-    found = applicable(p)
-    overlapping = {"scatter", "direct", "tracked", "pulled", "collective"} | ({"ring"} if p.world_size > 2 else set())
-    assert builders(found) == {"serial"} | (overlapping if p.world_size > 1 else set())
-    for name, schedule in found.items():
-        check(p, schedule, name, runs=2 if p.world_size == 8 else 3)
-        assert simulate(schedule, NULL).end_us >= 0
+    ring = {"ring"} if p.world_size > 2 else set()
+    check_candidates(p, of_run, {"scatter", "direct", "tracked", "pulled", "collective"} | ring)
 
 
 @pytest.mark.parametrize("p", mostly(SCALED, *SCALED[:-1]), ids=str)
@@ -98,9 +82,7 @@ def test_scaled_gemms_have_the_schedules_in_which_none_adds(p: ScaledMatmulReduc
     found = applicable(p)
     ways = {f"direct[chunks={n},by={by},add=reduce]" for n in (1, 2, 4) for by in ("dma", "kernel", "store")}
     assert found.keys() == {"serial"} | (ways | {"scatter"} if p.world_size > 1 else set())
-    for name, schedule in found.items():
-        check(p, schedule, name)
-        assert simulate(schedule, NULL).end_us >= 0
+    check_candidates(p, of_run, {"direct", "scatter"})
     if p.world_size > 1:
         assert sum(p.worth_running(named(p, name)) for name in found) == 4
         with pytest.raises(NotApplicableError, match="output maps do not support scaled"):
@@ -142,16 +124,13 @@ def test_some_small_shapes(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
     p = MatmulReduceScatter(world, rows * world, n, k, "fp32")
     name, schedule = data.draw(st.sampled_from(list(applicable(p).items())), label="candidate")
-    check(p, schedule, name, runs=2)
+    check_candidate(p, name, schedule, of_run, runs=2)
 
 
 @pytest.mark.parametrize("builder", ["direct", "tracked", "ring", "pulled"])
 def test_who_fills_a_slot_again_too_early_is_noticed(builder: str) -> None:
     p = MatmulReduceScatter(3, 18, 2, 3, "fp32")
-    schedule = candidates(p, (builder,))[0].build()
-    hasty = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
-    inputs = inputs_of(p, 3, seed=0)
-    assert not all(same(interpret(hasty, inputs, seed), expected(p, inputs)) for seed in range(20))
+    assert_noticed(p, candidates(p, (builder,))[0].build(), of_run)
 
 
 @settings(max_examples=40)
