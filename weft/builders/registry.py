@@ -91,6 +91,13 @@ def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...
     return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
 
 
+def outside_builders(problem: type) -> tuple[str, ...]:
+    """Return the names of the builders for `problem` that are a user's, not weft's."""
+    return tuple(
+        name for name, function in builders_of(problem) if not function.__module__.startswith("weft.builders.")
+    )
+
+
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
     """Return the candidates for `problem`, serial first. builders: only candidates of these builders, by name.
 

@@ -124,7 +124,7 @@ def t3(
 
     if hw is None and topology is not None:
         raise ValueError("--topology without --hw: the paper's GPUs form a ring. Add a machine, such as --hw h200")
-    if hw is None and (records is None or _is_of_hardware(records)):
+    if hw is None and (records is None or _has(records, hardware)):
         _reproduce(hardware, lambda step: hardware.simulated(progress=step), records, json, pictures)
     else:
         _reproduce(
@@ -151,7 +151,7 @@ def fused_embedding(
     """
     from weft.studies import fused_embedding, fused_embedding_measured
 
-    study = fused_embedding_measured if _is_measured(records, fused_embedding_measured) else fused_embedding
+    study = fused_embedding_measured if _has(records, fused_embedding_measured) else fused_embedding
     _reproduce(study, lambda step: fused_embedding.simulated(progress=step), records, json, pictures)
 
 
@@ -171,7 +171,7 @@ def pgas(
     """
     from weft.studies import pgas, pgas_measured
 
-    study = pgas_measured if _is_measured(records, pgas_measured) else pgas
+    study = pgas_measured if _has(records, pgas_measured) else pgas
     _reproduce(study, lambda step: pgas.simulated(progress=step), records, json, pictures)
 
 
@@ -210,18 +210,11 @@ def all_studies(
             print(f"drawn: {path}")
 
 
-def _is_measured(records: Path | None, study: Any) -> bool:
-    """True if a file has records of a measured study."""
+def _has(records: Path | None, study: Any) -> bool:
+    """True if a file has records of a study."""
     from weft.bench.core import records as files
 
-    return records is not None and any(map(study.is_mine, files.read([records])))
-
-
-def _is_of_hardware(records: Path) -> bool:
-    from weft.bench.core import records as files
-    from weft.studies import t3_hardware
-
-    return any(map(t3_hardware.is_mine, files.read([records])))
+    return records is not None and any(one.get("study") == study.STUDY for one in files.read([records]))
 
 
 def _reproduce(

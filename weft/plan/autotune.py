@@ -13,13 +13,13 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates
+from weft.builders.registry import outside_builders
 from weft.caller import warn_once
 from weft.errors import UnreadableError
 from weft.plan import store
@@ -79,8 +79,7 @@ def autotune(
     measured = dict(zip(names, map(median, zip(*times, strict=True)), strict=True))
     key = _key(problem, machine, mode)
     _known[str(key)] = {**found, **measured}
-    date = datetime.now(UTC).date().isoformat()
-    store.keep(_path(key), {"key": key, "date": date, "times_us": _known[str(key)]})
+    store.keep(_path(key), {"key": key, "date": store.today(), "times_us": _known[str(key)]})
     return measured
 
 
@@ -113,7 +112,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
     if content.get("key") != key or not isinstance(times, dict):
         raise UnreadableError(f"{path} contains times whose key does not match the file name; {store.FIX}")
     for name, us in times.items():
-        if not store.is_time(us):
+        if not store.is_positive(us):
             raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")
     return times
 
@@ -136,17 +135,13 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
     """True if the builder of `candidate` is a user's, not weft's."""
-    return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
+    return candidate.builder in outside_builders(type(problem))
 
 
 def candidates_from_outside(problem: Problem) -> list[Candidate]:
     """Return the candidates of `problem` with users' builders."""
-    builders = tuple(name for name, function in builders_of(type(problem)) if _is_outside(function))
+    builders = outside_builders(type(problem))
     return candidates(problem, builders) if builders else []
-
-
-def _is_outside(function: Callable[..., Schedule]) -> bool:
-    return not function.__module__.startswith("weft.builders.")
 
 
 def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -208,9 +207,8 @@ def calibrate(
                 break
             if point not in gemms:
                 gemms[point] = measure.gemm_us(*point)
-    date = datetime.now(UTC).date().isoformat()
     points = tuple((*point, us) for point, us in sorted(gemms.items()))
-    return Calibration(measure.machine, measure.world_size, date, versions(), points, **found)
+    return Calibration(measure.machine, measure.world_size, store.today(), versions(), points, **found)
 
 
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
@@ -297,23 +295,23 @@ def _beside(
     return tuple((by, us / alone, rate) for by, us, rate in beside), {cube: alone}
 
 
-_CURVE = saved.rows_of(saved.is_whole, store.is_time)
+_CURVE = saved.rows_of(saved.is_whole, store.is_positive)
 _HOLDS: dict[str, Callable[[Any], bool]] = {
     "machine": saved.is_text,
     "world_size": saved.is_whole,
     "date": saved.is_text,
     "versions": saved.are_versions,
-    "gemms": saved.rows_of(saved.is_whole, saved.is_whole, saved.is_whole, saved.one_of(ITEM_BYTES), store.is_time),
+    "gemms": saved.rows_of(saved.is_whole, saved.is_whole, saved.is_whole, saved.one_of(ITEM_BYTES), store.is_positive),
     "launch_us": saved.is_time_or_0,
     "host_step_us": saved.is_time_or_0,
     "copy_units": saved.is_whole,
     "copies": _CURVE,
-    "copy_rows": saved.rows_of(saved.is_whole, saved.is_whole, store.is_time),
+    "copy_rows": saved.rows_of(saved.is_whole, saved.is_whole, store.is_positive),
     "puts": _CURVE,
     "gets": _CURVE,
     "all_gathers": _CURVE,
     "signal_local_us": saved.is_time_or_0,
     "signal_remote_us": saved.is_time_or_0,
-    "beside": saved.rows_of(saved.one_of(("dma", "kernel")), saved.is_positive, saved.is_positive),
+    "beside": saved.rows_of(saved.one_of(("dma", "kernel")), store.is_positive, store.is_positive),
 }
 """The check of each field of a calibration in JSON."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from weft.plan import saved, store
@@ -24,7 +23,7 @@ def save(found: Measured) -> None:
     """Save `found`, if the cache folder is writable. Call this function on one rank only."""
     content = {
         **asdict(found), "machine": name_of(found.hosts), "world_size": len(found.hosts), "versions": versions(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": store.today(),
         "links": [(*link.hosts, link.bytes_per_us, link.round_trip_us) for link in found.links],
     }  # fmt: skip
     store.keep(store.path_of(_WHAT, content["machine"], content["world_size"]), content)
@@ -55,7 +54,7 @@ _HOLDS: dict[str, saved.Check] = {
     "date": saved.is_text,
     "versions": saved.are_versions,
     "hosts": lambda found: isinstance(found, list) and all(map(saved.is_text, found)),
-    "links": saved.rows_of(saved.is_text, saved.is_text, saved.is_positive, store.is_time),
-    **dict.fromkeys(_NUMBERS, saved.none_or(saved.is_positive)),
+    "links": saved.rows_of(saved.is_text, saved.is_text, store.is_positive, store.is_positive),
+    **dict.fromkeys(_NUMBERS, saved.none_or(store.is_positive)),
 }
 """The check of each field in JSON."""

@@ -26,7 +26,7 @@ def machine_name(driver: Path = _NVIDIA) -> str:
     if driver == _NVIDIA and (name := first_name()):  # NVML, because containers may lack the driver's files
         return name
     cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    return f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def machine_here(driver: Path = _NVIDIA) -> Machine | None:
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and (found := re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo.read_text(), re.MULTILINE)):
         return found[1]

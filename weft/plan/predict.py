@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import TypeAlias, cast, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
+from weft.builders.registry import outside_builders
 from weft.errors import ScheduleError
 from weft.schedule import ITEM_BYTES, Compute, Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
@@ -234,9 +235,7 @@ def _built(
     If candidates have equal schedules, only the first keeps its schedule. Schedules of users' builders are checked,
     because the simulator computes times even for inconsistent steps.
     """
-    outside = {
-        name for name, function in builders_of(type(problem)) if not function.__module__.startswith("weft.builders.")
-    }
+    outside = outside_builders(type(problem))
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())
     known += [named(problem, name) for name in sorted(wanted - {candidate.name for candidate in known})]

@@ -56,13 +56,8 @@ def is_whole(found: Any) -> bool:
     return type(found) is int and 1 <= found <= _MOST_WHOLE
 
 
-def is_positive(found: Any) -> bool:
-    """True if `found` is a number from 1e-6 to 1e12."""
-    return type(found) in (int, float) and 1e-6 <= found <= 1e12
-
-
 def is_time_or_0(found: Any) -> bool:
-    return store.is_time(found) or (type(found) in (int, float) and found == 0)
+    return store.is_positive(found) or (type(found) in (int, float) and found == 0)
 
 
 def are_versions(found: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -163,9 +162,8 @@ def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> 
             break
         found[what] = ask()
     times = tuple((*shape, found.pop(shape, None)) for shape in sizes.gemms)
-    date = datetime.now(UTC).date().isoformat()
     return SelfCalibration(
-        measure.machine, measure.world_size, date, versions(), measure.copy_units, gemms=times, **found
+        measure.machine, measure.world_size, store.today(), versions(), measure.copy_units, gemms=times, **found
     )
 
 
@@ -193,7 +191,7 @@ def find(machine: str, world_size: int) -> SelfCalibration | None:
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)
 
 
-_RATE, _TIME = saved.none_or(saved.is_positive), saved.none_or(saved.is_time_or_0)
+_RATE, _TIME = saved.none_or(store.is_positive), saved.none_or(saved.is_time_or_0)
 _HOLDS: dict[str, saved.Check] = {
     "machine": saved.is_text,
     "world_size": saved.is_whole,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -88,8 +89,12 @@ def read(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def is_time(found: object) -> bool:
-    """True if `found` is a plausible time in microseconds: a number from 1e-6 to 1e12."""
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def is_positive(found: object) -> bool:
+    """True if `found` is a number from 1e-6 to 1e12, such as a plausible time in microseconds."""
     return type(found) in (int, float) and 1e-6 <= cast(float, found) <= 1e12
 
 

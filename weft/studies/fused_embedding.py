@@ -27,7 +27,7 @@ from weft.studies.fused_embedding_model import (
     with_message,
 )
 from weft.studies.numbers import Numbers, load_numbers, numbers_table
-from weft.studies.pages import block, figure, head_of, where_simulated
+from weft.studies.pages import block, figure, head_of, last_run, where_simulated
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
@@ -182,16 +182,13 @@ def headline(numbers: Numbers) -> dict[str, float]:
 # --- records to rows, claims, tables ---
 
 
-def is_mine(record: Record) -> bool:
-    return record.get("study") == STUDY
-
-
 def rows_of(records: Sequence[Record]) -> dict[str, Record]:
     """Return {figure: record} of the last run; raise `ValueError` if there are no records."""
-    mine = [record for record in records if is_mine(record)]
-    if not mine:
-        raise ValueError("no records of fused embedding: run weft reproduce fused-embedding --json FILE")
-    return {record["figure"]: record for record in mine if record["run"] == mine[-1]["run"]}
+    return {record["figure"]: record for record in _last_run(records)}
+
+
+def _last_run(records: Sequence[Record]) -> list[Record]:
+    return last_run(records, STUDY, "fused embedding", "fused-embedding")
 
 
 def claims(rows: Mapping[str, Record]) -> list[Claim]:
@@ -369,7 +366,7 @@ def _poolings_say(record: Record) -> str:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    last = [record for record in records if is_mine(record)][-1]
+    last = _last_run(records)[-1]
     gpu = last["machine"]
     of = f"{gpu}, two nodes with a GPU each, a node with four GPUs, and {last['ranks']} nodes with a GPU each, {last['dtype']}"
     return [where_simulated(last, of)]

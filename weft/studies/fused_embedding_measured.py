@@ -24,10 +24,6 @@ FUSED = {"put": "slices of 32", "per-table": "zero-copy, a kernel for each table
 _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
 
-def is_mine(record: Record) -> bool:
-    return record.get("study") == STUDY
-
-
 def rows_of(records: Sequence[Record]) -> Rows:
     """Return each configuration's last run; raise `ValueError` if there are no records."""
     return rows_of_study(records, STUDY, "fused embedding")

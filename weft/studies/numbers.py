@@ -57,7 +57,7 @@ def load_numbers(file: str) -> Numbers:
     return Numbers(name, found)
 
 
-def numbers_table(title: str, numbers: Numbers) -> ResultTable:
+def numbers_table(title: str, numbers: Quantities) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "number": lambda item: item[0],
         "value": lambda item: f"{item[1].value:g}" + (f" {item[1].unit}" if item[1].unit != "1" else ""),

@@ -103,6 +103,16 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
     return model
 
 
+def last_run(records: Sequence[Record], study: str, what: str, command: str) -> list[Record]:
+    """Return the records of the last run of `study`; raise `ValueError` if there are none. what: the study's subject.
+    command: its name in `weft reproduce`.
+    """
+    mine = [record for record in records if record.get("study") == study]
+    if not mine:
+        raise ValueError(f"no records of {what}: run weft reproduce {command} --json FILE")
+    return [record for record in mine if record["run"] == mine[-1]["run"]]
+
+
 def where(last: Record, ranks: str = "") -> str:
     """Return sentences on the source of the numbers. ranks: the numbers of ranks as text, if they differ between records."""
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])

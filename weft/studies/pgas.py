@@ -23,7 +23,7 @@ from weft.builders import EmbeddingAllToAll, named
 from weft.hw import Machine, load_machine
 from weft.sim.run_time import run_us
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block, figure, head, model_for, scaled, where_simulated
+from weft.studies.pages import block, figure, head, last_run, model_for, scaled, where_simulated
 
 STUDY = "pgas"
 BATCH, DIM, FLOAT = 16384, 64, 4
@@ -144,10 +144,6 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
 # --- records to rows, claims, tables ---
 
 
-def is_mine(record: Record) -> bool:
-    return record.get("study") == STUDY
-
-
 @dataclass(frozen=True)
 class PgasRows:
     """The results of a run. rows: {(scaling, number of GPUs): row}."""
@@ -156,12 +152,13 @@ class PgasRows:
     sensitivity: Sequence[Any]
 
 
+def _last_run(records: Sequence[Record]) -> list[Record]:
+    return last_run(records, STUDY, "PGAS embedding retrieval", "pgas")
+
+
 def rows_of(records: Sequence[Record]) -> PgasRows:
     """Return the results of the last run; raise `ValueError` if there are no records."""
-    mine = [record for record in records if is_mine(record)]
-    if not mine:
-        raise ValueError("no records of PGAS embedding retrieval: run weft reproduce pgas --json FILE")
-    last = [record for record in mine if record["run"] == mine[-1]["run"]]
+    last = _last_run(records)
     rows = [PgasRow(**record["row"]) for record in last if record["figure"] == "scaling"]
     (lines,) = (record["lines"] for record in last if record["figure"] == "sensitivity")
     return PgasRows({(row.scaling, row.ranks): row for row in rows}, lines)
@@ -319,7 +316,7 @@ def conclusions(found: PgasRows) -> list[str]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    last = [record for record in records if is_mine(record)][-1]
+    last = _last_run(records)[-1]
     of = f"1 to {max(RANKS)} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued"
     return [where_simulated(last, of, ", and most are derived from an H200's")]
 

@@ -35,10 +35,6 @@ _SCALINGS = (
 )
 
 
-def is_mine(record: Record) -> bool:
-    return record.get("study") == STUDY
-
-
 def rows_of(records: Sequence[Record]) -> Rows:
     """Return each configuration's last run; raise `ValueError` if there are no records."""
     return rows_of_study(records, STUDY, "PGAS retrieval")

@@ -431,15 +431,3 @@ def dram_table(record: Record) -> ResultTable:
         f"Updates of a tile take {record['update']:.2f} times as long as its stores"
     )
     return table(title, record["rates"], columns)
-
-
-def numbers_table(gpu: TrackingGpu) -> ResultTable:
-    columns: dict[str, Callable[[Any], str]] = {
-        "number": lambda item: item[0],
-        "value": lambda item: f"{item[1].value:g}" + (f" {item[1].unit}" if item[1].unit != "1" else ""),
-        "source": lambda item: item[1].source,
-        "note": lambda item: item[1].note,
-    }
-    return table(
-        "The numbers of the simulated GPU: from the paper (table 1), or assumed", list(gpu.quantities.items()), columns
-    )

@@ -18,7 +18,8 @@ from weft.studies import t3_figures as figures
 from weft.studies import t3_iteration as iteration
 from weft.studies import t3_sublayers as sub
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block, head_of, where_simulated
+from weft.studies.numbers import numbers_table
+from weft.studies.pages import block, head_of, last_run, where_simulated
 from weft.studies.t3_claims import claims as other_claims
 from weft.words import counted
 
@@ -63,16 +64,13 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
     return [*found, *({**common, "config": one["figure"], "variant": "t3-mca", **one} for one in others)]
 
 
-def is_mine(record: Record) -> bool:
-    return record.get("study") == STUDY
+def _last_run(records: Sequence[Record]) -> list[Record]:
+    return last_run(records, STUDY, "T3's hardware", "t3")
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
     """Return the last run's rows; raise `ValueError` if there are no records."""
-    mine = [record for record in records if is_mine(record)]
-    if not mine:
-        raise ValueError("no records of T3's hardware: run weft reproduce t3 --json FILE")
-    last = [record for record in mine if record["run"] == mine[-1]["run"]]
+    last = _last_run(records)
     small: dict[str, list[sub.HardwareRow]] = {}
     large: dict[str, list[sub.HardwareRow]] = {}
     for record in last:
@@ -103,7 +101,7 @@ def tables(rows: Rows) -> list[ResultTable]:
         figures.sensitivity_table(rows.figures["sensitivity"]),
         figures.assumptions_table(rows.figures["assumptions"]),
         figures.networks_table(),
-        figures.numbers_table(gpu),
+        numbers_table("The numbers of the simulated GPU: from the paper (table 1), or assumed", gpu),
     ]
 
 
@@ -178,7 +176,7 @@ def _differs(rows: Rows) -> str:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    last = [record for record in records if is_mine(record)][-1]
+    last = _last_run(records)[-1]
     return [where_simulated(last, f"{last['machine']}, rings of 8, 16 and 32, {last['dtype']}")]
 
 

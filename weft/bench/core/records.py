@@ -22,6 +22,7 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
 from weft.files import append_json
+from weft.plan.machine import cpu_name
 from weft.words import counted
 
 _MOST_BYTES = 256 << 20
@@ -54,7 +55,7 @@ def environment(device_type: str) -> Record:
             if module is not None:
                 versions[name] = str(getattr(module, "__version__", "?"))
     else:
-        machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {_cpu_name()}"
+        machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {cpu_name()}"
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     code = provenance()
     return {
@@ -123,11 +124,3 @@ def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dic
     for r in found:
         runs.setdefault(key(r), []).extend([r] * (r["run"] == last[key(r)]))
     return runs
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
