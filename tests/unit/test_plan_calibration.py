@@ -243,7 +243,7 @@ def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, val
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "copies but no all_gathers: run `weft plan"),
+        ([], "copies, but lacks all_gathers: run `weft plan"),
         ([[65536, 10.5], [131072, 1e-6]], "do not grow with their bytes"),
     ],
 )

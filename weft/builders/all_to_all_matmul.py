@@ -331,7 +331,7 @@ class Sending(_Dispatch):
         for distance in range(self.world_size):
             source = peer(self.world_size, -distance) if distance else RANK
             rows, target = self.rows(source, expert), self.first_of_result(source, expert)
-            arrived = self._came(distance, self.first_of_block(source, expert), rows)
+            arrived = self._arrived_tokens(distance, self.first_of_block(source, expert), rows)
             copies.append(Copy(arrived, ordered.part(rows=(target, rows)), "kernel"))
         self.compute.tiles(Permute(), _TILE, count, *copies)
         p = self.p
@@ -354,7 +354,7 @@ class Sending(_Dispatch):
                 source = peer(self.world_size, -distance) if distance else RANK
                 rows = self.sent(source, RANK)
                 target = self.x.part(rows=(self._first_in_x(source), rows))
-                self.compute.copy(self._came(distance, 0, rows), target, "kernel")
+                self.compute.copy(self._arrived_tokens(distance, 0, rows), target, "kernel")
         if self._taken:
             for i in range(len(self._senders)):
                 self.compute.wait(self._taken, i)
@@ -368,9 +368,9 @@ class Sending(_Dispatch):
             rows, first = self.rows(source, expert), self.first_of_block(source, expert)
             known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)
         first, rows, result = known
-        return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
+        return self.matmul((result, rows), self._arrived_tokens(distance, first, rows, columns), expert, columns, adds)
 
-    def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
+    def _arrived_tokens(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
         """Return the region with rows first .. first + rows - 1 of the tokens that one source rank sends to this rank.
 
         distance: the source is `distance` places before this rank in the ring; 0 is this rank.

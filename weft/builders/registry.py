@@ -234,5 +234,7 @@ def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tup
         text = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
         raise ScheduleError(f"{text}: {type(error).__name__}: {error}") from error
     if not isinstance(made, Schedule):
-        raise ScheduleError(f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()")
+        raise ScheduleError(
+            f"builder {function.__module__}.{function.__name__} returned {made!r}, not a Schedule: return d.schedule()"
+        )
     return made

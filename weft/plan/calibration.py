@@ -132,7 +132,7 @@ class Calibration:
 
     def _transfers(self, model: Model) -> dict[str, Any]:
         if missing := [name for name in ("puts", "gets", "all_gathers") if not getattr(self, name)]:
-            raise ValueError(f"the calibration has copies but no {', '.join(missing)}: {_AGAIN}")
+            raise ValueError(f"the calibration has times of copies, but lacks {', '.join(missing)}: {_AGAIN}")
         latency, rate = fit_line(self.copies, "copies by engine")
         collective_latency, collective_rate = fit_line(self.all_gathers, "all-gathers")
         curves: dict[Transfer, tuple[tuple[float, float], ...]] = {

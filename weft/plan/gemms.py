@@ -88,7 +88,7 @@ def measure(
     """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
     Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3
-    ms. If any GEMM should take more than 200 us, the first GEMM warms up for 15 ms.
+    ms. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15 ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0

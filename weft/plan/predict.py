@@ -60,7 +60,7 @@ HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
 chosen, and a difference from it in us. Both are above the margins within which the planner prefers simpler schedules.
 """
 HOPELESS_FIRST = 1.5
-"""The multiple of the limits `HOPELESS_OF_MANY` and `HOPELESS_US` within which the first run of a schedule must end.
+"""The simulation of a schedule stops if its first run exceeds the limits `HOPELESS_OF_MANY` and `HOPELESS_US` by this factor.
 Later runs are rarely faster.
 """
 
@@ -177,8 +177,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    Small GEMMs are measured at a higher clock, so the predicted times of smaller GEMMs may sum to less. In a run they
-    are not faster.
+    The predicted times of a GEMM's pieces may sum to less, because short GEMMs are measured at a higher clock. In a run
+    the pieces are not faster than the GEMM.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -243,7 +243,7 @@ def _built(
     if (kept := _kept.get(key)) is not None:
         return kept
     found: list[_Built] = []
-    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # `_looks` of a schedule -> (schedule, name)
+    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # `_quick_key` of a schedule -> (schedule, name)
     for number, candidate in enumerate(known, 1):
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
@@ -253,7 +253,7 @@ def _built(
         except (NotApplicableError, ScheduleError) as error:
             found.append(_Built(Row(candidate, why_not=str(error))))
             continue
-        like = first.setdefault(_looks(schedule), [])
+        like = first.setdefault(_quick_key(schedule), [])
         if same := next((name for other, name in like if other == schedule), ""):
             found.append(_Built(Row(candidate, why_not=f"{SAME_AS}{same}")))
             continue
@@ -264,7 +264,7 @@ def _built(
     return found
 
 
-def _looks(schedule: Schedule) -> tuple:
+def _quick_key(schedule: Schedule) -> tuple:
     """Return a cheap hash key: equal schedules have equal keys, and different schedules rarely do.
 
     Hashing a whole large schedule would take as long as building it."""

@@ -187,8 +187,8 @@ class _Engine:
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
-                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever:\n"
-                + "\n".join(map(self._stuck, stuck))
+                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever; add or correct the sets of their "
+                "signals:\n" + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 
@@ -196,7 +196,7 @@ class _Engine:
         """Advance to `now`, the next moment at which a step begins or ends, and handle its events."""
         self.now, timed = now, self.timed
         if due := self.fluid.to(now):
-            self._hear(due)
+            self._handle_progress(due)
         while timed and timed[0][0] <= now:
             _, _, waiting, works, counter, times = heapq.heappop(timed)
             if waiting is None:
@@ -206,7 +206,7 @@ class _Engine:
             else:
                 self._advance(waiting)
 
-    def _hear(self, due: list[tuple[int, bool]]) -> None:
+    def _handle_progress(self, due: list[tuple[int, bool]]) -> None:
         """Handle lanes that have finished their work, or have done a part of it after which signals are set (a pulse).
 
         due: (number of the lane, True if the work is finished).
@@ -316,7 +316,7 @@ class _Engine:
             rank.without_units.append(lane)
             return
         rank.filled += task.fills
-        self._hear(
+        self._handle_progress(
             self.fluid.begin(self.now, lane.number, task.load, task.work_us, sum(1 << part - 1 for part in task.pulses))
         )
 

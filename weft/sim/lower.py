@@ -127,8 +127,10 @@ class _Lowering:
         self._buffers = {b.name: b for b in schedule.buffers}
         self._topology = model.wiring.of(self.world)
         self._period = self.world  # rank r also represents ranks r + period, r + 2 period, ...
-        self._kinds: dict[object, int] = {}  # see `_look`
-        self._looks: dict[int, tuple[int, tuple[Operand, ...], int]] = {}  # results of `_look` that hold for all ranks
+        self._kinds: dict[object, int] = {}  # see `_kind_of`
+        self._kinds_found: dict[
+            int, tuple[int, tuple[Operand, ...], int]
+        ] = {}  # results of `_kind_of` that hold for all ranks
         self._works: dict[tuple[int, int, int, int, bool], Work] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
@@ -292,7 +294,7 @@ class _Lowering:
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
 
     def _work(self, item: NumberedStep, rank: int) -> Work:
-        kind, operands, distance = self._looks.get(item.same) or self._look(item, rank)
+        kind, operands, distance = self._kinds_found.get(item.same) or self._kind_of(item, rank)
         first = self._distances.first_like(rank, distance) if distance else 0
         few = item.units if 0 < item.units < COPY_UNITS else 0
         key = kind, first, few, rank, item.carried
@@ -308,7 +310,7 @@ class _Lowering:
             return work._replace(latency_us=work.latency_us + more_us)
         return work
 
-    def _look(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
+    def _kind_of(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
         """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
 
         kind: a number. distance: the distance to the peer that has operands; 0 if no peer or several peers have
@@ -322,7 +324,7 @@ class _Lowering:
         kind = self._kinds.setdefault((type(step), step.settings, anywhere, distance == 0), len(self._kinds))
         found = kind, operands, distance
         if all(isinstance(number, int) for number in item.numbers):
-            self._looks[item.same] = found
+            self._kinds_found[item.same] = found
         return found
 
     def _new_work(self, item: NumberedStep, operands: tuple[Operand, ...], few: int, rank: int) -> Work:

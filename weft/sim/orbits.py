@@ -116,7 +116,7 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
-    """Simulate one of the schedules `NAMES` on a torus, with rank 0 representing all ranks. name: the schedule."""
+    """Simulate the schedule `name`, one of `NAMES`, on a torus. Rank 0 represents all ranks."""
     if name not in NAMES:
         raise ValueError(
             f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "

@@ -46,7 +46,7 @@ without a measurement, for addends that tiles read from peers."""
 
 _FIRST_TILE_US = 3.0
 """The time from the start of a tracked GEMM to its first products, in which it reads tables and tensor maps. On an H100, four
-GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, of which the launch is 2 us."""
+GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles. The launch is 2 us of this difference."""
 
 
 Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"

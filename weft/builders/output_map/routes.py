@@ -97,12 +97,12 @@ class Routes:
         self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
         self.sums = collective == "reduce_scatter"
         of_rank = maps * world if len(maps) == 1 else maps
-        turned = len(maps) == 1 and self._turns(*maps[0])
+        turned = len(maps) == 1 and self._is_rotation(*maps[0])
         self.ranks = range(1 if turned else world)
         self.order = [self._order(rank, of_rank[rank][0]) for rank in self.ranks]
         self.number = [{place: number for number, place in enumerate(order)} for order in self.order]
-        self._entries = [self._in_numbers(rank, of_rank[rank][1]) for rank in self.ranks]
-        self.alike = turned or all(self._seen_from(rank) == self._seen_from(0) for rank in self.ranks)
+        self._entries = [self._evaluated(rank, of_rank[rank][1]) for rank in self.ranks]
+        self.alike = turned or all(self._relative_to(rank) == self._relative_to(0) for rank in self.ranks)
         self.ranks = range(1 if self.alike else world)
         self._sends: dict[Node, tuple[Send, ...]] = {}
         for rank in self.ranks:
@@ -176,9 +176,9 @@ class Routes:
 
     def representative(self, rank: int, place: int) -> Node:
         """Return the evaluated node that represents (rank, place)."""
-        return (0, self._seen(rank, place)) if self.alike else (rank, place)
+        return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
-    def _seen(self, rank: int, place: int) -> int:
+    def _renumbered(self, rank: int, place: int) -> int:
         """Return the place of the chunk after ranks are renumbered so that `rank` is rank 0."""
         return (place - rank * self.per_rank) % self.chunks
 
@@ -226,9 +226,9 @@ class Routes:
     def _order_of(self, rank: int) -> Sequence[int]:
         if rank in self.ranks:
             return self.order[rank]
-        return [self._seen(-rank, place) for place in self.order[0]]
+        return [self._renumbered(-rank, place) for place in self.order[0]]
 
-    def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
+    def _is_rotation(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
         """True if the map's ranks and places are valid, and differ between ranks only by the rank's position in the
         ring.
         """
@@ -250,7 +250,7 @@ class Routes:
             )
         return places
 
-    def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
+    def _evaluated(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
         """Return the entries of `rank` as {place of the chunk: its entries}, with target ranks evaluated."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
@@ -258,7 +258,7 @@ class Routes:
             found[self.order[rank][e.chunk]].append(Entry(e.how, e.chunk, to, e.op, e.after))
         return found
 
-    def _seen_from(self, rank: int) -> list[tuple]:
+    def _relative_to(self, rank: int) -> list[tuple]:
         """Return the entries of `rank`, with each rank replaced by its distance from `rank`.
 
         If two ranks differ only by their position in the ring, their results are equal.
@@ -393,7 +393,7 @@ class Routes:
         )
 
     def _number(self, rank: int, place: int) -> int:
-        return self.number[0][self._seen(rank, place)] if self.alike else self.number[rank][place]
+        return self.number[0][self._renumbered(rank, place)] if self.alike else self.number[rank][place]
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (rank, place, index of the source, source) of each chunk that arrives on an evaluated rank."""

@@ -1,10 +1,10 @@
 """Topologies: nodes, links, and the routes of bytes between ranks.
 
-Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a link. The
-latency of a route is the sum of its links' latencies.
+Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a
+link. The latency of a route is the sum of its links' latencies.
 
-A route has as few links as possible, and uses the first link in the list that is on a shortest route. A topology with
-another rule overrides `Topology._found`, as a torus does.
+A route has as few links as possible. If several routes are equally short, links that are earlier in the list are
+preferred. A topology with another rule overrides `Topology._found`, as a torus does.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class HappensBefore:
         self.events, stuck = play(ranks, runs, moves)
         if stuck:
             raise ValueError(
-                "the schedule hangs: weft.schedule.verify.issue_order.issue_order names the waits that never end"
+                "the schedule hangs: call weft.schedule.verify.verify, whose error lists the waits that never end"
             )
         self._moves = [moves.of_ranks[event.rank][event.lane][event.step] for event in self.events]
         self._per_run = moves.per_run

@@ -23,7 +23,7 @@ _MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores
 
 @dataclass(frozen=True)
 class TrackingGpu(Quantities):
-    """A GPU with T3's tracker, triggered copies, adding memory and arbitration.
+    """A GPU with T3's tracker, triggered copies, memory that adds, and arbitration.
 
         gpu = t3_gpu()
         gpu["memory.effective"]              0.48e12, in bytes, seconds, hertz, bytes/s or FLOP/s
