@@ -335,7 +335,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
         ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 works only with input='local_batch'"),
-        ([0, 0, 0, RowWise()], {"output_dtype": "bf16"}, "do not pass it, or place whole tables"),
+        ([0, 0, 0, RowWise()], {"output_dtype": "bf16"}, "do not pass it, or place each table on one rank"),
         ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 must be between 1 and 255"),
     ],
 )  # fmt: skip

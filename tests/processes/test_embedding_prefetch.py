@@ -191,7 +191,7 @@ def test_errors_on_every_rank(pool: Pool) -> None:
         assert found["held"]
         assert found["freed"]
         for name, kind, text in (
-            ("second", "RefusedError", "prefetch of a second batch"),
+            ("second", "RefusedError", "prefetch: another batch is already prefetched"),
             ("another", "RefusedError", "pass the same object to prefetch"),
             ("bad", "RefusedError", "rank 1: "),
             ("bound", "RefusedError", "max_ids=1"),

@@ -26,7 +26,7 @@ def _tables(module: ShardedEmbeddingBagCollection) -> list[torch.Tensor]:
 
 
 CHANGES: dict[str, tuple[Callable[[ShardedEmbeddingBagCollection], Any], str]] = {
-    "another dtype": (lambda module: module.bfloat16(), "the weight is torch.bfloat16, the table torch.float32"),
+    "another dtype": (lambda module: module.bfloat16(), "the weight is torch.bfloat16, but the table is torch.float32"),
     "fewer rows": (
         lambda module: [setattr(one, "data", one.data[:3].clone()) for one in _tables(module)],
         "the weight is [3, 8] but the table is [30, 8]",

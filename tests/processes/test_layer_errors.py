@@ -122,7 +122,7 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
     assert_refused(
         pool.run(attention_arguments, sequence_dim, ranks=WORLD),
         {
-            "own positions": f"cos of rotary has shape (1, 4), and the whole sequence takes {takes}",
+            "own positions": f"cos of rotary has shape (1, 4), but the whole sequence needs {takes}",
             "more positions": "cos of rotary has shape (5, 4)",
             "another batch": "cos of rotary has shape (3, 4, 4)",
             "heads too": "cos of rotary has shape (1, 1, 4, 4)",

@@ -103,7 +103,7 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             )
         if weight.dtype != table.dtype:
             raise ValueError(
-                f"table {table.name!r}: the weight is {weight.dtype}, the table {table.dtype}: convert one"
+                f"table {table.name!r}: the weight is {weight.dtype}, but the table is {table.dtype}: convert one of them"
             )
         if not weight.is_contiguous():
             raise ValueError(

@@ -266,7 +266,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 raise ValueError(no_tables_on(self.device))
             if self._prefetched is not None:
                 raise ValueError(
-                    "prefetch of a second batch: first call the module with the prefetched batch, or call cancel_prefetch()"
+                    "prefetch: another batch is already prefetched: first call the module with that batch, or call cancel_prefetch()"
                 )
             self._begin_ahead(features, None)
 

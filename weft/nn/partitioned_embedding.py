@@ -78,7 +78,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if self._options.output_dtype != "table":
                 raise ValueError(
                     f"output_dtype={self._options.output_dtype!r} supports only whole tables, because vectors of parts and of "
-                    "data-parallel tables keep the tables' dtype: do not pass it, or place whole tables"
+                    "data-parallel tables keep the tables' dtype: do not pass it, or place each table on one rank"
                 )
         except (ValueError, TypeError) as error:
             refusal = error

@@ -243,7 +243,7 @@ def _wrong_rotary(rotary: Any, batch: int, length: int, head_dim: int, device: t
         whole = 2 <= t.dim() <= 3 and t.shape[-2] == length and t.shape[-1] == head_dim
         if not whole or (t.dim() == 3 and t.shape[0] not in (1, batch)):
             takes = f"[S, head_dim] = {(length, head_dim)} or [B, S, head_dim] = {(batch, length, head_dim)}"
-            return f"{name} of rotary has shape {tuple(t.shape)}, and the whole sequence takes {takes}: {fix}"
+            return f"{name} of rotary has shape {tuple(t.shape)}, but the whole sequence needs {takes}: {fix}"
         if not t.is_floating_point() or t.device != device:
             return f"{name} of rotary is {t.dtype} on {t.device}: pass a floating-point tensor on {device}, where x is"
     return ""

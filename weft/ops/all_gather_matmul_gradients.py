@@ -50,7 +50,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
             raise ValueError(
                 f"A_shard has shape {tuple(x.shape)}, which does not match the shapes {shapes} of gradients and weights: with "
-                f"{world} ranks, gradients have {m} rows, and transposed weights have {k} columns"
+                f"{world} ranks, gradients must have {m} rows, and transposed weights {k} columns"
             )
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
