@@ -266,7 +266,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 raise ValueError(no_tables_on(self.device))
             if self._prefetched is not None:
                 raise ValueError(
-                    "prefetch: another batch is already prefetched: first call the module with that batch, or call cancel_prefetch()"
+                    "prefetch: another batch is already prefetched: first call the module with that batch, or call "
+                    "cancel_prefetch()"
                 )
             self._begin_ahead(features, None)
 
