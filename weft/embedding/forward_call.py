@@ -61,8 +61,8 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the call among all calls of weft on the group, equal on all ranks. 0 under torch.compile and
-        in dispatch modes.
+    number: the number of the call, by which CPU ranks compare which call they run backward of. 0 under torch.compile
+        and in dispatch modes.
     tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
     factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
     """

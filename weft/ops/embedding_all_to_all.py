@@ -40,9 +40,9 @@ from weft.operator.spec import Across, Operator
 from weft.runtime import embedding_backward
 from weft.runtime.embedding import executor_of
 from weft.runtime.layouts import layout_of
+from weft.runtime.meeting import published_on
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
-from weft.symm.calls import calls_of
 from weft.symm.groups import backend_device, group_of, rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, joined, kind
@@ -390,7 +390,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
         """Return the state that backward needs besides the saved tensors."""
-        number = 0 if inputs is None else calls_of(group).begun
+        # On CPU: the number of the call's rendezvous. Every rank takes part in each rendezvous, also when it refuses a call,
+        # so the numbers are equal on all ranks. GPU ranks do not compare them.
+        number = 0 if inputs is None else 1 + published_on(group)
         tables = None
         if call.optimizer:
             assert call.learning_rate is not None
