@@ -243,8 +243,8 @@ def test_memory_is_shared_within_a_host(pool: Pool) -> None:
         near, far, again, peer = found
         assert near == again == [float(rank ^ 1)]
         assert far == (
-            "ScheduleError: schedule far, lane compute: set free@3[0]: memory of rank 3, on host beta, is not mapped on rank 0: "
-            "use collective steps between hosts"
+            "ScheduleError: schedule far, lane out: copy x[0:+4, 0:+4] -> b@2[0:+4, 0:+4] by dma: memory of rank 2, on host beta, "
+            "is not mapped on rank 1: write lane.send(src, dst) instead of the copy"
         )
         assert peer == (
             f"ValueError: rank {(rank + 2) % 4} is on another host, so its memory is not mapped: use only ranks of this host"

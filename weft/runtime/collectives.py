@@ -123,6 +123,19 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
+def completed(work: dist.Work, seconds: float) -> bool:
+    """Wait for a work of gloo for at most `seconds`. Return True if it has ended. Raise `RuntimeError` if it has failed."""
+    try:
+        work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
+        return True
+    except RuntimeError:  # the work failed, or this wait timed out
+        if not work.is_completed():
+            return False
+        if work.is_success():  # completed after this wait timed out, if the process was stopped
+            return True
+        raise
+
+
 def finish(
     work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object,
     absent: Callable[[], list[int]] | None = None,
@@ -140,17 +153,14 @@ def finish(
     try:
         while True:
             try:
-                work.wait(datetime.timedelta(seconds=max(0.001, min(_LOOK_S, until - time.monotonic()))))
-                return
-            except RuntimeError as error:  # the collective failed, or this wait timed out
-                if work.is_completed():
-                    if work.is_success():  # completed after this wait timed out, if the process was stopped
-                        return
-                    time.sleep(_LOOK_S)  # gloo may detect a lost peer before weft's watchdog does
-                    comm.check()
-                    if absent is not None:
-                        absent()
-                    raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
+                if completed(work, min(_LOOK_S, until - time.monotonic())):
+                    return
+            except RuntimeError as error:
+                time.sleep(_LOOK_S)  # gloo may detect a lost peer before weft's watchdog does
+                comm.check()
+                if absent is not None:
+                    absent()
+                raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
             comm.check()
             missing = [] if absent is None else absent()
             if time.monotonic() >= until:

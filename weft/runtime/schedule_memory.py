@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 
 from weft.errors import DisagreementError, ScheduleError
-from weft.schedule import Schedule, Step, Tiles, value
+from weft.schedule import Lane, Schedule, Send, Set, Step, Tiles, value
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, fingerprint
@@ -61,32 +61,60 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
                 f"pass the same shapes, dtypes and schedule on every rank"
             )
     if faults := [fault for _, fault in found if fault]:
-        raise ScheduleError(f"schedule {schedule.name}, {faults[0]}: use collective steps between hosts")
+        raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text with the first step of this rank that needs memory of another host; "" if there is none."""
-    return "" if comm.all_mapped else needs_far(schedule, comm.rank, comm.hosts)
+    """Return a text with the first step of this rank that needs memory of another host, and the fix; "" if there is none."""
+    if comm.all_mapped:
+        return ""
+    if comm.device.type != "cpu":
+        fault = needs_far(schedule, comm.rank, comm.hosts, signals=True)
+        return f"{fault}: use collective steps between hosts" if fault else ""
+    found = _first_far(schedule, comm.rank, comm.hosts, signals=False)
+    return f"{needs_far(schedule, comm.rank, comm.hosts)}: {_instead(*found[1:])}" if found else ""
 
 
-def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
+def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool = False) -> str:
     """Return a text with the first step of `rank` that needs memory of a rank on another host; "" if there is none.
 
-    hosts: the host of each rank.
+    hosts: the host of each rank. signals: True if signals need mapped memory too. CPU ranks send them instead.
     """
+    found = _first_far(schedule, rank, hosts, signals)
+    if found is None:
+        return ""
+    lane, step, other = found
+    why = f"memory of rank {other}, on host {hosts[other]}, is not mapped on rank {rank}"
+    return f"lane {lane.name}: {describe(step, rank)}: {why}"
+
+
+def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool) -> tuple[Lane, Step, int] | None:
+    """Return the first step of `rank` that needs memory of another host, with its lane and the other rank."""
     for lane in schedule.of_rank(rank):
         for step in lane.steps:
-            for other in sorted(_touched(step)):
+            for other in sorted(_touched(step, signals)):
                 if hosts[other] != hosts[rank]:
-                    why = f"memory of rank {other}, on host {hosts[other]}, is not mapped on rank {rank}"
-                    return f"lane {lane.name}: {describe(step, rank)}: {why}"
-    return ""
+                    return lane, step, other
+    return None
 
 
-def _touched(step: Step) -> set[int]:
-    """Return the ranks in whose memory a step reads, writes or sets signals: none for collectives. Sizes must be fixed."""
-    parts = step.inner if step.tile_kernel else () if step.meets else (step,)
+def _instead(step: Step, other: int) -> str:
+    """Return what a user can write instead of a step that needs memory of rank `other`."""
+    if any(access.region.at == other and not access.writes for access in step.accesses()):
+        return f"let rank {other} send it, with lane.send(src, dst)"
+    if step.copies_by:
+        return "write lane.send(src, dst) instead of the copy"
+    return "compute into memory of this host, then write lane.send(src, dst)"
+
+
+def _touched(step: Step, signals: bool) -> set[int]:
+    """Return the ranks in whose memory a step of fixed sizes reads, writes or, with `signals`, sets signals. Collectives and
+    sends do not count.
+    """
+    parts = step.inner if step.tile_kernel else () if step.meets or isinstance(step, Send) else (step,)
     places = [region.at for part in parts for region in part.regions]
     if step.tile_kernel:
         places = [at for place in places for (at,), _ in counted(cast(Tiles, step), place)]
-    return {value(at) for at in (*places, *(at for at, _, _ in step.sets()))}
+    if signals or not isinstance(step, Set):  # a lane sends its signals; a kernel cannot
+        places += [at for at, _, _ in step.sets()]
+    return {value(at) for at in places}

@@ -22,29 +22,23 @@ Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communicati
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import secrets
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from weft.errors import DeadlineError, OutOfSharedMemoryError
+from weft.errors import OutOfSharedMemoryError
 from weft.runtime.collectives import exchange_both_ways, finish, gather_now, reduce_now
+from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.within_host import WithinHost
 from weft.schedule import ITEM_BYTES, Collective, Lane, Schedule, value
 from weft.schedule.steps import of_kind, variables_of
 from weft.symm import Communicator
 from weft.symm.communicator import setup_deadline_s
-from weft.symm.groups import store_of
 
-_LONG = datetime.timedelta(minutes=30)  # timeout of gloo, as for torch's groups; `finish` uses the call's deadline
-_LOOK_S, _GRACE_S = 0.05, 0.5
 _known: dict[Communicator, TwoLevels] = {}
 
 
@@ -245,58 +239,3 @@ def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tens
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
-
-
-def gloo_of_its_own(
-    comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
-) -> dist.ProcessGroup:
-    """Return a new gloo group of some ranks of `comm`. All ranks of `comm` must make this call.
-
-    torch does not register the group, because registration (`dist.new_group`) would involve all ranks of the job.
-
-    rank, size: this rank's number in the new group, and the group's size. part: a name that differs between groups that
-        this call creates. whom: a description of the group's ranks, for error texts.
-    """
-    until_s = setup_deadline_s(deadline_s)
-    name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]
-    store = dist.PrefixStore(f"weft/{name}/{part}", store_of(comm.group))
-    made = dist.ProcessGroup(store, rank, size)
-
-    def connect() -> None:
-        gloo = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=until_s))
-        gloo._set_default_timeout(_LONG)
-        made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-
-    error = _until(until_s, comm, whom, connect)
-    if errors := [text for text in comm.all_gather(error, what="connections of a group of weft") if text]:
-        raise DeadlineError(errors[0])
-    return made
-
-
-def _until(deadline_s: float, comm: Communicator, whom: str, connect: Callable[[], None]) -> str:
-    """Call `connect` on a thread, and wait for at most `deadline_s` seconds. Return "", or an error text.
-
-    Without the thread, there is no deadline: torch waits forever if the process that serves the store is stopped.
-    """
-    errors = [f"no answer within {deadline_s:g} s"]
-
-    def run() -> None:
-        try:
-            connect()
-            errors.clear()
-        except RuntimeError as error:
-            errors[0] = str(error)
-
-    thread = threading.Thread(target=run, name=f"weft-rail-{comm.rank}", daemon=True)
-    thread.start()
-    until = time.monotonic() + deadline_s + _GRACE_S
-    while thread.is_alive() and time.monotonic() < until:
-        thread.join(_LOOK_S)
-        comm.check()
-    return (
-        f"rank {comm.rank} could not connect to {whom}: {errors[0]}: check that the interface that gloo uses "
-        "(GLOO_SOCKET_IFNAME) reaches the other hosts"
-        if errors
-        else ""
-    )

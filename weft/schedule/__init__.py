@@ -27,6 +27,7 @@ from weft.schedule.steps import (
     Read,
     Reduce,
     Region,
+    Send,
     Set,
     Signals,
     Step,
@@ -36,8 +37,8 @@ from weft.schedule.steps import (
 
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "PLAIN_MATMULS", "RANK", "SCALED_MATMULS", "Agree", "Buffer", "Collective", "Compute",
-    "Contents", "Copy", "Draft", "Expr", "For", "Index", "Lane", "Norm", "Read", "Reduce", "Region", "Schedule", "Set",
-    "Signals", "Step", "Tiles", "Wait", "lookup", "total", "value",
+    "Contents", "Copy", "Draft", "Expr", "For", "Index", "Lane", "Norm", "Read", "Reduce", "Region", "Schedule", "Send",
+    "Set", "Signals", "Step", "Tiles", "Wait", "lookup", "total", "value",
 ]  # fmt: skip
 
 _MOVED = {

@@ -47,6 +47,7 @@ from weft.schedule.steps import (
     Region,
     Resource,
     Role,
+    Send,
     Set,
     Signals,
     Step,
@@ -280,6 +281,10 @@ class LaneDraft:
     def copy(self, src: Region, dst: Region, by: CopyBy = "dma", accumulate: bool = False) -> LaneDraft:
         _require_known("lane", self.name, "by", by, _COPY_BY)
         return self.then(Copy(src, dst, by, accumulate))
+
+    def send(self, src: Region, dst: Region) -> LaneDraft:
+        """Append a send of `src` to `dst`, which is in another rank's memory. The memory need not be mapped."""
+        return self.then(Send(src, dst))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
         if op not in OPS:

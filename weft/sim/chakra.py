@@ -30,7 +30,7 @@ from typing import Any
 
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, hosts, mesh, ring, switch, torus
-from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule
+from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule, Send
 from weft.schedule.steps import substitute
 from weft.sim.lower import lower
 from weft.sim.lowered import Await, LaneProgram, Raise, Work
@@ -172,7 +172,7 @@ class _Export:
             return self._add(rank, name, _COLL, attributes=about), None
         if not task.sent_bytes:
             return self._add(rank, name, _COMP, task.latency_us + task.work_us), None
-        if not isinstance(step, Copy):
+        if not isinstance(step, Copy | Send):
             raise ScheduleError(
                 f"{self._schedule.name}: {name} accesses peers' memory while it computes, which Chakra traces cannot "
                 "represent: export serial, or a schedule with separate copy steps"

@@ -16,7 +16,7 @@ from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias
 
 from weft.hw.topology import Paths, Topology
-from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
+from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Send, Step
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
@@ -167,6 +167,17 @@ def _copy(step: Copy, model: Model, links: Links, operands: tuple[Operand, ...])
     if source.at == target.at == 0:
         return _local_copy(model, source.bytes, step.by, step.accumulate)
     return _peer_copy(model, links, source, target, step.by, step.accumulate)
+
+
+@price.register
+def _send(step: Send, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    """Return the cost of a message: a call of NCCL, whose kernel holds compute units, over the links of the route."""
+    source, target = operands
+    us = source.bytes / links.bytes_per_us(source.at, target.at)
+    held = Use("hold", COMPUTE, model.collective_units / model.compute_units)
+    uses = [_share("hbm", at, _part(source.bytes, us, model.hbm_bytes_per_us)) for at in (source.at, target.at)]
+    uses += [held, *links.uses(source.at, target.at, source.bytes, us)]
+    return merged_cost("peer", model.collective_latency_us, us, uses, sent_bytes=source.bytes)
 
 
 @price.register

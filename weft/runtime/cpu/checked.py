@@ -7,10 +7,12 @@ cannot run names the wrong step.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from weft.errors import ScheduleError
 from weft.runtime.cpu.steps import bind, has_own_kernel, inherited_kernel, is_bound, run_tiles
-from weft.schedule import Collective, Compute, Lane, Read, Schedule, Tiles, value
+from weft.schedule import Collective, Compute, Lane, Read, Schedule, Send, Tiles, value
+from weft.schedule.messages import Post, Receive, has_sends, with_messages, wrong_sends
 from weft.schedule.steps import of_kind, variables_of
 from weft.schedule.text import describe
 from weft.schedule.verify.issue_order import sets_per_run
@@ -22,34 +24,54 @@ class Checked:
     """A schedule, evaluated for `rank`: expressions of the rank are numbers. The constructor raises `ScheduleError` for a
     step that the executor cannot run, or that does not match its buffers.
 
-    known: True if a schedule that differs only in sizes has been checked. Then the constructor skips the check.
+    known: True if a schedule that differs only in sizes has been checked. Then the constructor skips the check. hosts: the host
+        of each rank, if there are several hosts.
 
     Attributes:
 
-    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
+    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread. The last lanes receive messages;
+      `receiving` is their number.
     - setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
+    - senders: for each counter of this rank that messages set, the ranks that send the messages.
+    - channels: the channels of all ranks for messages.
     - rows: for each collective of this rank, in order, the number of rows of each rank.
     - shared: the buffers to which peers or several lanes may add.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, world_size: int, known: bool = False, hosts: Sequence[str] = ()
+    ) -> None:
         if schedule.world_size != world_size:
             raise ScheduleError(
                 f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
                 f"{world_size}: build it for {world_size}"
             )
-        lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
+        sends = has_sends(schedule) or len(set(hosts)) > 1
+        lanes, meetings = schedule.of_rank(rank, expected=False), schedule if sends else _meetings(schedule)
         ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
         self.buffers = schedule.buffers_of_rank(rank, expected=False)
         self.setters = {(s.name, index): list[int]() for s in schedule.signals for index in range(s.count)}
         if not known:
             _require_fit(schedule, rank, ranks)
-        for setter, its_lanes in enumerate(ranks):
-            for lane in its_lanes:
-                for step in lane.steps:
-                    for (at, signal, index), times in step.sets().items():
-                        if at == rank:
-                            self.setters[signal, value(index)] += [setter] * times
+        posted = _with_messages(ranks, hosts) if sends else ranks
+        self.channels = {
+            (post.source, post.lane, post.to)
+            for of_rank in posted
+            for lane in of_rank
+            for post in of_kind(lane.steps, Post)
+        }
+        self.receiving, lanes = len(posted[rank]) - len(lanes), posted[rank]
+        self.senders: dict[tuple[str, int], tuple[int, ...]] = {}
+        for runner, its_lanes in enumerate(posted):
+            for step in (step for lane in its_lanes for step in lane.steps if not isinstance(step, Post)):
+                for (at, signal, index), times in step.sets().items():
+                    if at != rank:
+                        continue
+                    counter, setter = (signal, value(index)), runner
+                    if isinstance(step, Receive):
+                        setter = step.source
+                        self.senders[counter] = (*self.senders.get(counter, ()), setter)
+                    self.setters[counter] += [setter] * times
         first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
         self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
         self.shared = self._updated_by_several()
@@ -82,11 +104,26 @@ def _meetings(schedule: Schedule) -> Schedule:
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())
 
 
+def _with_messages(ranks: Sequence[Sequence[Lane]], hosts: Sequence[str]) -> list[tuple[Lane, ...]]:
+    """Return the lanes of all ranks with messages. A signal that is only awaited in the next run needs no message, because
+    a run begins on a rank when the previous run has ended on all ranks.
+    """
+    waits = [
+        (rank, wait)
+        for rank, of_rank in enumerate(ranks)
+        for lane in of_rank
+        for step in lane.steps
+        if (wait := step.awaits) and not wait.previous
+    ]
+    awaited = {(rank, wait.signal, value(wait.index)) for rank, wait in waits}
+    return with_messages(ranks, lambda a, b: bool(hosts) and hosts[a] != hosts[b], awaited)
+
+
 def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:
     buffers = [{b.name: b for b in schedule.buffers_of_rank(r)} for r in range(schedule.world_size)]
     expected = [_meetings(schedule).of_rank(r) for r in range(schedule.world_size)] if schedule.contents else ranks
     faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
-    faults += unread(schedule, rank)
+    faults += [*unread(schedule, rank), *wrong_sends(schedule)]
     if sum(any(step.meets for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append(
             "several lanes call collectives, but gloo must be called from one thread: put all collectives on one lane"
@@ -99,7 +136,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
                 wrong.append(f"it waits for {wait.count} sets, but a run makes {n}: wait for at most {n}, or add a set")
-            if not (step.tile_kernel or isinstance(step, Read) or is_bound(step)):
+            if not (step.tile_kernel or isinstance(step, Read | Send) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
                 )

@@ -61,14 +61,22 @@ class Places:
 
     setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
     shared: the buffers to which several ranks or lanes may add at the same time.
+    senders: for each counter of this rank that messages set, the ranks that send them.
 
     Attributes. known: the `Place` of each buffer, by (buffer, rank). scratch_bytes: the bytes of private memory that the
         schedule needs.
     """
 
     def __init__(
-        self, schedule: Schedule, run: Run, buffers: tuple[Buffer, ...], setters: dict[tuple[str, int], list[int]], shared: set[str]
-    ) -> None:  # fmt: skip
+        self,
+        schedule: Schedule,
+        run: Run,
+        buffers: tuple[Buffer, ...],
+        setters: dict[tuple[str, int], list[int]],
+        shared: set[str],
+        senders: dict[tuple[str, int], tuple[int, ...]],
+    ) -> None:
+        self._senders = senders
         self.run, self.rank, self._setters, self._shared = run, run.comm.rank, setters, shared
         self.known: dict[tuple[str, int], Place] = {}
         self.layout = layout_of(schedule)
@@ -123,6 +131,10 @@ class Places:
     def setters(self, wait: Wait) -> list[int]:
         """Return the ranks that set the counter of `wait`, one entry per set."""
         return self._setters[wait.signal, value(wait.index)]
+
+    def senders(self, wait: Wait) -> tuple[int, ...]:
+        """Return the ranks whose messages set the counter of `wait`."""
+        return self._senders.get((wait.signal, value(wait.index)), ())
 
     def is_updated_elsewhere(self, region: Region) -> bool:
         """True if peers or other lanes of this rank may add to the buffer of `region` at the same time."""

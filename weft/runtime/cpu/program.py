@@ -12,13 +12,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
 from weft.errors import ScheduleError
 from weft.runtime.cpu.checked import Checked
 from weft.runtime.cpu.memory import Mapped
+from weft.runtime.cpu.messages import Arrival
 from weft.runtime.cpu.places import Place, Places, at_address, size
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.cpu.sizes import require_sizes
@@ -26,6 +27,7 @@ from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Buffer, Collective, Compute, Read, Schedule, Step, Tiles, value
 from weft.schedule.expr import PrefixSums
+from weft.schedule.messages import Post, Receive
 from weft.schedule.spans import span_name
 from weft.schedule.steps import substitute, variables_of
 
@@ -57,7 +59,7 @@ class Program:
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank, self._schedule = run, run.comm.rank, schedule
-        self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
+        self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared, checked.senders)
         self.sets = self.places.sets()
         self._version = 0  # version of the memory to which steps are bound
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
@@ -81,6 +83,8 @@ class Program:
                     bound.call = partial(self._run_dynamic, bound, known)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
+        self.receives = [bound for _, steps in self.lanes[len(self.lanes) - checked.receiving :] for bound in steps]
+        """The steps that receive messages."""
         self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
         self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that the current run has made
         self._making = threading.Lock()
@@ -93,6 +97,7 @@ class Program:
             for bound in steps:
                 bound.call = _not_bound
         self.lanes.clear()
+        self.receives.clear()
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
@@ -187,6 +192,16 @@ class Program:
                     self.places.put(given.name, given.place(given.look(made)))
                     self._made[given.name] = made
 
+    def expect(self) -> None:
+        """Expect the messages of a run, which has begun on all ranks."""
+        for bound in self.receives:
+            cast(Arrival, bound.call).begin()
+
+    def abandon(self) -> None:
+        """Keep the memory of messages that may still arrive, after an error."""
+        for bound in self.receives:
+            cast(Arrival, bound.call).abandon()
+
     def made(self) -> Tensors:
         """Return the outputs with a dynamic number of rows that the last run has allocated, by name."""
         made, self._made = self._made, {}
@@ -198,7 +213,9 @@ class Program:
     def _sent_bytes(self, step: Step) -> int:
         """Return the bytes that this step moves between ranks: sent by this rank, or fetched from a peer."""
         regions = step.regions
-        if step.meets:
+        if isinstance(step, Post | Receive):
+            crossing = regions if isinstance(step, Post) else ()
+        elif step.meets:
             crossing = regions[:1] * (self.run.comm.world_size - 1)
         else:
             crossing = tuple(region for region in regions if region.at != self._rank)[: 1 if step.copies_by else None]

@@ -6,6 +6,9 @@ rank starts.
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from typing import NoReturn
 
 import torch
@@ -44,7 +47,9 @@ class Run:
         )
         self.errors: list[BaseException] = []
         self._sets: list[int] = []  # for each counter of this rank, the value at the end of this run
-        self._deadline_s = 0.0
+        self.deadline_s = 0.0
+        self._patience: dict[int, tuple[tuple[int, ...], float]] = {}  # by thread: (senders, when its wait is too long)
+        self._lanes_late = math.inf  # when the wait for messages is too long after all other lanes have ended
         self.tensors: Tensors = {}
         self.levels: TwoLevels | None = None
         """The two-level collectives between hosts; None if two levels cannot be used."""
@@ -57,7 +62,8 @@ class Run:
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
-            self.tensors, self._deadline_s, self.errors, self._sets = tensors, deadline_s, [], sets
+            self.tensors, self.deadline_s, self.errors, self._sets = tensors, deadline_s, [], sets
+            self._lanes_late = math.inf
             for number, times in of_run:
                 sets[number] += times
         except WeftError:  # every rank raises this error, or the group has already failed
@@ -81,19 +87,40 @@ class Run:
             causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
             raise (causes or errors)[0]
 
-    def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
+    def lanes_ended(self) -> None:
+        """Begin the deadline of messages, because only lanes that receive messages have not ended."""
+        self._lanes_late = time.monotonic() + self.deadline_s
+
+    def is_late(self, source: int) -> bool:
+        """True if a message from rank `source` exceeds its deadline."""
+        now = time.monotonic()
+        waits = list(self._patience.values())
+        return now >= self._lanes_late or any(now >= until for sources, until in waits if source in sources)
+
+    def wait(
+        self, address: int, number: int, offset: int, name: str, peer: int | None, sources: tuple[int, ...] = ()
+    ) -> None:
         """Wait until this rank's counter number `number`, at `address`, reaches E + `offset`. E is the value of the counter at
         the end of this run, and `offset` is at most 0.
 
-        name: the signal, for error texts. peer: the rank that sets the counter; None if several ranks set it.
+        name: the signal, for error texts. peer: the rank that sets the counter; None if several ranks set it; this
+            rank if messages set it. sources: the senders of these messages.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
         # A wait for another lane of this rank has a later deadline. So if the other lane waits for a peer, its error, which
         # names the peer, is reported first.
-        deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.comm.rank else 0.0)
-        self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
+        deadline_s = self.deadline_s + (_OWN_LANE_S if peer == self.comm.rank or sources else 0.0)
+        if not sources:
+            self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
+            return
+        thread = threading.get_ident()
+        self._patience[thread] = sources, time.monotonic() + self.deadline_s
+        try:
+            self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
+        finally:
+            del self._patience[thread]
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo.
@@ -116,7 +143,7 @@ class Run:
             sources = [rank for rank in ranks if rows[rank]]
             works = [dist.broadcast(parts[rank], group_src=rank, group=group, async_op=True) for rank in sources]
         for work in works:
-            finish(work, self.comm, f"all_gather of {self.name}", self._deadline_s, works, src, whole, self.tensors)
+            finish(work, self.comm, f"all_gather of {self.name}", self.deadline_s, works, src, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -127,7 +154,7 @@ class Run:
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
         work = all_to_all_single(whole, source, received, sent, group=self.comm.group, async_op=True)
-        finish(work, self.comm, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
+        finish(work, self.comm, f"exchange of {self.name}", self.deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -139,7 +166,7 @@ class Run:
             self.levels.all_reduce(whole, self._call("all_reduce"))
         else:
             work = all_reduce_single(whole, group=self.comm.group, async_op=True)
-            finish(work, self.comm, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
+            finish(work, self.comm, f"all_reduce of {self.name}", self.deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -159,9 +186,9 @@ class Run:
             source = source.clone() if source is src else source
             work = all_reduce_single(source, group=self.comm.group, async_op=True)
             whole = source.split(rows)[self.comm.rank]
-        finish(work, self.comm, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
+        finish(work, self.comm, f"reduce_scatter of {self.name}", self.deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
     def _call(self, op: str) -> Call:
-        return Call(f"{op} of {self.name}", self._deadline_s, (self.tensors,))
+        return Call(f"{op} of {self.name}", self.deadline_s, (self.tensors,))

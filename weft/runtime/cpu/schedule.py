@@ -21,8 +21,10 @@ import torch
 
 from weft import env
 from weft.errors import ScheduleError
+from weft.runtime.collectives import leave
 from weft.runtime.cpu.checked import Checked
 from weft.runtime.cpu.memory import Worker, memory_of
+from weft.runtime.cpu.messages import channels_of
 from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
@@ -52,13 +54,16 @@ class CpuSchedule(Executor):
             )
         self.schedule, self.comm, self._memory = schedule, comm, memory_of(comm)
         if kind is not None and kind in self._memory.kinds:
-            checked = Checked(schedule, comm.rank, comm.world_size, known=True)
+            checked = _checked(schedule, comm, known=True)
         else:
             checked = _agreed(schedule, comm)
             self._memory.kinds.add(kind)
+        if checked.channels:
+            channels_of(comm).connect(checked.channels)
         run = Run(schedule.name, what, comm)
         run.levels = two_levels_for(schedule, checked.lanes, checked.rows, comm)
         self._program: Program | None = Program(schedule, checked, run)
+        self._receiving = checked.receiving
         places, n_workers = self._program.places, len(self._program.lanes) - 1
         what = f"buffers of schedule {schedule.name}"
         self._program.map(self._memory.reserve(places.layout, places.scratch_bytes, n_workers, what))
@@ -108,14 +113,20 @@ class CpuSchedule(Executor):
             begun: list[Worker] = []
             run.begin(tensors, mapped.sets, program.sets, deadline_s)
             try:
+                program.expect()
                 for worker, job in zip(workers[: len(others)], others, strict=True):
                     worker.begin(job)
                     begun.append(worker)
                 first()
             except BaseException as error:
                 run.fail(error, "start of a run")
-            for worker in begun:
+            for number, worker in enumerate(begun):
+                if number == len(others) - self._receiving:
+                    run.lanes_ended()
                 worker.wait(run)
+            if run.errors:
+                program.abandon()
+                leave(mapped)
             if timeline is not None:
                 for recorded in spans:
                     timeline.extend(recorded or ())
@@ -140,6 +151,10 @@ class CpuSchedule(Executor):
         return True
 
 
+def _checked(schedule: Schedule, comm: Communicator, known: bool = False) -> Checked:
+    return Checked(schedule, comm.rank, comm.world_size, known, () if comm.all_mapped else comm.hosts)
+
+
 def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
     """Compare `schedule` between ranks, check it, and return it evaluated for this rank. All ranks must make this call. If
     the check fails on any rank, all raise.
@@ -147,7 +162,7 @@ def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
     agree_on_schedule(schedule, comm)
     checked, error = None, ""
     try:
-        checked = Checked(schedule, comm.rank, comm.world_size)
+        checked = _checked(schedule, comm)
     except ValueError as trouble:
         error = str(trouble)
     errors = [text for text in comm.all_gather(error, what=f"checks of schedule {schedule.name}") if text]

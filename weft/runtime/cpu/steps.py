@@ -146,16 +146,24 @@ def _set(step: Set, places: Places, rows: tuple[int, ...]) -> Callable[[], objec
 
 @bind.register
 def _wait(step: Wait, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    if step.previous:  # satisfied: a run begins on a rank when the previous run has ended on all ranks
+        return _nothing
     setters = places.setters(step)
     ranks = tuple(dict.fromkeys(setters))
+    sources = places.senders(step)
+    peer = places.rank if sources and set(sources) == set(ranks) else ranks[0] if len(ranks) == 1 else None
     return partial(
         places.run.wait,
         places.counter(step.signal, step.index, places.rank),
         places.number(step.signal, step.index),
-        value(step.count) - (2 if step.previous else 1) * len(setters),
+        value(step.count) - len(setters),
         f"{step.signal}[{step.index}] of {places.run.name}",
-        ranks[0] if len(ranks) == 1 else None,
+        peer,
+        sources,
     )
+
+
+def _nothing() -> None: ...
 
 
 def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumulate: bool) -> Callable[[], object]:

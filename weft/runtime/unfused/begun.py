@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 
 from weft.runtime.collectives import exchange_both_ways
+from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.meeting import meeting_of
-from weft.runtime.two_levels import gloo_of_its_own
 from weft.runtime.unfused.turn import Pending
 from weft.runtime.within_host import WithinHost
 from weft.symm import Communicator

@@ -23,6 +23,7 @@ from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MA
 from weft.schedule.steps.copies import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, CopyBy
 from weft.schedule.steps.loops import For, Tiles, flattened, iterations, map_steps, of_kind, unrolled, walk
 from weft.schedule.steps.reads import Read, ReadBy
+from weft.schedule.steps.sends import Send
 from weft.schedule.steps.signals import Set, Wait
 
 Resource: TypeAlias = Literal["compute", "copy"]
@@ -67,6 +68,7 @@ __all__ = [
     "Region",
     "Resource",
     "Role",
+    "Send",
     "Set",
     "Signals",
     "Step",

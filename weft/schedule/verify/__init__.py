@@ -4,12 +4,12 @@
 while a peer still reads a persistent buffer. It reports
 
     misfits              regions outside their buffer; wrong shapes, dtypes and indices; writes to inputs; accesses to private
-                         memory of peers
+                         memory of peers; sends of dynamic size
     hangs                waits for more sets than a run makes; waits for sets that are only made after the wait (`issue_order`);
                          kernels that poll on all compute units for a step that needs a unit (`occupancy`)
     races                two unordered accesses to an element, at least one of them a write (`happens_before`). Two updates
                          do not race with each other, but an update races with a read or another write. Copies by kernel that
-                         may be one launch are unordered
+                         may be one launch are unordered. A send writes when its message arrives (`weft.schedule.messages`)
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
@@ -33,6 +33,7 @@ import numpy as np
 from weft.errors import ScheduleError
 from weft.schedule.expr import Index
 from weft.schedule.launches import crosses
+from weft.schedule.messages import has_sends, with_messages, wrong_sends
 from weft.schedule.printing import describe
 from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
@@ -69,7 +70,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     except ValueError as error:
         raise ScheduleError(f"schedule {schedule.name}: {error}") from error
     faults = _Faults(schedule.name, dict(enumerate(ranks)))
-    for fault in wrong_declarations(schedule, buffers):
+    for fault in (*wrong_declarations(schedule, buffers), *wrong_sends(original)):
         faults.add(fault, fault)
     for rank in range(schedule.world_size):
         for fault in unread(original, rank):
@@ -80,6 +81,9 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     _check_sets(faults, moves)
     _check_collectives(faults, schedule, ranks)
     faults.raise_any()
+    if has_sends(original):
+        ranks = with_messages(ranks)
+        faults.ranks, moves = dict(enumerate(ranks)), Moves(ranks)
     _, stuck = play(ranks, moves=moves)
     if stuck:
         raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
@@ -110,7 +114,7 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
         raise ScheduleError(f"schedule {schedule.name}: {error}") from error
     faults = _Faults(schedule.name, dict(zip(some, lanes, strict=True)))
     of_calls = _Faults(schedule.name, dict(enumerate(calling)))
-    for fault in wrong_declarations(schedule, buffers):
+    for fault in (*wrong_declarations(schedule, buffers), *wrong_sends(schedule)):
         faults.add(fault, fault)
     for rank in some:
         for fault in unread(schedule, rank):

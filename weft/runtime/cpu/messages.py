@@ -1,0 +1,174 @@
+"""Messages between CPU ranks, by gloo: the sends of a schedule (`weft.schedule.messages`).
+
+A lane has a gloo group for each rank that it sends to, with only these two ranks. A message is a broadcast in this group. gloo's
+threads run it, so a wait for it can have a deadline. (A wait for a receive of gloo cannot: when it times out, gloo closes all
+connections of the group. And in a group with data in both directions, gloo may send in one direction after the other.)
+
+The receiver expects all messages of a run when the run begins: ranks have synchronised, and no lane reads memory of the
+previous run any more. So gloo never waits with a message until the receiver asks for it.
+
+Memory order. gloo's thread writes the rows and ends the broadcast. The receiving lane sees this end, then adds to the signal's
+counter with release order. A lane that has waited for the signal sees the rows.
+
+Deadlines. A sender waits at most the call's deadline for each message. A receiver's deadline begins when a lane waits for a
+signal that the message carries, or when all other lanes of the rank have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.errors import DeadlineError, WeftError
+from weft.runtime.collectives import completed, leave
+from weft.runtime.cpu.places import Places
+from weft.runtime.cpu.run import Run
+from weft.runtime.cpu.steps import bind
+from weft.runtime.gloo_groups import Membership, gloo_groups
+from weft.runtime.per_communicator import of_communicator
+from weft.schedule import Send, Set
+from weft.schedule.messages import Post, Receive
+from weft.schedule.printing import describe
+from weft.symm import Communicator
+
+Channel: TypeAlias = tuple[int, int, int]
+"""(sender, number of its lane, receiver)"""
+_LOOK_S = 0.1  # interval at which a wait checks the group
+_CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
+
+
+class Channels:
+    """The gloo groups of the channels of `comm`. They end with the communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.groups: dict[Channel, dist.ProcessGroup] = {}
+        self._known: set[Channel] = set()  # of all ranks
+        comm._holders.add(self)
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Connect the channels that are not connected yet. All ranks must make this call, with the same channels.
+
+        Raise `DeadlineError` on every rank if ranks cannot connect.
+        """
+        new = sorted(set(channels) - self._known)
+        if not new:
+            return
+        mine = [channel for channel in new if self.comm.rank in (channel[0], channel[2])]
+        places = [Membership(int(self.comm.rank == channel[2]), 2, ".".join(map(str, channel))) for channel in mine]
+        self.groups.update(zip(mine, gloo_groups(self.comm, "ranks of its messages", places), strict=True))
+        self._known.update(new)
+
+    def close(self) -> None:
+        """Drop the groups when the communicator ends."""
+        _channels.pop(self.comm, None)
+
+    def begin(self, channel: Channel, data: torch.Tensor) -> dist.Work:
+        """Begin to send `data`, which is contiguous, or to receive into it."""
+        return self.groups[channel].broadcast(data.view(-1).view(torch.uint8), 0)
+
+    def finish(self, work: dist.Work, is_late: Callable[[], bool], text: str, *held: object) -> None:
+        """Wait for a message. is_late: returns True when the wait is too long. text: for the error."""
+        try:
+            while not _is_done(work, self.comm, text):
+                self.comm.check()
+                if is_late():
+                    raise DeadlineError(f"rank {self.comm.rank} waited {text}")
+        except BaseException as error:
+            self.comm.poison(str(error) if isinstance(error, WeftError) else f"{text}: {error!r}")
+            leave(self.groups, work, held)
+            raise
+
+
+def _is_done(work: dist.Work, comm: Communicator, text: str) -> bool:
+    try:
+        return completed(work, _LOOK_S)
+    except RuntimeError as error:
+        until = time.monotonic() + _CAUSE_S
+        while time.monotonic() < until:  # gloo may detect a lost peer before weft's watchdog does
+            comm.check()
+            time.sleep(_LOOK_S)
+        raise WeftError(f"rank {comm.rank} waited {text}, which failed in torch.distributed: {error}") from error
+
+
+_channels: dict[Communicator, Channels] = {}
+
+
+def channels_of(comm: Communicator) -> Channels:
+    return of_communicator(_channels, comm, Channels)
+
+
+class Arrival:
+    """A message to this rank. Call it to wait for the message, after `begin`."""
+
+    def __init__(self, step: Receive, run: Run, target: torch.Tensor | None, counter: int) -> None:
+        """target: the place of the rows; None for a signal. counter: the address of the signal's counter, or 0."""
+        self._run, self._target, self._counter, self._channels = run, target, counter, channels_of(run.comm)
+        self._source, self._joined = step.source, step.joined
+        self._channel = step.source, step.lane, run.comm.rank
+        self._what = _described(step.step, run.comm.rank)
+        self._data: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def begin(self) -> None:
+        """Expect the message."""
+        if not self._joined:
+            target = self._target
+            if target is None:
+                target = torch.empty(1, dtype=torch.uint8)
+            self._data = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+            self._work = self._channels.begin(self._channel, self._data)
+
+    def __call__(self) -> None:
+        work, data, run, target = self._work, self._data, self._run, self._target
+        if work is not None:
+            text = f"{run.deadline_s:g} s for {self._what} of {run.name} from {run.comm.name(self._source)}"
+            self._channels.finish(work, partial(run.is_late, self._source), text, data, run.tensors)
+            if target is not None and data is not target:
+                target.copy_(cast(torch.Tensor, data))
+            self._work = self._data = None
+        if self._counter:
+            _core.signal_add(self._counter, 1)
+
+    def abandon(self) -> None:
+        """Keep the memory of a message that may still arrive, after an error."""
+        if self._work is not None:
+            leave(self._channels.groups, self._work, self._data)
+
+
+@bind.register
+def _receive(step: Receive, places: Places, rows: tuple[int, ...]) -> Arrival:
+    if isinstance(step.step, Send):
+        return Arrival(step, places.run, places.view(step.step.dst), 0)
+    return Arrival(step, places.run, None, places.counter(step.step.signal, step.step.index, places.rank))
+
+
+@bind.register
+def _post(step: Post, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    if step.joined:
+        return _nothing
+    data = places.view(step.step.src) if isinstance(step.step, Send) else torch.zeros(1, dtype=torch.uint8)
+    what = _described(step.step, step.to)
+    return partial(_send, channels_of(places.run.comm), (step.source, step.lane, step.to), data, places.run, what)
+
+
+def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, what: str) -> None:
+    until, data = time.monotonic() + run.deadline_s, data.contiguous()
+    text = f"{run.deadline_s:g} s to send {what} of {run.name} to {run.comm.name(channel[2])}"
+    work = channels.begin(channel, data)
+    channels.finish(work, lambda: time.monotonic() >= until, text, data, run.tensors)
+
+
+def _described(step: Send | Set, receiver: int) -> str:
+    """Return what the message carries to `receiver`, for error texts."""
+    return describe(step.dst, receiver) if isinstance(step, Send) else f"{step.signal}[{step.index}]"
+
+
+def _nothing() -> None:
+    """Do nothing: the previous message carries the signal."""

@@ -1,0 +1,164 @@
+"""Messages: the sends of a schedule, as steps of the sender and of the receiver.
+
+A send is one step of the sender's lane. `with_messages` splits it, so that checks and executors need to handle only lanes
+and signals:
+
+    the sender's lane   a `Post`: reads the rows, and passes the message to the process group
+    the receiver        a lane for each lane that sends to it. A `Receive` waits for the message, and writes its rows
+
+A signal that a lane sets at a rank to which it has sent is a message too. Its `Receive` sets the signal. The messages of a lane
+to one rank arrive in order, so a signal arrives after the rows that were sent before it. Signals at ranks whose memory is not
+mapped are always messages.
+
+`verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and the
+`Receive` waits for. So a read of received rows needs a signal that was sent behind the rows: a signal by another lane, or by way
+of a third rank, may arrive before them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.schedule.expr import Index, value
+from weft.schedule.printing import describe
+from weft.schedule.regions import Access, read, written
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Awaited, CounterId, Lane, Send, Set, Step, of_kind, variables_of, walk
+
+_NAME = "messages of lane "  # the names of the counters of messages
+
+
+@dataclass(frozen=True, slots=True)
+class Post(Step):
+    """The sender's part of a message: rows, or a signal.
+
+    to: the receiver. lane: the number of the sender's lane. number: the number of the message, among those of the lane to
+    this receiver. joined: True for a signal that directly follows another message to the same receiver. It needs no
+    message of its own.
+    """
+
+    step: Send | Set
+    to: int
+    source: int
+    lane: int
+    number: int
+    joined: bool
+
+    def accesses(self) -> tuple[Access, ...]:
+        return (read(self.step.src),) if isinstance(self.step, Send) else ()
+
+    def sets(self) -> Mapping[CounterId, int]:
+        return {(self.to, f"{_NAME}{self.lane} of rank {self.source}", self.number): 1}
+
+    @property
+    def decisive(self) -> tuple[int, ...]:
+        return ()
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return self.step.span(at, number)
+
+    def __str__(self) -> str:
+        return str(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(Step):
+    """The receiver's part of a message. source: the sender. For the other fields see `Post`."""
+
+    step: Send | Set
+    source: int
+    lane: int
+    number: int
+    joined: bool
+
+    def accesses(self) -> tuple[Access, ...]:
+        return (written(self.step.dst),) if isinstance(self.step, Send) else ()
+
+    def sets(self) -> Mapping[CounterId, int]:
+        return self.step.sets()
+
+    @property
+    def awaits(self) -> Awaited:
+        return Awaited(f"{_NAME}{self.lane} of rank {self.source}", self.number, 1, False)
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        what = self.step.dst.buffer if isinstance(self.step, Send) else self.step.signal
+        return f"receive {what}"
+
+    def __str__(self) -> str:
+        step = self.step
+        return (
+            f"receive {step.dst if isinstance(step, Send) else f'{step.signal}[{step.index}]'} from rank {self.source}"
+        )
+
+
+def with_messages(
+    ranks: Sequence[Sequence[Lane]],
+    is_far: Callable[[int, int], bool] = lambda source, to: False,
+    awaited: Collection[CounterId] | None = None,
+) -> list[tuple[Lane, ...]]:
+    """Return the evaluated lanes of each rank with messages in place of sends. The lanes that receive follow the others.
+
+    is_far: is_far(a, b) is True if rank a cannot access memory of rank b. awaited: counters. Signals of other counters
+        need no message and are left out. None: all counters.
+    """
+    received: dict[int, list[Lane]] = defaultdict(list)
+    sending = []
+    for source, lanes in enumerate(ranks):
+        mine = []
+        for number, lane in enumerate(lanes):
+            split = _Split(source, number, is_far, awaited)
+            mine.append(Lane(lane.name, lane.resource, tuple(split.posts(lane.steps))))
+            for to, receives in split.receives.items():
+                received[to].append(Lane(f"{lane.name} of rank {source}", "copy", tuple(receives)))
+        sending.append(mine)
+    return [(*mine, *received[rank]) for rank, mine in enumerate(sending)]
+
+
+class _Split:
+    """The messages of one lane. receives: the steps of each receiver."""
+
+    def __init__(
+        self, source: int, lane: int, is_far: Callable[[int, int], bool], awaited: Collection[CounterId] | None
+    ) -> None:
+        self._source, self._lane, self._is_far, self._awaited = source, lane, is_far, awaited
+        self.receives: defaultdict[int, list[Step]] = defaultdict(list)
+
+    def posts(self, steps: Sequence[Step]) -> Iterator[Step]:
+        last = None  # the receiver of the previous step, if it was a message
+        for step in steps:
+            to = self._receiver(step)
+            if to is None or not isinstance(step, Send | Set):
+                last = None
+                yield step
+            elif isinstance(step, Send) or self._awaited is None or next(iter(step.sets())) in self._awaited:
+                number, joined = len(self.receives[to]), isinstance(step, Set) and to == last
+                self.receives[to].append(Receive(step, self._source, self._lane, number, joined))
+                last = to
+                yield Post(step, to, self._source, self._lane, number, joined)
+
+    def _receiver(self, step: Step) -> int | None:
+        """Return the rank that gets a message; None if the step is not a message."""
+        if isinstance(step, Send):
+            return value(step.dst.at)
+        if isinstance(step, Set) and (at := value(step.at)) != self._source:
+            return at if at in self.receives or self._is_far(self._source, at) else None
+        return None
+
+
+def wrong_sends(schedule: Schedule) -> Iterator[str]:
+    """Yield a text for each send whose size the receiver cannot know."""
+    held = {contents.buffer for contents in schedule.contents}
+    for lane in schedule.lanes:
+        for send in of_kind(walk(lane.steps), Send):
+            if unknown := sorted(variables_of(send) & held):
+                yield (
+                    f"lane {lane.name}: {describe(send)}: its size depends on {', '.join(unknown)}, which the receiver does not "
+                    "know: send a fixed number of rows"
+                )
+
+
+def has_sends(schedule: Schedule) -> bool:
+    return any(isinstance(step, Send) for step in schedule.walk())
