@@ -68,7 +68,7 @@ def test_a_box_that_a_neighbour_still_reads_is_a_race() -> None:
     """Without the wait for the neighbour, the next run may receive into the box while the neighbour reads it."""
     waits = sent(read_by="neighbour")
     lanes = tuple(Lane(one.name, one.resource, one.steps[one.name == "sender" :]) for one in waits.lanes)
-    with pytest.raises(ScheduleError, match=r"race on box@.*possibly a run early"):
+    with pytest.raises(ScheduleError, match=r"race on box@.*in different runs"):
         verify(Schedule("no credit", WORLD, waits.buffers, waits.signals, lanes))
 
 
