@@ -79,7 +79,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     ),
     "a table in fp16": (
         lambda a: a["weights"].__setitem__(1, a["weights"][1].half()),
-        ["'t2'", "weight is torch.float16", "table torch.float32"],
+        ["'t2'", "weight is torch.float16", "but the table is torch.float32"],
     ),
     "a table of another shape": (
         lambda a: a["weights"].__setitem__(0, a["weights"][0][1:]),
