@@ -82,7 +82,7 @@ def test_a_pinned_schedule_that_cannot_do_a_shape_is_named_with_what_to_pass(poo
         ):
             assert found[what] == (
                 "RefusedError: ranks 0, 1: schedule 'two_shot[chunks=2,by=dma,add=gemm]' does not support "
-                f"matmul_all_reduce of {shape} on each of 2 ranks, reduced, all of it to each, fp32: {why}. Pass "
+                f"matmul_all_reduce of {shape} on each of 2 ranks, reduced, the whole sum to each rank, fp32: {why}. Pass "
                 'schedule="serial", or do not pin a schedule'
             )
 

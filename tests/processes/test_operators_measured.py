@@ -29,7 +29,7 @@ PLANNED = [
         "matmul_all_reduce",
         "8191,8192,4096",
         ["--option", "residual=true", "--option", "norm=true"],
-        "reduced + residual and normed (eps 1e-06), all of it to each",
+        "reduced + residual and normed (eps 1e-06), the whole sum to each rank",
         "one_shot[by=load]",
     ),
     ("matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=0"], "the rows of all", "tracked[chunks=8]"),

@@ -242,7 +242,7 @@ def _nvshmem() -> Finding:
         versions = [of for one in _NVSHMEM_PACKAGES if (of := _version_of(one))]
         which = f", version {versions[0]}" if versions else ""
         return Finding("NVSHMEM", "ok", f"comes with this torch{which}; weft does not use it")
-    return Finding("NVSHMEM", "missing", "not in this torch", "weft does not use it")
+    return Finding("NVSHMEM", "missing", "not in this torch", "none needed: weft does not use NVSHMEM")
 
 
 def _nccl() -> Finding:

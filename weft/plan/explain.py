@@ -48,6 +48,7 @@ LEGEND = (
 HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
 IN_A_ROW = "measured us: time per call of calls that the CPU launches ahead of the GPU, unless graphs were timed"
 _SHOWN = 10
+_PRUNED = "not simulated, because even a lower bound of the time is far above the best time"
 MOST_OF_A_TORUS = 1 << 16
 """The maximum number of ranks of a torus, of which only one rank is simulated (`weft.sim.orbits`). 16,384 ranks take
 seconds.
@@ -116,7 +117,7 @@ class Explanation:
         by_reason: dict[str, list[Row]] = {}
         for row in self.choice.rows:
             if row.us is None:
-                kind = "certainly takes longer" if row.why_not.startswith(AT_LEAST) else row.why_not
+                kind = _PRUNED if row.why_not.startswith(AT_LEAST) else row.why_not
                 kind = f"{SAME_AS}another" if kind.startswith(SAME_AS) else kind
                 by_reason.setdefault(kind, []).append(row)
         for reason, rows in by_reason.items():

@@ -271,7 +271,7 @@ class MatmulAllReduceCall(Reduced):
         return {
             **super().different(),
             "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, reduced, all",)),
-            "eps": ({**norm, "eps": 0.5}, norm, ("reduced and normed (eps 0.5), all of it to each",)),
+            "eps": ({**norm, "eps": 0.5}, norm, ("reduced and normed (eps 0.5), the whole sum to each rank",)),
             "eps by little": (*little, ("eps=1.0000001e-06); rank 1: MatmulAllReduce(",)),
         }
 

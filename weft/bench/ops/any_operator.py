@@ -192,7 +192,7 @@ class GemmVariants(ChoosingVariants):
 
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         ideal = f"; ideal: the longer of {GEMM} and {COMMUNICATION}" if COMMUNICATION in self.beside else ""
-        takes = [f"{r['variant']}, {r['mode']}, takes {r['chosen']}" for r in records if r["chosen"] is not None]
+        takes = [f"{r['variant']}, {r['mode']}: selected {r['chosen']}" for r in records if r["chosen"] is not None]
         return [f"roofline {self.roofline_ms(ceilings):.4f} ms from {ceilings[0]}{ideal}", *takes]
 
 

@@ -64,7 +64,7 @@ class GemmShape:
 
     @property
     def about(self) -> str:
-        return "; ".join(self.sources) or "as asked for"
+        return "; ".join(self.sources) or "from the command line"
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:

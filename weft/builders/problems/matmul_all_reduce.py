@@ -60,7 +60,7 @@ class MatmulAllReduce(GemmProblem):
         more = "".join(f" + {name}" for name in ("bias", "residual") if getattr(self, name))
         more += "" if self.eps is None else f" and normed (eps {self.eps:g})"
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
-        return f"{product} on each of {ranks}, reduced{more}, all of it to each, {self.dtype}"
+        return f"{product} on each of {ranks}, reduced{more}, the whole sum to each rank, {self.dtype}"
 
     @property
     def uneven(self) -> str:

@@ -57,7 +57,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     @property
     def text(self) -> str:
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
-        return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows to each"
+        return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows of the sum to each rank"
 
     @property
     def between_hosts(self) -> tuple[str, ...]:
