@@ -270,7 +270,7 @@ class MatmulAllReduceCall(Reduced):
         little = ({**norm, "eps": 1.0000001e-6}, {**norm, "eps": 1e-6})
         return {
             **super().different(),
-            "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, reduced, all",)),
+            "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, reduced, the whole",)),
             "eps": ({**norm, "eps": 0.5}, norm, ("reduced and normed (eps 0.5), the whole sum to each rank",)),
             "eps by little": (*little, ("eps=1.0000001e-06); rank 1: MatmulAllReduce(",)),
         }

@@ -32,7 +32,8 @@ class MatmulReduceScatter(GemmProblem):
     @property
     def text(self) -> str:
         ranks = counted(self.world_size, "rank")
-        return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows of the sum to each rank, {self.dtype}"
+        product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}"
+        return f"{product}, reduced, {self.rows} rows of the sum to each rank, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
         """Return False for `pulled`, which was not timed on GPUs, and for `collective`, which is for ranks on several
