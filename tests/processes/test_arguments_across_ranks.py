@@ -36,11 +36,6 @@ def blocks(*shape: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x.reshape(*shape, x.shape[-1])
 
 
-def doubled(*names: str) -> Change:
-    """Return a change that doubles K of both operands."""
-    return several(*(mapped(name, lambda x: torch.cat((x, x), dim=-1)) for name in names))
-
-
 def twice_the_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x, x))
 
