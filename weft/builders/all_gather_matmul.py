@@ -19,8 +19,8 @@ its time reading the weights.
 A rank's `box` is the symmetric buffer into which its peers put their shards.
 
 Shards are sent by puts, not gets. A put reads the caller's tensor directly. A get would need a copy of the shard in
-symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on, so that no two
-ranks send to the same rank at once.
+symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
+two ranks send to the same rank at once.
 
 If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk is exposed. So the last chunk should be
 small, as in chunks="3:1". But GPUs are inefficient at small GEMMs, so the other chunks should be large, as in "2:1:1". The first

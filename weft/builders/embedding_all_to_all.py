@@ -6,9 +6,9 @@ A slice is at most `slice_size` pooled vectors of adjacent tables for one sample
     put      the kernel pools each slice into a staging area, sends it as one copy, and increments a counter of the receiver
     serial   no overlap: pool everything, NCCL's all-to-all, permute the columns
 
-A rank does not store into a peer's output before the peer has begun its run (signal `ready`), because the caller may still read
-the peer's previous result. With order="remote_first" a rank pools the samples of the next rank first, then continues around the
-ring; its own samples are last. "natural" is the order of the batch.
+A rank stores into a peer's output only after the peer has begun its run (signal `ready`). Before that, the peer's
+caller may still read the previous result. With order="remote_first" a rank pools the samples of the next rank first,
+then continues around the ring; its own samples are last. "natural" is the order of the batch.
 
 One program pools a slice. In the paper a slice has vectors of one table for several samples. Several work-groups pool
 it, and the last work-group to finish, found by a bitmask, sends it. These schedules cannot express such slices.

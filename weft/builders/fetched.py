@@ -5,8 +5,8 @@ The result is ordinary memory, into which peers cannot write. With puts, chunks 
 need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once.
 
 A rank copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and
-so on around the ring, so that no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter
-of the time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
+so on around the ring. So no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter of the
+time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
 
 A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. The others wait
 for this signal before they write to that memory in the next run, even if other signals already order these accesses.

@@ -1,7 +1,8 @@
 """FiCCO for all-gather + GEMM: each step sends one chunk of a shard to all peers at once, and multiplies the chunks of all peers.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory, on one lane per peer, so that
-all links of a full mesh are busy. It then multiplies the chunks s of all ranks. Three choices make eight schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory. There is a lane for
+each peer, so all links of a full mesh are busy. The rank then multiplies the chunks s of all ranks. Three choices make eight
+schedules:
 
     1D | 2D           chunks are rows of the shard, or columns. With columns, steps accumulate: y += x[:, chunk] @ w[chunk, :]
     uniform | hetero  each step includes this rank's own chunk; or the rank's own shard is multiplied as a whole before the first
@@ -9,8 +10,8 @@ all links of a full mesh are busy. It then multiplies the chunks s of all ranks.
     fused | unfused   each step has one GEMM for the chunks of all ranks, or one GEMM per rank
 
 Chunks arrive where the GEMM of their step reads them. Only in uniform fused steps, the rank's own chunk has to be
-copied to this place. The paper copies all chunks of such a step, concurrently with communication and GEMMs, and so
-finds a higher contention loss for uniform schedules (V-B). This loss does not occur here.
+copied to this place. The paper copies all chunks of such a step, concurrently with communication and GEMMs. This is why
+it finds a higher contention loss for uniform schedules (V-B). This loss does not occur here.
 
 The output rows of a fused GEMM are contiguous in y only in uniform 2D schedules. In the others, a kernel copies them from scratch
 memory into y. Each step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs

@@ -4,10 +4,10 @@
     scatter   the whole GEMM, then one kernel stores each peer's rows in that peer's memory. No overlap, but few launches
     direct    a GEMM for each chunk of a peer's rows. The chunk is then sent to a slot on the peer
     tracked   one kernel for all rows. A chunk is sent when all its tiles are stored, while the kernel continues
-    ring      partial sums go around the ring: each rank adds its product to the sum from the left, and sends it to the right
+    ring      partial sums go around the ring: each rank adds its product to the sum from the left, and sends the sum to the right
     pulled    a ring without copies: each GEMM reads the sum from the left neighbour's memory, adds its product, and stores locally
-    collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed. It
-              needs no mapped memory: for ranks on several hosts, which run its collectives in two levels on CPU
+    collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed.
+              For ranks on several hosts, because it needs no mapped memory
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) support only the schedules serial, scatter and direct with
 add=reduce. Products are sent and reduced in the result's dtype.

@@ -2,9 +2,9 @@
 reduces them.
 
 A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer
-rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of rank r + 2, and so on, and its own rows
-last. (In the schedules ring and pulled, the order is r - 1, r - 2 and so on.) So no two ranks send to the same rank at
-once, and the last rows for peers travel while the rank computes its own rows.
+rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of rank r + 2, and so on. Its own rows are
+last. In the schedules ring and pulled, the order is r - 1, r - 2 and so on. With both orders, no two ranks send to the
+same rank at once. The last rows for peers travel while the rank computes its own rows.
 
 Except in these two schedules, peers' products are reduced in fp32 and rounded once, in ring order, starting with the
 rank before the owner. The owner's product is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A

@@ -41,8 +41,9 @@ class Problem:
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
         """Return the problem with equal sizes on all ranks, from the arguments of `weft plan` and `weft bench`.
 
-        Operators override this method, and add their own options as keywords. `weft plan NAME --help` prints the docstring of
-        the override, which defines M, N and K, and the text in the `Annotated` type of each option."""
+        Operators override this method, and add their own options as keywords. The docstring of the override defines M,
+        N and K. `weft plan NAME --help` prints this docstring, and the text in the `Annotated` type of each option.
+        """
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
             raise ValueError(f"{cls.name} cannot be planned by M, N and K: define {cls.__name__}.sized")

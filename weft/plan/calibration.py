@@ -86,8 +86,9 @@ class Measure(Protocol):
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
     ) -> tuple[float, float]:
-        """Return (time of the GEMM, bytes/us of each copy) while every rank continuously copies to a peer. by: what
-        copies.
+        """Return (time of the GEMM, bytes/us of each copy) while every rank continuously copies to a peer.
+
+        by: "dma" for copies by copy engine, "kernel" for copies by kernel.
         """
 
 

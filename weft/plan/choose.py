@@ -309,7 +309,7 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (row, reason): the simplest of the rows whose times are about as short as that of `fastest`.
+    """Return (row, reason): the simplest of the rows whose times are about as short as the time of `fastest`.
 
     If times are measured, the row is `fastest`. The reason is a phrase.
     """

@@ -216,9 +216,9 @@ def explain(
         mode: "queued", "graph" or "single".
         options: the operator's own options. `weft plan OP --help` lists them.
 
-    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, for a size below 1, and if M
-    or `experts` is not divisible by `ranks`. Raise it also for mode "graph" if experts have no `max_rows`, because a
-    graph cannot capture such calls.
+    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, and for a size below 1. Also
+    raise it if M or `experts` is not divisible by `ranks`, and for mode "graph" if experts have no `max_rows`, because
+    a graph cannot capture such calls.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 

@@ -2,7 +2,7 @@
 
 Without measurements, the model computes the time of a GEMM by a formula, corrected at measured grid points. Between
 grid points the formula is wrong by up to 30%. So on GPUs, the first call with weights of a new shape times their GEMMs
-with the call's rows, with half the rows, a quarter, and so on (`ladder`, `measure`). All ranks use the slowest rank's
+(`ladder`, `measure`): with the call's rows, with half the rows, a quarter, and so on. All ranks use the slowest rank's
 times (`learn`). The choices for all sizes with these weights use a model that includes the times (`informed`).
 
 "autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). With these times, a
@@ -87,8 +87,9 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
-    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3
-    ms. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15 ms.
+    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms, at least 3 and at most 50. If one call takes
+    more than 3 ms, there are 2 calls. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15
+    ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0

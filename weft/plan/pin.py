@@ -52,7 +52,8 @@ pinned_around: Callable[[], str | None] = _pinned.get
 
 
 def pinned(given: object = None) -> str | None:
-    """Return the name of the pinned schedule: `given`, or if `given` is None, that of the innermost enclosing `use`.
+    """Return the name of the pinned schedule: `given`, or if `given` is None, the name in the innermost enclosing
+    `use`.
 
     given: an operator's `schedule` argument. Raise `ValueError` if it is neither a string nor None.
     """

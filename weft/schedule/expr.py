@@ -84,7 +84,7 @@ class Expr:
         return nodes.evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
-        """Return a number p such that the value depends on the variable `name` only through `name % p`; 0 if no p is
+        """Return a number p such that the value depends on the variable `name` only through `name % p`; 0 if none is
         known.
         """
         return _period_of(self, name)

@@ -144,8 +144,9 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 
 def period_of(node: ast.AST, name: str) -> int:
-    """Return a number p such that the value of `node` depends on the variable `name` only through `name % p`; 0 if no p
-    is known.
+    """Return a number p such that the value of `node` depends on the variable `name` only through `name % p`.
+
+    Return 0 if no p is known.
     """
     match node:
         case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:

@@ -54,7 +54,7 @@ class LinkFound:
 class HostNetwork:
     """The measured rates of the hosts of a group, in bytes per microsecond.
 
-    Each rate is that of the slowest host, or of the slowest pair of hosts.
+    Each rate is the rate of the slowest host, or of the slowest pair of hosts.
 
     hosts: the host of each rank.
     bytes_per_us: the rate of one stream between two hosts, in one direction.

@@ -149,9 +149,9 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
-    The first ranks represent all others (see the top of this file), so the traffic on all links that one link
-    represents is summed on this link. In a tree, ranks send different amounts. Then all ranks are evaluated, and each
-    link gets the mean load.
+    Only the first ranks are evaluated: they represent all others (see the top of this file). Each of their links
+    represents several links, and gets the sum of their traffic. In a tree, ranks send different amounts. Then all ranks
+    are evaluated, and each link gets the mean load.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)

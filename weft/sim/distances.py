@@ -1,9 +1,9 @@
 """Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
 Two distances are equivalent if their routes have equal numbers of links, and if the links agree in kind, bandwidth,
-latency and represented ranks. (A lowered schedule has resources for its first ranks only, which represent the others:
-`weft.sim.lower`.) On a switch, all distances are equivalent. With several hosts, there are two classes for each
-position in a host: ranks on the same host, and ranks on other hosts.
+latency and represented ranks. Represented ranks: a lowered schedule has resources for its first ranks only, which
+represent the others (`weft.sim.lower`). On a switch, all distances are equivalent. With several hosts, there are two
+classes for each position in a host: ranks on the same host, and ranks on other hosts.
 """
 
 from __future__ import annotations

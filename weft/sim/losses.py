@@ -54,7 +54,7 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one queued run of `schedule`, a schedule of `problem`.
 
-    The losses of GEMMs are those of the rank that computes longest.
+    The losses of GEMMs are taken from the rank that computes longest.
     """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)

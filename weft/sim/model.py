@@ -248,8 +248,8 @@ class Model:
             memory: factor of the memory bandwidth.
             links: factor of the bandwidth between GPUs.
 
-        All dependent rates are scaled too, as if they had been measured on this GPU. (Rates in a machine file are rates
-        of the whole GPU, so changing only the number of units in the file would not make the GPU faster.)
+        All dependent rates are scaled too, as if they had been measured on this GPU. Changing only the number of units
+        in a machine file would not make the GPU faster, because rates there are rates of the whole GPU.
         """
         if min(units, memory, links) <= 0:
             raise ValueError(f"units={units}, memory={memory}, links={links}: each factor must be positive")

@@ -272,8 +272,8 @@ def direct_reduce_scatter(
 ) -> OutputMap:
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
-    sliced: True to compute the first chunk for every peer, then the second chunk for every peer, and so on, so that all
-        links are busy from the start. False to compute all rows for one peer before the rows for the next.
+    sliced: True to compute the first chunk for every peer, then the second chunk for every peer, and so on. All links
+        are then busy from the start. False to compute all rows for one peer before the rows for the next.
     """
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 

@@ -129,8 +129,8 @@ def fused(
 
     coarse: the number of queue entries to simulate as one, with the same bytes.
 
-    Raise `ValueError` if the arbitration is unknown, if the map's rows differ from the number of tiles, or if ranks differ by
-    more than their position in the ring.
+    Raise `ValueError` if the arbitration is unknown, or if the map's rows differ from the number of tiles. Also raise
+    it if ranks differ by more than their position in the ring.
     """
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
