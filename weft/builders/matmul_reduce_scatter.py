@@ -131,8 +131,7 @@ def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Send sums around the ring in chunks. A chunk travels while the next chunk is computed.
 
-    Each rank rounds the sum before it sends it, as in NCCL's ring. by: copy with copy engines ("dma") or kernels
-    ("kernel").
+    Each rank rounds a sum before sending, as in NCCL's ring. by: copy with copy engines ("dma") or kernels ("kernel").
     """
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")

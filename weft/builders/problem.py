@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def operator(self) -> str:
-        """The name of the operator in plans and records. Two operators may share a problem class, and then override this."""
+        """The name of the operator in plans and records. Operators that share a problem class override this property."""
         return self.name
 
     @property

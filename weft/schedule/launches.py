@@ -288,9 +288,9 @@ def launches_of_rank(
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    A copy by kernel may delay the sets after it until the last of its `waits_after` is issued. The sets are not delayed
-    if another lane's wait for a peer is issued in between. If the lanes share a hardware queue, the sets would be
-    queued behind that wait, while the peer waits for the sets.
+    A copy by kernel whose launch includes the waits after its sets is issued only with the last of these waits. So a
+    launch does not include them if `order` has another lane's wait for a peer in between. If the lanes share a hardware
+    queue, the sets would be queued behind that wait, while the peer waits for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`
