@@ -194,7 +194,9 @@ def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, 
 def step(
     moe: MoE, x: torch.Tensor, grad: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None
 ) -> dict[str, torch.Tensor]:
-    """Run forward and backward. The router's gradient is summed over ranks, as in data parallelism."""
+    """Run forward and backward. Return {name in `RESULTS`: the output or a gradient}. The router's gradient is summed over
+    ranks, as in data parallelism.
+    """
     x = x.detach().requires_grad_()
     moe.zero_grad(set_to_none=True)
     y = moe(x, ways, timeline)

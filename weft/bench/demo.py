@@ -50,7 +50,10 @@ class Shown:
 
 
 def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
-    """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`."""
+    """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`.
+
+    Return the paths and the results. scale: see `BenchOptions.scale`.
+    """
     options = BenchOptions(
         OPERATOR.name, "dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
     )

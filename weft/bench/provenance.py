@@ -54,7 +54,7 @@ def provenance(root: Path = ROOT) -> Provenance:
 
 
 def write_note(root: Path = ROOT) -> Path:
-    """Write `benchmarks/.commit`, for a copy without `.git`. Raise `ValueError` outside a git checkout."""
+    """Write `benchmarks/.commit`, for a copy without `.git`, and return its path. Raise `ValueError` outside a git checkout."""
     known = _from_git(root)
     if known is None:
         raise ValueError(

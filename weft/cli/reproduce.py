@@ -162,8 +162,8 @@ def pgas(
 ) -> None:  # fmt: skip
     """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
 
-    The output compares the paper's speedups with the model's. It also shows a lower bound for each part, and the
-    bandwidth that follows from the paper's baseline times. To measure on two GPUs, and show the figures:
+    The output compares the paper's speedups with the model's. It also shows lower bounds of the times of pooling, exchange
+    and unpacking, and the bandwidth that follows from the paper's baseline times. To measure on two GPUs, and show the figures:
 
         weft bench pgas --json pgas.jsonl
 

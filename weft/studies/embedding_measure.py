@@ -215,7 +215,7 @@ class Lines(NamedTuple):
 
 
 def timeline_of(variant: FusedVariant, which: int) -> Lines:
-    """Run a fused variant on a GPU with a timeline. All ranks must make this call."""
+    """Run a fused variant on a GPU, and return the timeline of its kernel. All ranks must make this call."""
     work = variant.work
     executor = variant.executor
     jagged = as_jagged(work.inputs[which])

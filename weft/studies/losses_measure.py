@@ -374,7 +374,9 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Run two lanes concurrently, and return `together`. Raise `RuntimeError` if no attempt has enough overlap on every rank."""
+    """Run two lanes concurrently, and return the result of `together`. Raise `RuntimeError` if no attempt has enough overlap on
+    every rank.
+    """
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
         found = together(*marks)

@@ -256,7 +256,9 @@ class _Pipeline:
 def _inference(
     part: Part, work: EmbeddingData, repetitions: int, batches: int, step: Step
 ) -> tuple[Times, dict[str, Record]]:
-    """Time `batches` batches of each pipeline, which use the input sets in turn. Times are those of one batch."""
+    """Time `batches` batches of each pipeline, which cycle through the input sets. Return (times per batch, further fields
+    of each pipeline).
+    """
     step(f"{part.name}: checking every variant", 0)
     model = _Inference(work)
     by = {"baseline": ASYNCHRONOUS, "batched": "batched", "direct": "direct"}

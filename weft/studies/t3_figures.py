@@ -168,9 +168,9 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units.
-
-    Also simulate it with faster memory and links."""
+    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units, also with faster memory and
+    with faster links.
+    """
     units = {str(times): _with_units(gpu, times) for times in (1, MORE_UNITS)}
     other = other_reading()
     readings = {
@@ -383,7 +383,7 @@ ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {
 
 
 def simulate_assumptions(step: Callable[[str], None] = lambda what: None) -> Record:
-    """Run the sixteen sub-layers under other assumptions."""
+    """Simulate the sixteen sub-layers under other assumptions, each a line of the record."""
     which, lines = list(sublayers(large=False)), []
     for name, (values, own_writes) in ASSUMPTIONS.items():
         step(name)

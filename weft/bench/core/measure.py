@@ -160,7 +160,7 @@ def measure_variants(
     work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `variants`. All ranks must make this call.
+    """Check and time `variants`, and return the results. All ranks must make this call.
 
     beside: further calls to time without checks. step: the progress function of `weft.bench.core.console.progress`.
     Mode "graph" omits variants that synchronise with the device.

@@ -108,7 +108,9 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Raise `ValueError` if the enclosed code fails on a record's values, such as text for a number or a time of 0."""
+    """Context manager: raise `ValueError` if the enclosed code fails on a record's values, such as text for a number or a
+    time of 0.
+    """
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:

@@ -130,7 +130,8 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Measure mode `changing`: call weft and serial for each size, with a synchronisation after each call.
+    """Measure mode `changing`, and return its fields for the row: call weft and serial for each size, with a synchronisation
+    after each call.
 
     Before that, call serial once without timing it. cuBLAS loads kernels and searches its heuristics at the first GEMM of a size,
     which takes up to 5 ms. Otherwise this time would count for weft or for serial, whichever comes first.

@@ -85,7 +85,7 @@ class _Run:
         return self.ranks.rank == 0
 
     def told(self, value: T) -> T:
-        """Broadcast rank 0's `value`. All ranks must make this call."""
+        """Return rank 0's `value` on all ranks. All ranks must make this call."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.meeting)
         found: T = box[0]
@@ -200,7 +200,7 @@ class _Run:
             return [], _shown(error)
 
     def said(self, text: str) -> list[str]:
-        """Gather each rank's text. All ranks must make this call."""
+        """Return the texts of all ranks, in rank order. All ranks must make this call."""
         everybody: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(everybody, text, group=self.meeting)
         return everybody

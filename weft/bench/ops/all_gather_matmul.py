@@ -114,7 +114,7 @@ class GatherVariants(TorchVariants):
         )
 
     def gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """Run cuBLAS's GEMM on gathered rows."""
+        """Return gathered rows x [m, k] @ w, computed by cuBLAS."""
         if not self.scaled:
             return torch.mm(x, self.w)
         y = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=x.device)

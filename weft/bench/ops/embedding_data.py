@@ -46,7 +46,7 @@ class EmbeddingData(Workload):
         self.draw_inputs()
 
     def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Allocate this rank's tables."""
+        """Allocate this rank's tables, uninitialised. shapes: (rows, columns) of each table."""
         return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
 
     def fill_tables(self) -> None:
@@ -92,7 +92,7 @@ class EmbeddingData(Workload):
     def reference(self, which: int) -> torch.Tensor:
         """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
 
-        In round i every rank pools and exchanges only its i-th slot, to save memory.
+        In round i every rank pools and exchanges only its i-th feature, to save memory.
         """
         config, (values, offsets) = self.config, self.inputs[which]
         batch, device = config.global_batch, self.ranks.device

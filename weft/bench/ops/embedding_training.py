@@ -102,8 +102,8 @@ class TrainingWorkload(TrainingData, Variants):
     # --- the check ---
 
     def gradients_of_slot(self, number: int, which: int) -> torch.Tensor:
-        """Return the gradients of this rank's slot `number`, [global batch, D]; empty if there is no such slot. All
-        ranks must make this call.
+        """Return the gradients of the vectors of this rank's feature `number`, [global batch, D]; empty if the rank has fewer
+        features. All ranks must make this call.
         """
         config, rank = self.config, self.ranks.rank
         slots = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]

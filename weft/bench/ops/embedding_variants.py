@@ -117,7 +117,7 @@ class SerialVariant:
 
 
 def embedding_bags(work: EmbeddingData) -> Pool:
-    """Pool with one `nn.EmbeddingBag` per table.
+    """Return a function that pools with one `nn.EmbeddingBag` per table.
 
     TorchRec's EmbeddingBagCollection makes the same calls: it calls each table's `nn.EmbeddingBag`, and concatenates
     the results.
@@ -132,14 +132,16 @@ def embedding_bags(work: EmbeddingData) -> Pool:
 
 
 def batched(work: EmbeddingData) -> Pool:
-    """Pool all tables in one launch of weft's own kernel, before the same exchange: the strong baseline."""
+    """Return a function that pools all tables in one launch of weft's own kernel. It is the pooling of the strong baseline."""
     sharding = work.config.sharding
     tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
     return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
 def fbgemm(work: EmbeddingData) -> Pool:
-    """Pool with FBGEMM's table-batched kernel, as TorchRec does, forward only, with tables on the device."""
+    """Return a function that pools with FBGEMM's table-batched kernel, as TorchRec does, with tables on the device. Only
+    forward.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice

@@ -82,7 +82,7 @@ class Comparison(Variants):
         return {name: partial(self.call, name) for name in self.blocks}, {}, []
 
     def call(self, name: str, which: int = 0) -> torch.Tensor:
-        """Run forward and backward, with new gradients."""
+        """Run forward and backward of a variant, with new gradients. Return its output."""
         variant = self.blocks[name]
         self.x.grad = None
         for parameter in variant.module.parameters():
@@ -212,7 +212,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), without columns that were not measured."""
+        """Return (header, cells) of the table with a row per block, without columns that were not measured."""
 
         def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
             return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""
