@@ -12,6 +12,7 @@ import pytest
 from weft.builders import named
 from weft.builders.problem import described
 from weft.hw import load_machine
+from weft.plan.choose import decide
 from weft.plan.predict import least_us, predict
 from weft.sim import Model, model_of
 
@@ -76,22 +77,43 @@ def test_collectives_beside_matmuls_begin_late() -> None:
     assert sum(error(row, "h200") for row in rows) / len(rows) < 0.08
 
 
-def test_the_schedule_predicted_to_be_the_fastest_was_among_the_fastest() -> None:
-    """Each group is a shape and a mode with at least 8 recorded schedules. In 11 of 13 groups the schedule is within 3% of the
-    fastest, and in the others within 9%.
+MANY = ("h100-matmul_all_gather_gradients", "h200-all_gather_matmul-schedules", "h100-t3", "h100-ficco-launches")
+"""All records of GEMMs with at least 8 schedules of a shape. (The record of experts with as many schedules is older than their
+kernels.)"""
+
+
+def test_the_planner_picks_among_the_fastest_of_many_recorded_schedules() -> None:
+    """Each of 27 groups is a shape and a mode with at least 8 recorded schedules. In 25 groups the planner's choice among them is
+    within 3% of the fastest. In the others it is within 8% and 13%. The schedule with the shortest prediction, without the planner's
+    margins, is within 3% in 23 groups and within 23% in all: predictions of schedules with many steps are too short for small GEMMs.
     """
     groups: dict[tuple[Any, ...], dict[str, float]] = {}
-    for file in ("h100-matmul_all_gather_gradients", "h200-all_gather_matmul-schedules"):
+    for file in MANY:
         for row in (row for mode in ("queued", "graph") for row in calls(file, mode)):
-            key = file[:4], row["mode"], row["ranks"], row["op"], row["m"], row["n"], row["k"], row["dtype"]
-            took = groups.setdefault(key, {})
-            took[row["variant"]] = min(row["p50_ms"], took.get(row["variant"], row["p50_ms"]))
-    lost = []
-    for (machine, mode, ranks, op, m, n, k, dtype), took in groups.items():
+            if row["variant"] == "serial" or "[" in row["variant"] or row["variant"] == "gather":
+                key = (
+                    file[:4],
+                    row["mode"],
+                    row["ranks"],
+                    row["op"],
+                    row["m"],
+                    row["n"],
+                    row["k"],
+                    row["dtype"],
+                    row["config"],
+                )
+                took = groups.setdefault(key, {})
+                took[row["variant"]] = min(row["p50_ms"], took.get(row["variant"], row["p50_ms"]))
+    picked, shortest = [], []
+    for (machine, mode, ranks, op, m, n, k, dtype, _), took in groups.items():
         if len(took) >= 8:
             p, by = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype), model(machine, ranks)
             predicted = {name: predict(named(p, name).build(), by, mode, least_us(p, by)) for name in took}
-            lost.append(took[min(predicted, key=predicted.__getitem__)] / min(took.values()) - 1)
-    assert len(lost) >= 13
-    assert sum(of <= 0.03 for of in lost) >= 0.8 * len(lost)
-    assert max(lost) < 0.09
+            least_ms = min(took.values())
+            shortest.append(took[min(predicted, key=predicted.__getitem__)] / least_ms - 1)
+            picked.append(took[decide(p, by, mode=mode, among=frozenset(took)).candidate.name] / least_ms - 1)
+    assert len(picked) >= 27
+    assert sum(lost <= 0.03 for lost in picked) >= 0.9 * len(picked)
+    assert max(picked) < 0.13
+    assert sum(lost <= 0.03 for lost in shortest) >= 0.85 * len(shortest)
+    assert max(shortest) < 0.23
