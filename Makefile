@@ -30,7 +30,7 @@ export NEEDS
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-models test-torchrec test-all lint bench-cpu gpu-check commit-note wheel docs release clean
+.PHONY: help setup build demo test test-slow test-models test-torchrec test-formats test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,7 +81,11 @@ test-torchrec: setup  ## Train with weft's sharder and with TorchRec's; installs
 	$(INSTALL) -q --no-deps -c constraints.txt $(TORCHREC)
 	$(BIN)/python -m pytest tests/processes/test_torchrec.py
 
-test-all: test test-slow test-models test-torchrec  ## The four targets above
+test-formats: setup  ## Read traces and topologies with Chakra, HolisticTraceAnalysis and InfraGraph; installs them into build/formats
+	$(INSTALL) -q --upgrade --target build/formats mlc-chakra HolisticTraceAnalysis infragraph
+	PYTHONPATH=build/formats $(BIN)/python -m pytest tests/unit/test_sim_chakra.py tests/unit/test_trace_kineto.py tests/unit/test_topology_infragraph.py
+
+test-all: test test-slow test-models test-torchrec test-formats  ## The five targets above
 
 .PHONY: chaos chaos-gpu
 N ?= 250

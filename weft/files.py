@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def require_no_others(folder: Path, pattern: str, names: Collection[str]) -> None:
+    """Raise `ValueError` if `folder` has files that match `pattern` and are not in `names`: other traces, which a reader of
+    the folder would take for ranks of the new trace.
+    """
+    others = sorted(path.name for path in folder.glob(pattern) if path.name not in names)
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ValueError(
+            f"{folder} has files of another trace ({others[0]}{more}): remove them, or give another folder"
+        )
 
 
 def append_json(path: Path, objects: Iterable[Any]) -> None:

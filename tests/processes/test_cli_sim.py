@@ -88,3 +88,31 @@ def test_help_teaches_with_this_command() -> None:
     assert done.exit_code == 0
     assert "weft sim embedding_all_to_all --shape 16384,64,64" in " ".join(done.output.split())
     assert "weft plan embedding_all_to_all" not in " ".join(done.output.split())
+
+
+def test_a_kineto_trace_is_a_file_for_each_rank_with_its_kernels(tmp_path: Path) -> None:
+    folder = tmp_path / "kineto"
+    arguments = ["sim", "matmul_all_reduce", "--shape", "4096,4096,4096", "--hw", "mi300x", "--ranks", "4"]
+    name = "two_shot[chunks=2,by=dma,add=reduce]"
+    done = runner.invoke(app, [*arguments, "--schedule", name, "--kineto", name, str(folder)])
+    assert done.exit_code == 0, done.output
+    assert f"a Kineto trace of {name} for each rank" in done.output
+    assert {path.name for path in folder.iterdir()} == {f"rank-{rank}.json" for rank in range(4)}
+    for rank in range(4):
+        trace = json.loads((folder / f"rank-{rank}.json").read_text())
+        assert trace["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 4}
+        kinds = {one["cat"] for one in trace["traceEvents"]}
+        assert kinds == {"kernel", "gpu_memcpy"}
+        sent = sum(one["args"]["bytes"] for one in trace["traceEvents"] if one["cat"] == "gpu_memcpy")
+        assert sent == pytest.approx(2 * 3 / 4 * 4096 * 4096 * 2)  # to three peers: products, then sums
+
+
+@pytest.mark.parametrize(("option", "first"), [("--chakra", "matmul_all_reduce.2.et"), ("--kineto", "rank-2.json")])
+def test_a_folder_with_traces_of_more_ranks_is_refused(option: str, first: str, tmp_path: Path) -> None:
+    arguments = ["sim", "matmul_all_reduce", "--shape", "1024,512,512", "--hw", "mi300x", "--schedule", "serial"]
+    for ranks in ("4", "4"):
+        done = runner.invoke(app, [*arguments, "--ranks", ranks, option, "serial", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    done = runner.invoke(app, [*arguments, "--ranks", "2", option, "serial", str(tmp_path)])
+    assert isinstance(done.exception, ValueError), done.output
+    assert f"has files of another trace ({first} and 1 more): remove them" in str(done.exception)

@@ -68,6 +68,14 @@ def _run(
             show_default=False,
         ),
     ] = None,
+    kineto: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            metavar="NAME FOLDER",
+            help="Write the timeline of this schedule as a Kineto trace for each rank, for HolisticTraceAnalysis.",
+            show_default=False,
+        ),
+    ] = None,
     infragraph: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Write the topology as an InfraGraph in JSON.", show_default=False),
@@ -84,10 +92,11 @@ def _run(
         check_file("--infragraph", infragraph)
     if trace is not None:
         check_file("--trace", trace[1])
-    if chakra is not None:
-        check_folder("--chakra", chakra[1])
+    for given, one in (("--chakra", chakra), ("--kineto", kineto)):
+        if one is not None:
+            check_folder(given, one[1])
     wanted = [] if schedule is None or _ALL in schedule else schedule
-    written = [one[0] for one in (trace, chakra) if one is not None]
+    written = [one[0] for one in (trace, kineto, chakra) if one is not None]
     with progress(1.0, True, "weft sim: ", every_s=SAYS_EVERY_S) as step, without_collection():
         found = comparison(
             op,
@@ -121,6 +130,11 @@ def _run(
         about = {what: text for what, text in facts if what != "bound"}
         write_trace(trace[1], {trace[0]: traced.timeline}, **about)
         print(f"written: {trace[1]}, a trace of {trace[0]}")
+    if kineto is not None:
+        from weft.trace.kineto import write_kineto
+
+        write_kineto(kineto[1], found.simulated(kineto[0]).timeline)
+        print(f"written: {kineto[1]}, a Kineto trace of {kineto[0]} for each rank")
     if chakra is not None:
         exported = found.chakra(chakra[0], op)
         exported.write(chakra[1])

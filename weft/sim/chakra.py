@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ScheduleError
+from weft.files import require_no_others
 from weft.hw.topology import Wiring, hosts, mesh, ring, switch, torus
 from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule, Send
 from weft.schedule.steps import substitute
@@ -77,7 +78,8 @@ class Trace:
     scale: int
 
     def write(self, folder: Path) -> None:
-        """Write all files into `folder`; create it if needed."""
+        """Write all files into `folder`; create it if needed. Raise `ValueError` if it has traces of other ranks."""
+        require_no_others(folder, "*.et", self.files)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)

@@ -6,12 +6,13 @@ that pools and stores in a peer's memory counts as computing, and its bytes are 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+from weft.schedule.steps import CollectiveOp
 from weft.timeline import Span
 
 Kind = Literal["compute", "send", "wait"]
-_SENDING = ("put", "copy", "store", "send", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+_SENDING = ("put", "copy", "store", "send", *get_args(CollectiveOp))
 
 
 def kind_of(span: Span) -> Kind:
