@@ -25,8 +25,8 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to the first item of row `row` of the matrix at `address`. It states the row's alignment, so that the
-    compiler loads 16 bytes at a time.
+    """Return a pointer to the first item of row `row` of the matrix at `address`. Tell the compiler the row's alignment, so
+    that it loads 16 bytes at a time.
     """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)

@@ -72,7 +72,7 @@ def push_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store `grad` `[samples, stride]` at the owners of its columns.
+    """Store the columns of `grad` `[samples, stride]` in the inboxes of the ranks that own them.
 
     pieces `[count_of_pieces, PIECE_FIELDS]`, each at most BLOCK columns wide. inboxes, signals `[WORLD]`: addresses of
     every rank's memory as mapped on this device; inboxes have the type DTYPE. first_sample: the number of this rank's

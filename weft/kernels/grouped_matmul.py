@@ -415,20 +415,26 @@ def grouped_matmul_kernel(
 ):  # fmt: skip
     """Run the multiplication that the module docstring describes.
 
-    The operands own `[own_rows, K]` (tokens), slots `[slots_rows, K]` (inbox), w `[E, K, N]` (W_TRANSPOSED: `[E, N,
-    K]`) and whole `[whole_rows, N]` (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots
-    (y, outbox) have N columns and whole (h) has K. With TMA these operands are tensor maps. The maps' boxes are
-    `[BLOCK_M, BLOCK_K]` for operands, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for w, and ragged `[BLOCK_M,
-    BLOCK_N // PARTS]` for results. Without TMA the operands are pointers, with strides in elements that are multiples
-    of ALIGN.
+    own, slots, w, whole: matrices of type DTYPE, with unit stride in the last dimension. With TMA they are tensor maps, else
+        pointers, with strides in elements that are multiples of ALIGN.
 
-    counts `[W, E]`, with row stride counts_stride, and splits `[W * E]` are int64. Negative counts mean that the group
-    has failed: y becomes NaN. y_address: the address of whole, or with BACK of own. slots_address: the address of
-    slots. ADDS (never with BACK): products are added to y. The launch covers sources `(rank + i) % W` for i in
-    `range(first_source, first_source + n_sources)`, and experts `range(first_expert, first_expert + n_experts)`.
-    SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS. MERGED (never
-    with ADDS): tiles have rows of all sources, and the launch covers all sources. partials `[programs, BLOCK_M,
-    BLOCK_N]`: fp32 scratch. arrived `[programs]`: zero between launches.
+        |       | without BACK                       | with BACK                          |
+        |-------|------------------------------------|------------------------------------|
+        | own   | this rank's tokens `[own_rows, K]` | the result y `[own_rows, N]`       |
+        | slots | the inbox `[slots_rows, K]`        | the outbox `[slots_rows, N]`       |
+        | whole | the result y `[whole_rows, N]`     | the rows h `[whole_rows, K]`       |
+        | w     | `[E, K, N]`, or with W_TRANSPOSED `[E, N, K]` | the same                |
+
+    Boxes of the tensor maps: `[BLOCK_M, BLOCK_K]` for rows to read, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for
+        w, and ragged `[BLOCK_M, BLOCK_N // PARTS]` for results.
+    counts `[W, E]`, with row stride counts_stride, and splits `[W * E]`: int64. Negative counts mean that the group has failed;
+        then y becomes NaN.
+    first_source, n_sources: the launch covers the sources `(rank + i) % W`, for n_sources numbers i from first_source on.
+        first_expert, n_experts: it covers n_experts experts from first_expert on.
+    y_address: the address of the result y. slots_address: the address of slots.
+    partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[programs]`: zero between launches.
+    ADDS: add products to y; never with BACK. MERGED: tiles have rows of all sources, and the launch covers all sources; never
+        with ADDS. SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS.
     """
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
     tl.static_assert(not (MERGED and ADDS), "tiles with rows of all sources cannot accumulate")

@@ -130,8 +130,8 @@ def _call(
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
     """Return the tables at `places`.
 
-    Random bits depend on the optimizer's seed and a table's index in its call. The index of a single table is always 0, so
-    then change the seed by `number`, to give each table different bits.
+    The random bits of stochastic rounding depend on the optimizer's seed and on a table's index in its call. The index of a
+    single table is always 0. So for a single table, change the seed by its `number`, to give each table different bits.
     """
     optimizer = tables.optimizer
     if len(places) == 1:

@@ -25,7 +25,7 @@ _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 class Membership(NamedTuple):
-    """A rank's place in a new group. part: distinguishes the new groups of one call."""
+    """This rank's number in a new group, and the group's size. part: a name that differs between groups of one call."""
 
     rank: int
     size: int
@@ -35,7 +35,10 @@ class Membership(NamedTuple):
 def gloo_of_its_own(
     comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Return one new group. See `gloo_groups`."""
+    """Return one new gloo group of ranks of `comm`. All ranks of `comm` must make this call.
+
+    rank, size, part: the fields of `Membership`. whom, deadline_s: as for `gloo_groups`.
+    """
     return gloo_groups(comm, whom, [Membership(rank, size, part)], deadline_s)[0]
 
 
@@ -44,9 +47,10 @@ def gloo_groups(
 ) -> list[dist.ProcessGroup]:
     """Return new gloo groups of ranks of `comm`. All ranks of `comm` must make this call.
 
-    memberships: the groups of this rank. All ranks list groups in one order. whom: a description of the groups' ranks, for
-        error texts. Raise `DeadlineError` on every rank if ranks cannot connect within
-        `deadline_s` (default: the deadline of set-up).
+    memberships: the new groups that contain this rank. All ranks must list groups in the same order. whom: a description of
+        the groups' ranks, for error texts.
+
+    Raise `DeadlineError` on every rank if ranks cannot connect within `deadline_s` (default: the deadline of set-up).
     """
     until_s = setup_deadline_s(deadline_s)
     name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]

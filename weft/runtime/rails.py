@@ -148,9 +148,10 @@ class Rails:
         return found, arrived
 
     def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
-        """Write the messages of step 2 to the other ranks of this rail. Return their sizes in bytes, by host.
+        """Write the messages to this rail's ranks on other hosts. A message has the payloads of this host's ranks, and the data
+        of `cargo`. Return the sizes of the messages in bytes, by host.
 
-        payloads: of this host's ranks. cargo: None to send no data. near: the memory of each rank of this host.
+        cargo: None to send no data. near: the memory of each rank of this host.
         """
         levels, head, at = self.levels, _joined(payloads), 0
         start = _ALIGNMENT + -(-len(head) // _ALIGNMENT) * _ALIGNMENT
@@ -208,7 +209,9 @@ class _Still:
 
 
 class _Gather(_Still):
-    """An all-gather: each rail exchanges its rows, and the ranks of a host read each other's results from shared memory."""
+    """An all-gather. The ranks with one index on their hosts, a rail, exchange their rows. Then the ranks of a host read each
+    other's results from shared memory.
+    """
 
     near_bytes = 0
 
@@ -315,8 +318,8 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce: each rail sums one part of the matrix over all hosts. The ranks of a host then read each other's parts
-    from shared memory.
+    """An all-reduce. Each rail, the ranks with one index on their hosts, sums one part of the matrix over all hosts. The ranks
+    of a host then read each other's parts from shared memory.
 
     A part is sent in two halves: ranks add the second half while the first half is in transit.
     """

@@ -65,7 +65,9 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text with the first step of this rank that needs memory of another host, and the fix; "" if there is none."""
+    """Return an error text with the first step of this rank that needs memory of another host, and the fix; "" if there is
+    no such step.
+    """
     if comm.all_mapped:
         return ""
     if comm.device.type != "cpu":
@@ -89,7 +91,9 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool
 
 
 def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool) -> tuple[Lane, Step, int] | None:
-    """Return the first step of `rank` that needs memory of another host, with its lane and the other rank."""
+    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank on another host; None if there
+    is no such step. hosts, signals: as for `needs_far`.
+    """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:
             for other in sorted(_touched(step, signals)):
@@ -99,7 +103,7 @@ def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: boo
 
 
 def _instead(step: Step, other: int) -> str:
-    """Return what a user can write instead of a step that needs memory of rank `other`."""
+    """Return the fix, for error texts, for a step that needs memory of rank `other` on another host."""
     if any(access.region.at == other and not access.writes for access in step.accesses()):
         return f"let rank {other} send it, with lane.send(src, dst)"
     if step.copies_by:

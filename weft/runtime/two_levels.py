@@ -125,7 +125,8 @@ class Call:
 
 
 class TwoLevels:
-    """Collectives in two levels on one communicator. It has shared memory of the rank's host, and gloo groups of its rail.
+    """Collectives in two levels on one communicator: within hosts by shared memory, and between hosts by gloo groups of rails.
+    A rail consists of the ranks with the same index on their hosts.
 
     per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
     """

@@ -54,8 +54,8 @@ class TwoWays:
     def takes_other(self, size: int, is_faster: bool = False) -> bool:
         """True if the next call of this size must use the second implementation.
 
-        is_faster: True if the caller knows that it is faster. Then use it without a measurement, unless it was ruled out.
-            Equal on all ranks.
+        is_faster: True if the second implementation is known to be faster. Then use it without a measurement, unless it was
+            ruled out. Equal on all ranks.
         """
         bucket = size.bit_length()
         if is_faster:

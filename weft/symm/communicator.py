@@ -143,8 +143,8 @@ class Communicator:
     def before_check(self, look: Callable[[], None]) -> None:
         """Register the method `look`, which every `check()` calls first, until the method's object is freed.
 
-        It is for objects that detect failures themselves, such as errors that kernels report. `look` then calls
-        `poison`.
+        An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its `look`
+        then calls `poison`.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 

@@ -105,8 +105,9 @@ def _meetings(schedule: Schedule) -> Schedule:
 
 
 def _with_messages(ranks: Sequence[Sequence[Lane]], hosts: Sequence[str]) -> list[tuple[Lane, ...]]:
-    """Return the lanes of all ranks with messages. A signal that is only awaited in the next run needs no message, because
-    a run begins on a rank when the previous run has ended on all ranks.
+    """Add to the lanes of all ranks the steps that send and receive messages. Return the new lanes, by rank.
+
+    A signal that is awaited only in the next run needs no message: a run begins when the previous run has ended on all ranks.
     """
     waits = [
         (rank, wait)

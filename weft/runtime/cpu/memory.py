@@ -81,7 +81,7 @@ class MemoryUser(Protocol):
 
 
 class Memory:
-    """The resources that all executors on `comm`, a communicator of CPU ranks, share."""
+    """The memory, counters and threads that all executors on `comm`, a communicator of CPU ranks, share."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

@@ -1,11 +1,12 @@
 """Messages between CPU ranks, by gloo: the sends of a schedule (`weft.schedule.messages`).
 
-A lane has a gloo group for each rank that it sends to, with only these two ranks. A message is a broadcast in this group. gloo's
-threads run it, so a wait for it can have a deadline. (A wait for a receive of gloo cannot: when it times out, gloo closes all
-connections of the group. And in a group with data in both directions, gloo may send in one direction after the other.)
+A lane that sends to a rank has a channel: a gloo group of only these two ranks, for this direction. A message is a broadcast
+in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. (A wait for a receive of gloo cannot:
+when it times out, gloo closes all connections of the group. And in a group with data in both directions, gloo may send in
+one direction after the other.)
 
-The receiver expects all messages of a run when the run begins: ranks have synchronised, and no lane reads memory of the
-previous run any more. So gloo never waits with a message until the receiver asks for it.
+When a run begins, ranks have synchronised, and no lane reads memory of the previous run any more. So the receiver begins to
+receive all messages of the run at once. A sender need not wait until the receiver is ready.
 
 Memory order. gloo's thread writes the rows and ends the broadcast. The receiving lane sees this end, then adds to the signal's
 counter with release order. A lane that has waited for the signal sees the rows.
@@ -44,7 +45,9 @@ _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 
 
 class Channels:
-    """The gloo groups of the channels of `comm`. They end with the communicator."""
+    """The gloo groups of the channels of `comm`, which the communicator frees when it closes. A channel is (sender, number of
+    its lane, receiver).
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -70,11 +73,15 @@ class Channels:
         _channels.pop(self.comm, None)
 
     def begin(self, channel: Channel, data: torch.Tensor) -> dist.Work:
-        """Begin to send `data`, which is contiguous, or to receive into it."""
+        """Begin a message on `channel`: send the contiguous tensor `data` if this rank is the sender, else receive into it."""
         return self.groups[channel].broadcast(data.view(-1).view(torch.uint8), 0)
 
     def finish(self, work: dist.Work, is_late: Callable[[], bool], text: str, *held: object) -> None:
-        """Wait for a message. is_late: returns True when the wait is too long. text: for the error."""
+        """Wait until a message has been sent or received. If the wait fails, make the group fail.
+
+        is_late: a function that returns True when the deadline has passed. text: the object of the wait, for error texts.
+        held: objects to keep alive after an error, because gloo's threads may still use them.
+        """
         try:
             while not _is_done(work, self.comm, text):
                 self.comm.check()
@@ -105,10 +112,12 @@ def channels_of(comm: Communicator) -> Channels:
 
 
 class Arrival:
-    """A message to this rank. Call it to wait for the message, after `begin`."""
+    """A message that this rank receives in each run. `begin` begins to receive it, and a call of this object waits for it."""
 
     def __init__(self, step: Receive, run: Run, target: torch.Tensor | None, counter: int) -> None:
-        """target: the place of the rows; None for a signal. counter: the address of the signal's counter, or 0."""
+        """target: the tensor for the received rows; None for a message that only carries a signal. counter: the address of the
+        signal's counter; 0 if the message carries no signal.
+        """
         self._run, self._target, self._counter, self._channels = run, target, counter, channels_of(run.comm)
         self._source, self._joined = step.source, step.joined
         self._channel = step.source, step.lane, run.comm.rank
@@ -117,7 +126,7 @@ class Arrival:
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Expect the message."""
+        """Begin to receive the message. Do nothing if another message carries this signal."""
         if not self._joined:
             target = self._target
             if target is None:
@@ -137,7 +146,7 @@ class Arrival:
             _core.signal_add(self._counter, 1)
 
     def abandon(self) -> None:
-        """Keep the memory of a message that may still arrive, after an error."""
+        """Keep the memory for the message until the process ends, because after an error it may still arrive."""
         if self._work is not None:
             leave(self._channels.groups, self._work, self._data)
 
@@ -166,9 +175,9 @@ def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, wh
 
 
 def _described(step: Send | Set, receiver: int) -> str:
-    """Return what the message carries to `receiver`, for error texts."""
+    """Return a text that describes the contents of a message to `receiver`: its rows or its signal."""
     return describe(step.dst, receiver) if isinstance(step, Send) else f"{step.signal}[{step.index}]"
 
 
 def _nothing() -> None:
-    """Do nothing: the previous message carries the signal."""
+    """Send nothing, because the previous message on the channel carries this signal."""

@@ -18,8 +18,9 @@ _BLOCK = 128
 class Agreeing:
     """The launcher of an `Agree` step (`weft.schedule.steps`).
 
-    expected: [W, counts], the counts that this rank expects from each rank. sent: [W * W, counts], the counts that ranks
-        have sent. differs_at: an address in pinned memory, where the kernel reports a rank whose counts differ.
+    expected: [W, counts], the counts that this rank expects from each rank. sent: [W * W, counts], a table [W, counts] from
+        each rank, of which row `row` is compared. differs_at: an address in pinned memory, where the kernel reports a rank
+        whose counts differ.
     width, item_bytes: the number of items of a received row, and the number of bytes of an item.
     """
 

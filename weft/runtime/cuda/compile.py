@@ -140,7 +140,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the stream operation that waits for `launch` can also write the mark of a run, for the watching thread.
+        """True if the stream operation with which `launch` waits can also write the mark of a run, which the thread that watches
+        deadlines reads.
 
         The launch must be the first of a copy lane, and wait for flags of the previous run only. For one of these flags,
         only copies may come between the wait and the clear of the flag.

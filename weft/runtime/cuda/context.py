@@ -125,7 +125,9 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address of the second number of `begun_word`."""
+        """The address of the second number of `begun_word`, in which a kernel reports a rank that sent a different number of
+        rows than expected.
+        """
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:

@@ -39,7 +39,7 @@ class Begun(Protocol):
     """A number that the rendezvous sends to all ranks."""
 
     def alone(self) -> Iterator[None]:
-        """Run the steps that must not wait for other ranks, and yield between them."""
+        """Run the steps that do not wait for other ranks, and yield between them. They compute, and begin to send."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
         """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not run,

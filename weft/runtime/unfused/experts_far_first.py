@@ -41,7 +41,9 @@ Cells: TypeAlias = np.ndarray[Any, Any]
 
 
 class FarFirst:
-    """Expert-parallel calls on `comm`, whose ranks are on several hosts. All ranks must construct it."""
+    """Dispatch and combine of experts' rows that send the rows for other hosts first. For a communicator of CPU ranks on several
+    hosts. All ranks must construct it.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -142,7 +144,10 @@ class FarFirst:
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
     def make_early(self, key: Hashable) -> None:
-        """Construct the exchanges that `early` returns, if calls with this key can use them. All ranks must make this call."""
+        """Construct the exchanges that `early` returns, if calls with this key can use them. All ranks must make this call.
+
+        key: as for `early`.
+        """
         if self._has_rails and key not in self._never_early and self.early(key) is None:
             try:
                 self._early = Early(self.comm, PIECES)

@@ -80,8 +80,8 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(sizes: Sizes) -> None:
-    """Remember a dispatch's `splits` and `received` together with their copy on the CPU, for `sizes_of` in the combine that
-    follows.
+    """Remember the copy on the CPU of a dispatch's `splits` and `received` (`all_to_all_matmul`), so that `sizes_of` finds it
+    in the combine that follows (`matmul_all_to_all`).
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
@@ -108,7 +108,8 @@ _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Remember a dispatch's number of tokens, so that the following combine need not read it from the device.
+    """Remember the number of tokens of a dispatch (`all_to_all_matmul`), so that the following combine
+    (`matmul_all_to_all`) need not read it from the device.
 
     splits: the dispatch's argument. tokens: the sum of `splits`.
     """

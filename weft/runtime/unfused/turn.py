@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The rendezvous before each collective of one operator and shape, for CPU ranks. A `Turn` runs a call by it. All ranks
-    must construct it.
+    """The rendezvous before each collective of one operator and shape, for CPU ranks. All ranks must construct it. A `Turn`
+    uses this object to run one call.
 
     what: the operator and shape, for error texts. details: further text that ranks compare. arguments: for error texts,
         the caller's name of each buffer.
@@ -54,7 +54,8 @@ class Turns:
 
     def reserve(self, nbytes: int) -> None:
         """Reserve memory for collectives of matrices of up to `nbytes` bytes whose data travel with a rendezvous
-        (`weft.runtime.rails`). All ranks must make this call. Without rails, or for larger matrices, do nothing.
+        (`weft.runtime.rails`). All ranks must make this call. Do nothing on one host, if the ranks form no rails, or if
+        `nbytes` is too large.
         """
         if self.rails is not None and nbytes <= MOST_BYTES:
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
