@@ -133,7 +133,7 @@ def test_an_entry_of_a_base_class_is_not_used(pool: Pool) -> None:
 
 
 def test_a_kernel_is_no_string() -> None:
-    with pytest.raises(ValueError, match=r"tiles of 'rotated': pass a kernel of weft\.schedule\.kernels"):
+    with pytest.raises(ValueError, match=r"tiles of 'rotated': the kernel must be a TileKernel"):
         turned(2, "rotated")  # type: ignore[arg-type]
 
 

@@ -137,8 +137,8 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("path", "new", "message"),
     [
-        ("weft_schedule", 2, "weft_schedule is 2, but it must be 1"),
-        ("weft_schedule", None, "weft_schedule is None, but it must be 1"),
+        ("weft_schedule", 2, "weft_schedule is 2, but must be 1"),
+        ("weft_schedule", None, "weft_schedule is None, but must be 1"),
         ("colour", 1, "schedule, a field of Schedule: 'colour' is not known; use one of name, world_size, buffers"),
         ("world_size", "3", "schedule.world_size: '3' is not of type int"),
         ("world_size", True, "schedule.world_size: True is not of type int"),

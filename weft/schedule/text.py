@@ -62,7 +62,9 @@ def from_json(text: str) -> Schedule:
     found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
-        raise UnreadableError(f"the schedule cannot be read: weft_schedule is {version!r}, but it must be {VERSION}")
+        raise UnreadableError(
+            f"the schedule cannot be read: its format version weft_schedule is {version!r}, but must be {VERSION}"
+        )
     schedule: Schedule = _read(Schedule, found, "schedule")
     check_sizes(schedule)
     return schedule

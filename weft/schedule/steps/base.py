@@ -303,4 +303,4 @@ def totals_of(item: Any) -> list[Total]:
 
 def differing(dtypes: Sequence[str]) -> Iterator[str]:
     if len(set(dtypes)) > 1:
-        yield f"dtypes differ: {', '.join(dtypes)}"
+        yield f"dtypes differ: {', '.join(dtypes)}; they must be equal"

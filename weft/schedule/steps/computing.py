@@ -104,7 +104,7 @@ class Compute(Step):
             if out != (m, n):
                 yield f"out has shape {list(out)}: for {m} rows of bags and {n} columns of tables it must be [{m}, {n}]"
         elif len(set(shapes)) > 1:
-            yield f"shapes differ: {shapes}"
+            yield f"shapes differ: {shapes}; they must be equal"
 
     def _wrong_scaling(self, shapes: list[tuple[Index, Index]], dtypes: list[str]) -> Iterator[str]:
         (m, k), (k2, n), *scales, out = shapes
@@ -172,7 +172,7 @@ class Reduce(Step):
         else:
             of_rows = {(part.rows, part.cols) for part in self.parts[1:]} - {(1, self.out.cols)}
             if len(shapes := of_rows | {(one.rows, one.cols) for one in (self.parts[0], self.out)}) > 1:
-                yield f"shapes differ: {sorted(map(str, shapes))}"
+                yield f"shapes differ: {sorted(map(str, shapes))}; they must be equal"
         if where.dtype(self.out) not in SUMMED:
             yield f"{where.dtype(self.out)} cannot be reduced: use one of {', '.join(SUMMED)}"
         if self.norm is not None:

@@ -60,7 +60,7 @@ class Copy(Step):
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
         if given != wanted:
-            yield f"src has shape {list(given)}, but dst has {list(wanted)}"
+            yield f"src has shape {list(given)}, but dst has {list(wanted)}: both must be equal"
         if self.accumulate and where.dtype(self.dst) not in SUMMED:
             yield f"{where.dtype(self.dst)} cannot be accumulated: use one of {', '.join(SUMMED)}"
 

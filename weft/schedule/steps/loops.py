@@ -80,7 +80,9 @@ class Tiles(_Repeated):
 
     def __post_init__(self) -> None:
         if not isinstance(self.kernel, TileKernel):
-            raise ValueError(f"tiles of {self.kernel!r}: pass a kernel of weft.schedule.kernels, or a new TileKernel")
+            raise ValueError(
+                f"tiles of {self.kernel!r}: the kernel must be a TileKernel, from weft.schedule.kernels or your own"
+            )
         for step in self.body:
             if not isinstance(step, Copy | Compute | Set):
                 raise ValueError(f"kernel {self.kernel.name}: tiles may only copy, compute and set, not {str(step)!r}")

@@ -38,7 +38,7 @@ class Set(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from _wrong_signal(self.signal, self.index, where)
         if not 0 <= cast(int, self.at) < len(where.buffers):
-            yield f"rank {self.at} does not exist"
+            yield f"rank {self.at} does not exist: use 0 to {len(where.buffers) - 1}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"set {self.signal}{at(self.at)}[{number(self.index)}]"
@@ -97,6 +97,6 @@ def _by_name(step: Set | Wait) -> None:
 
 def _wrong_signal(signal: str, index: Index, where: Declared) -> Iterator[str]:
     if (count := where.signals.get(signal)) is None:
-        yield f"signal {signal!r} does not exist"
+        yield f"signal {signal!r} does not exist: declare it with Draft.signals"
     elif not 0 <= cast(int, index) < count:
-        yield f"index {index} is out of range: {signal} has {count} signals"
+        yield f"index {index} is out of range: {signal} has {count} signals, numbered from 0"

@@ -110,7 +110,10 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
     for events in meetings.values():
         first = next(iter(events.values()))
         if len(events) < schedule.world_size:
-            yield f"only ranks {list(events)} of {schedule.world_size} call this collective", first
+            yield (
+                f"only ranks {list(events)} of {schedule.world_size} call this collective: all ranks must call it",
+                first,
+            )
         elif fault := disagreement([cast(Collective, ranks[e.rank][e.lane].steps[e.step]) for e in events.values()]):
             yield fault, first
 
@@ -119,9 +122,9 @@ def _misplaced(where: Declared, access: Access) -> Iterator[str]:
     region, buffers = access.region, where.buffers
     at = cast(int, region.at)
     if not 0 <= at < len(buffers):
-        yield f"{describe(region, where.rank)}: rank {at} does not exist"
+        yield f"{describe(region, where.rank)}: rank {at} does not exist: use 0 to {len(buffers) - 1}"
     elif region.buffer not in buffers[at]:
-        yield f"buffer {region.buffer!r} does not exist"
+        yield f"buffer {region.buffer!r} does not exist: declare it with Draft.buffer"
     else:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
@@ -133,4 +136,4 @@ def _misplaced(where: Declared, access: Access) -> Iterator[str]:
                 f"it is {buffer.role}"
             )
         if access.writes and buffer.role == "input":
-            yield f"{describe(region, where.rank)} is written, but {region.buffer} is an input"
+            yield f"{describe(region, where.rank)} is written, but {region.buffer} is an input: write to a buffer with another role"
