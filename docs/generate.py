@@ -142,6 +142,8 @@ def _is_method(value: Any) -> bool:
 
 def _doc(value: Any) -> str:
     """Return the value's own docstring, not an inherited one. For a dataclass without a docstring, return its field names."""
+    if inspect.isbuiltin(value):
+        return ""  # a bound method of a built-in class: its docstring describes the class's method, not weft's name
     of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     text = inspect.cleandoc(of.__doc__ or "")
     if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):

@@ -31,6 +31,8 @@ from weft.hw.quantity import BANDWIDTHS, BYTES, RATES, SOURCES, TIMES, UNITS, Qu
 
 @dataclass(frozen=True)
 class Machine:
+    """The numbers of a GPU and of its links, by key, such as "lanes.run", with units and sources."""
+
     name: str
     quantities: Mapping[str, Quantity]
     topology: str = ""

@@ -23,6 +23,8 @@ SOURCES = ("measured", "datasheet", "paper", "derived", "assumed")
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
+    """A number of a machine, with its unit and its source, such as "datasheet" or "assumed"."""
+
     value: float
     unit: str
     source: str

@@ -38,7 +38,8 @@ _CUBES = (8192, 4096, 2048, 1024, 512, 256)
 
 
 class Measure(Protocol):
-    """The timers of a device. All ranks call the same methods in the same order, and get the slowest rank's results.
+    """The measurements that `calibrate` needs from a device. All ranks call the same methods in the same order, and get the
+    slowest rank's results.
 
     Unless a method says otherwise, times are in microseconds, for work that is queued back to back on warm devices.
     """
@@ -94,7 +95,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured numbers. `apply` inserts them into a model."""
+    """The numbers that `calibrate` has measured on a machine. `apply` inserts them into a model."""
 
     machine: str
     world_size: int

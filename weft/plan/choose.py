@@ -68,6 +68,8 @@ class NoOverlapWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Choice:
+    """The planner's choice of a schedule for `problem` in `mode`, with its reason and the results of all candidates."""
+
     problem: Problem
     mode: Mode
     candidate: Candidate

@@ -40,6 +40,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The simulated times of the schedules of an operator on one machine, with a lower bound of the time."""
+
     problem: Problem
     machine: Machine
     model: Model = field(repr=False)

@@ -61,6 +61,8 @@ ranks.
 
 @dataclass(frozen=True)
 class Explanation:
+    """The planner's choice, with the machine and the heuristic's pick. As text it is what `explain` prints."""
+
     choice: Choice
     machine: Machine
     notes: tuple[str, ...]
