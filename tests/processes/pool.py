@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,6 +56,34 @@ def wait_for_failure(comm: Communicator) -> None:
             comm.check()
             time.sleep(0.01)
         raise AssertionError("the group did not fail")
+
+
+def misbehave(doing: str, comm: Communicator) -> None:
+    """Raise, interrupt this rank with Ctrl-C, kill it or leave the group. Else wait until the others have given up."""
+    if doing == "raise":
+        raise ArithmeticError("on purpose")
+    if doing == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if doing == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if doing == "leave":
+        comm.close()
+    else:
+        wait_for_failure(comm)
+
+
+def failure_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the type and the text of the error that `call` raises, or two empty strings. The rank takes Ctrl-C, which
+    ranks of a pool ignore.
+    """
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    return "", ""
 
 
 class CallingRecorder:

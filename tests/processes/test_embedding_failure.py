@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
-from pool import assert_deadline, assert_left, wait_for_failure
+from pool import assert_deadline, assert_left, failure_of, misbehave, wait_for_failure
 from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
 
@@ -79,9 +79,7 @@ def stuck(group, p, options, doing):
     native = cpu.run_native
 
     def run_native(*args: Any, **kwargs: Any) -> Any:
-        if doing == "raise":
-            raise ArithmeticError("on purpose")
-        wait_for_failure(symm.communicator(own, "cpu"))
+        misbehave(doing, symm.communicator(own, "cpu"))
         dist.barrier(group)  # a rank that has not given up yet would still use data that arrive later
         return native(*args, **kwargs)
 
@@ -89,13 +87,8 @@ def stuck(group, p, options, doing):
         cpu.run_native = run_native
     # A rank that raises notifies the others; a rank that hangs does not, and they wait until the deadline.
     deadline_s = 0.5 if doing == "hang" else 30.0
-    error = ("", "")
-    try:
-        ranks.call(own, p, deadline_s=deadline_s, **options)
-    except Exception as raised:
-        error = type(raised).__name__, str(raised)
-    finally:
-        cpu.run_native = native
+    error = failure_of(lambda: ranks.call(own, p, deadline_s=deadline_s, **options))
+    cpu.run_native = native
     if doing == "hang" and group.rank() != BAD_RANK:
         dist.barrier(group)
     return error, *then(own, p, options)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import assert_deadline, assert_over, wait_for_failure
+from pool import assert_deadline, assert_over, failure_of, misbehave, wait_for_failure
 from support.on_ranks import error_of, own_group
 
 import weft
@@ -333,24 +333,12 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
     native = collectives.all_gather_single
 
     def instead(*_: Any, **__: Any) -> None:
-        if doing == "raise":
-            raise ArithmeticError("on purpose")
-        if doing == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
-        wait_for_failure(symm.communicator(own, "cpu"))
+        misbehave(doing, symm.communicator(own, "cpu"))
 
-    ignored = signal.getsignal(signal.SIGINT)
     if group.rank() == BAD_RANK:
         collectives.all_gather_single = instead
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    error = "", ""
-    try:
-        call(own, "all_gather_matmul", deadline_s=0.5 if doing == "hang" else LONG_S)
-    except (Exception, KeyboardInterrupt) as raised:
-        error = type(raised).__name__, str(raised)
-    finally:
-        collectives.all_gather_single = native
-        signal.signal(signal.SIGINT, ignored)
+    error = failure_of(lambda: call(own, "all_gather_matmul", deadline_s=0.5 if doing == "hang" else LONG_S))
+    collectives.all_gather_single = native
     return error, again(own, "all_gather_matmul")
 
 

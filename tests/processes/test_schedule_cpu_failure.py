@@ -16,7 +16,7 @@ import time
 import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
-from pool import assert_deadline, assert_left, assert_over, wait_for_failure
+from pool import assert_deadline, assert_left, assert_over, failure_of, misbehave, wait_for_failure
 from schedule_cpu_ranks import assert_right, build, comm_of, tensors_of
 from support.on_ranks import error_of, own_group
 
@@ -76,26 +76,9 @@ def stuck(group, builder, step, doing):
     executor = CpuSchedule(build(THREE, builder), comm)
     ranks.run_once(executor, tensors, BAD_RANK)
 
-    def fail() -> None:
-        if doing == "raise":
-            raise ArithmeticError("on purpose")
-        if doing == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
-        if doing == "leave":
-            comm.close()
-        else:
-            wait_for_failure(comm)
-
     if group.rank() == BAD_RANK:
-        ranks.intercept(executor, step, before=fail)
-        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-    error = "", ""
-    try:
-        executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S)
-    except (Exception, KeyboardInterrupt) as raised:
-        error = type(raised).__name__, str(raised)
-    if group.rank() == BAD_RANK:
-        signal.signal(signal.SIGINT, ignored)
+        ranks.intercept(executor, step, before=lambda: misbehave(doing, comm))
+    error = failure_of(lambda: executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S))
     return error, again(group, executor, tensors)
 
 

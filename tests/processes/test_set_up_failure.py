@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import wait_for_failure
+from pool import failure_of, wait_for_failure
 from support import made_up
 from support.on_ranks import error_of
 
@@ -37,14 +36,6 @@ def call(group: dist.ProcessGroup, width: int = 3, **options: Any) -> torch.Tens
     return weft.all_gather_matmul(x, [w], 0, group, deadline_s=LONG_S, **options)[1][0]
 
 
-def failure_of(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except BaseException as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
-
-
 def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
     """Interrupt rank 1 with Ctrl-C while it waits for the others in a set-up exchange. They arrive after rank 1 has
     handled it; then all try again.
@@ -62,7 +53,6 @@ def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
 
     comm.all_gather_files = gather  # type: ignore[method-assign]
     if group.rank() == BAD_RANK:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def ctrl_c() -> None:
             waiting.wait()
