@@ -159,6 +159,7 @@ class GatherVariants(TorchVariants):
         def call(which: int) -> torch.Tensor:
             main = torch.cuda.current_stream()
             if which not in ready:
+                ready.clear()  # gathered for another call; its place may be overwritten before such a call
                 gather(which)
             place, gathered = ready.pop(which)
             gather((which + 1) % self.input_sets)
