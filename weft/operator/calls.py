@@ -35,6 +35,7 @@ from weft.operator.spec import Operator
 from weft.operator.together import agree, interrupted, together
 from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
+from weft.runtime.meeting import UNKNOWN, in_backward, published_on
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import group_of
@@ -312,6 +313,7 @@ class _Function(torch.autograd.Function):
         inputs = op.inputs(prepared.p, call)
         results = prepared(call, deadline_s, timeline, inputs)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
+        ctx.number = published_on(prepared.group) if prepared.device.type == "cpu" else UNKNOWN
         ctx.flops = flops_of(op, call, results) if is_counter_there() else None
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
         ctx.beside = op.beside(call, prepared.group, saved, inputs)
@@ -334,7 +336,7 @@ def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tens
     of_call = prepared.op, prepared.group, prepared.device, lambda: (prepared, ctx.beside)
 
     def made() -> list[torch.Tensor | None]:
-        return gradients_of_call(*of_call, saved, list(grads), wanted, ctx.deadline_s)
+        return gradients_of_call(*of_call, saved, list(grads), wanted, ctx.deadline_s, ctx.number)
 
     counts = ctx.flops is not None and is_in_torch_dispatch_mode()
     return (None, None, None, None, *(counted(ctx.flops, wanted, made) if counts else made()))
@@ -343,6 +345,7 @@ def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tens
 def gradients_of_call(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
+    number: int = UNKNOWN,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Compute the gradients of a call: one for each entry of `wanted`, or None.
 
@@ -351,10 +354,11 @@ def gradients_of_call(
     found: a function that returns the compiled operator, and the object that `Operator.beside` returned for the call.
         Peers are notified if it raises.
     saved, grads: the tensors of `Operator.saved`, and the gradients of the results.
+    number: the number of rendezvous after the forward call (`weft.runtime.meeting.Meeting.forward`).
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
-            return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s)
+            return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s, number)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
         for tensor in saved:
@@ -362,7 +366,10 @@ def gradients_of_call(
                 check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)
         prepared, beside = found()
         prepared.begin_backward()
-        made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
+        # Embeddings compare more in backward (`weft.runtime.embedding_backward`). GPU ranks do not synchronise.
+        comm = prepared.comm if device.type == "cpu" and not op.has_executors else None
+        with in_backward(comm, number):
+            made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(
                 f"{op.name}.gradients returns {len(made)} gradients, but a call has {len(wanted)} tensors: return "

@@ -6,6 +6,7 @@ ranks are known to make the same call (`weft.runtime.unfused.begun` has the exce
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
+    backwards differ          the same, if ranks run backward of different forward calls
     a rank does not arrive    `DeadlineError` or `PeerLostError`. The group fails
 
 All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every
@@ -16,6 +17,7 @@ GPU ranks do not synchronise, because a rendezvous would take longer than the ca
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import struct
@@ -41,8 +43,12 @@ _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may publish for its peers
 _NOTHING = bytes(_EXTRA)
+_FORWARD = struct.Struct("<q")  # `Meeting.forward`
+_FORWARD_AT = 1 + _EXTRA
+UNKNOWN = -1
+"""The number of a forward call that torch.compile or a dispatch mode has made. It matches every number in backward."""
 _LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which ranks compare with the call
-_LAYERS_AT = 1 + _EXTRA
+_LAYERS_AT = _FORWARD_AT + _FORWARD.size
 _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 _DIGEST = 16
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
@@ -87,6 +93,10 @@ class Meeting:
         self.calls = 0  # number of calls that this rank has published
         self.refused = 0  # number of calls that any rank has refused, the same on all ranks
         self.schedules = 0  # number of schedules made for this group
+        self.forward = 0
+        """In backward: the number that `calls` had after the forward call, or `UNKNOWN`. 0 outside of backward. Ranks compare
+        it, because two calls of the same shape have equal topics.
+        """
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
         self.rails = rails_for(comm, _BYTES)
@@ -111,9 +121,11 @@ class Meeting:
         meanwhile: work that needs no other rank, in short steps. With `rails`, it is complete on return; otherwise it is
             not begun.
 
-        Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ.
+        Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
+        of different calls.
         """
         noted = self._layers.take()
+        forward = _FORWARD.pack(self.forward)
         of_topic = topic.compared
         if cargo is not None:  # ranks must expect the same data
             about = f"{type(cargo).__name__} {cargo.far_bytes}".encode()
@@ -121,9 +133,11 @@ class Meeting:
         compared = _LAYERS.pack(*noted.records) + of_topic
 
         def agree(payloads: list[bytes]) -> bool:
-            return all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
+            is_equal = all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
+            return is_equal and _one_forward(payloads, forward)
 
-        payloads, data = self._publish(_CALL + extra + compared, topic.text, deadline_s, agree, cargo, meanwhile)
+        payload = _CALL + extra + forward + compared
+        payloads, data = self._publish(payload, topic.text, deadline_s, agree, cargo, meanwhile)
         if refusals := _refusals(payloads):
             self.refused += 1
             raise RefusedError(refusals)
@@ -132,9 +146,12 @@ class Meeting:
                 self._end(payloads, topic)
             if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
                 self._end_layers(noted)
+        if not _one_forward(payloads, forward):
+            whose = by_rank((rank, _backward_of(number)) for rank, number in enumerate(map(_forward_of, payloads)))
+            self.disagree(f"ranks run {topic.text} in backward of different calls, or in forward: {whose}")
         if cargo is not None:
             cargo.unpack(data)
-        return [payload[1:_LAYERS_AT] for payload in payloads]
+        return [payload[1:_FORWARD_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse it."""
@@ -204,6 +221,28 @@ class Meeting:
         )
 
 
+def _forward_of(payload: bytes) -> int:
+    return int(_FORWARD.unpack_from(payload, _FORWARD_AT)[0])
+
+
+def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
+    """True unless ranks run backward of different calls, or some ranks run forward. mine: this rank's packed number."""
+    if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
+        return True
+    numbers = set(map(_forward_of, payloads))
+    return 0 not in numbers and len(numbers - {UNKNOWN}) == 1
+
+
+def _backward_of(number: int) -> str:
+    return (
+        "forward"
+        if number == 0
+        else "backward of a compiled call"
+        if number == UNKNOWN
+        else f"backward of call {number}"
+    )
+
+
 def _refusals(payloads: list[bytes]) -> str:
     return by_rank(
         (rank, payload[_AT:].decode(errors="replace"))
@@ -254,6 +293,23 @@ _meetings: dict[Communicator, Meeting] = {}
 def meeting_of(comm: Communicator) -> Meeting:
     """Return the rendezvous of a communicator. All ranks must make the first call together."""
     return of_communicator(_meetings, comm, Meeting)
+
+
+@contextlib.contextmanager
+def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
+    """Inside this context, ranks compare at each rendezvous on `comm` the forward call whose backward they run.
+
+    comm: None if ranks do not synchronise. forward: see `Meeting.forward`.
+    """
+    if comm is None:
+        yield
+        return
+    meeting = meeting_of(comm)
+    before, meeting.forward = meeting.forward, forward
+    try:
+        yield
+    finally:
+        meeting.forward = before
 
 
 def published_on(group: dist.ProcessGroup) -> int:
