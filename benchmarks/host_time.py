@@ -96,8 +96,9 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
 
 
 def _products(world: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
-    """Return operators that start with a GEMM: weft's choice, weft's serial schedule, and by hand. 50 inputs have distinct
-    addresses."""
+    """Return {name: call} of GEMMs with a collective: with weft's choice, with weft's serial schedule, and by hand. Calls
+    cycle through 50 inputs at different addresses.
+    """
     group, (m, n, k) = dist.group.WORLD, (512, 1024, 1024)
     xs = [torch.randn(m, k // world, device=device).to(dtype) for _ in range(BATCHES)]
     shards = [torch.randn(m // world, k, device=device).to(dtype) for _ in range(BATCHES)]

@@ -171,7 +171,7 @@ class Training:
 
 
 def batch_of(content: torch.Tensor, step: int, arguments: argparse.Namespace) -> torch.Tensor:
-    """Return random places of the text, the same on all ranks: [B, S + 1] bytes."""
+    """Return B random excerpts of the text, the same on all ranks: [B, S + 1] bytes."""
     random = torch.Generator().manual_seed(step)
     starts = torch.randint(len(content) - arguments.length, (arguments.batch, 1), generator=random)
     return content[starts + torch.arange(arguments.length + 1)].long()

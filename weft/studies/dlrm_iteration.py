@@ -1,8 +1,8 @@
 """A training iteration of a DLRM as a graph of tasks on a GPU and a network, with and without fused embedding + all-to-all.
 
-    forward    embedding, all-to-all | bottom MLP, interaction, top MLP
-    backward   top MLP, interaction, all-to-all of gradients | bottom MLP, update of the embedding
-               all-reduce of the MLPs' gradients, concurrent with the next tasks
+    forward    GPU: embedding, bottom MLP, interaction, top MLP. Network: all-to-all of pooled vectors, before the interaction
+    backward   GPU: top MLP, interaction, bottom MLP, update of the embedding. Network: all-to-all of gradients, between the
+               interaction and the update; all-reduce of the MLPs' gradients, after the bottom MLP
 
 All ranks run the same tasks. A resource runs one task at a time, in the order in which tasks become ready. In the baseline, the
 forward all-to-all starts after the embedding. In the fused kernel, the all-to-all starts with the embedding, and ends at least one
@@ -169,5 +169,7 @@ def _sizes(numbers: Numbers) -> tuple[int, int]:
 
 
 def _hops(size: int) -> int:
-    """Return the total hops from a node of a ring to all other nodes, each along the shorter direction."""
+    """Return the number of hops from a node of a ring to another node along the shorter direction, summed over all other
+    nodes.
+    """
     return sum(min(distance, size - distance) for distance in range(size))

@@ -302,7 +302,7 @@ def _trend(
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
-    """Return the verdict on the claim that, in each (GEMM, variant, variant), the first variant loses less than the second."""
+    """Return the claim that in each (GEMM, variant a, variant b) of `pairs`, variant a loses less than variant b."""
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
     if not known:

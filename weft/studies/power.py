@@ -26,7 +26,7 @@ _ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone",
 
 
 class PowerRow(NamedTuple):
-    """A call of operator `op`.
+    """The power and the traffic of a call of operator `op`.
 
     schedule: the schedule that ran; None for calls alone. computed_bytes: None if weft cannot compute it.
     """
