@@ -1,9 +1,9 @@
 """The share of table rows that a cache supplies to a pooling kernel, if the distribution of ids is known.
 
-A cache holds the rows that were read in the last T samples. Consider a row that a sample reads n p times on average: a
-bag has n rows, and each of them is this row with probability p. The row is in the cache with probability 1 - exp(-n p
-T). The same share of the row's bytes occupies the cache. T is the number of samples after which the cache is full: of
-rows, and of bytes that pass through it once (ids, offsets, pooled vectors).
+A cache holds the rows that were read in the last T samples. Consider one row. A bag has n rows, and each of them is
+this row with probability p. So a sample reads the row n p times on average, and the row is in the cache with
+probability 1 - exp(-n p T). The same share of the row's bytes occupies the cache. T is the number of samples that fill
+the cache, with rows, and with bytes that pass through it once (ids, offsets, pooled vectors).
 
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)

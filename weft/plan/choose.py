@@ -300,9 +300,9 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    False if an error of `CLEARLY_US` in the prediction would be more than the fraction `SPARED` of serial's time. If
-    weft's kernels compute the GEMMs of `row`, the error may be larger. Then serial's CPU time must also be more than
-    half of its device time.
+    A prediction may be wrong by `CLEARLY_US`. So return False if `CLEARLY_US` is more than the fraction `SPARED` of
+    serial's time. If weft's kernels compute the GEMMs of `row`, the error may be larger. Then serial's CPU time must
+    also be more than half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None

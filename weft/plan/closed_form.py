@@ -11,7 +11,8 @@ A rank sends the pieces of its shard one after the other, so piece s has arrived
 Until the last piece has arrived, steps take `slowdown` times as long, because copies use the same resources. All
 numbers are from the machine file; none is fitted to schedules or GEMMs.
 
-The formulas do not include the memory bandwidth that copies and GEMMs share, or the credits between calls. On eight
+The formulas do not include the memory bandwidth that copies and GEMMs share, or the signals by which ranks free buffers
+between calls. On eight
 MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by less.
 docs/studies/ficco.md compares the choices.
 

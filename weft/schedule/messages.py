@@ -11,8 +11,8 @@ to one rank arrive in order, so a signal arrives after the rows that were sent b
 mapped are always messages.
 
 `verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and the
-`Receive` waits for. So a read of received rows needs a signal that was sent behind the rows: a signal by another lane, or by way
-of a third rank, may arrive before them.
+`Receive` waits for. So before a rank reads received rows, it must wait for a signal that the same lane sent after the rows. A
+signal of another lane, or a signal that a third rank passes on, may arrive before the rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _NAME = "messages of lane "  # the names of the counters of messages
 class Post(Step):
     """The sender's part of a message: rows, or a signal.
 
-    to: the receiver. lane: the number of the sender's lane. number: the number of the message, among those of the lane to
-    this receiver. joined: True for a signal that directly follows another message to the same receiver. It needs no
-    message of its own.
+    to: the receiver.
+    lane: the number of the sender's lane.
+    number: the index of the message among all messages of this lane to this receiver.
+    joined: True for a signal that directly follows another message to the same receiver. It is sent with that message.
     """
 
     step: Send | Set
@@ -99,10 +100,10 @@ def with_messages(
     is_far: Callable[[int, int], bool] = lambda source, to: False,
     awaited: Collection[CounterId] | None = None,
 ) -> list[tuple[Lane, ...]]:
-    """Return the evaluated lanes of each rank with messages in place of sends. The lanes that receive follow the others.
+    """Return the evaluated lanes of each rank, with messages in place of sends. The lanes that receive are last.
 
-    is_far: is_far(a, b) is True if rank a cannot access memory of rank b. awaited: counters. Signals of other counters
-        need no message and are left out. None: all counters.
+    is_far: a function that returns True for (a, b) if rank a cannot access memory of rank b.
+    awaited: the counters whose sets need a message. Sets of other counters are omitted. None: all counters.
     """
     received: dict[int, list[Lane]] = defaultdict(list)
     sending = []

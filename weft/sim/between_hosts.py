@@ -173,7 +173,8 @@ class Measured:
     def network(self) -> HostNetwork | None:
         """Return the slowest of these rates as a `HostNetwork`; None if no link is known.
 
-        An unknown rate is replaced by another rate.
+        The rate of an all-to-all, if unknown, is that of the slowest link. An unknown rate of copies is infinite. An
+        unknown rate of copies into new memory is that of other copies.
         """
         if not self.links:
             return None

@@ -29,8 +29,8 @@ class Shape:
     """A registered topology. Its name is the name of the builder.
 
     keys: the keys of the builder's numbers, in the order of its arguments.
-    sizes: the meanings of the sizes in a name such as `torus:16x8`. The product of the sizes is the number of ranks. If
-        a meaning is one of `keys`, the name gives that key's number.
+    sizes: the meaning of each size in a name such as `torus:16x8`. The product of the sizes is the number of ranks. A
+        meaning may be one of `keys`: then the size is the number for this key.
     given: the numbers of a topology that is given by name, without a file.
     """
 

@@ -10,12 +10,12 @@ Step a happens before step b if b cannot begin without a. A step begins when the
 The ancestors of a step are the step itself and all steps that happen before it:
 
     ancestors(step) = {step} + ancestors(previous step of the lane)
-                      + if the step waits for T of the n sets of a counter: the steps that are ancestors of at least n - T + 1 sets
+                      + if the step waits for T of the n sets of a counter: the steps without which fewer than T sets can happen.
+                        These are the ancestors of at least n - T + 1 of the sets
                       + if it is a collective: the ancestors of the collective on all ranks
 
-(If a step is an ancestor of n - T + 1 sets, only T - 1 sets can happen without it.) The solution is the greatest fixed
-point: the computation starts with all steps as ancestors, and applies the equation, which removes steps, until nothing
-changes. A set of steps is a Python integer with a bit for each step.
+The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,
+which removes steps, until nothing changes. A set of steps is a Python integer with a bit for each step.
 """
 
 from __future__ import annotations
