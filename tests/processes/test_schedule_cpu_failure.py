@@ -88,9 +88,9 @@ def stuck(group, builder, step, doing):
         (
             "shard",
             "copy x_shard -> box@2",
-            r"rank [02] waited 0.5 s for arrived\[1\] of shard from rank 1 .*: wanted 2, found 1",
+            r"rank [02] waited 0.5 s for signal arrived\[1\] of schedule shard from rank 1 .*: wanted 2, found 1",
         ),
-        ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 0.5 s for all_gather of serial"),
+        ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 0.5 s for all_gather of schedule serial"),
     ],
 )
 def test_a_rank_that_hangs_in_a_run(pool: Pool, builder: str, step: str, text: str) -> None:

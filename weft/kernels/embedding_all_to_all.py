@@ -174,18 +174,20 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
-    slots `[n, SLOT_FIELDS]`, values `[n_values]`, offsets `[keys * batch + 1]` (int32 or int64). timeline `[n_units +
-    programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its peers. units
-    `[units_per_sample, UNIT_FIELDS]`. is_even: 1 if the first `batch % WORLD` ranks have `batch // WORLD + 1` samples,
-    and the others `batch // WORLD`. batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if
-    is_even. first_sample: the sample with which work begins. flags_before, flags_total_per_sample: the slices of a
-    sample from lower ranks, and from all ranks. out_addresses, signal_addresses, flag_addresses `[WORLD]`: every rank's
-    memory as mapped on this device. staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`. record `[RECORD_WORDS]`:
-    pinned memory.
+    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a sample.
+    values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64.
+    timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its peers.
+    is_even: 1 if the first `batch % WORLD` ranks have `batch // WORLD + 1` samples, and the others `batch // WORLD`.
+    batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if is_even. first_sample: the sample with
+        which work begins.
+    flags_before, flags_total_per_sample: the number of slices of a sample from lower ranks, and from all ranks.
+    out_addresses, signal_addresses, flag_addresses `[WORLD]`: every rank's memory as mapped on this device. out_slot,
+        out_slot_bytes: the index of this rank's output buffer, and the size of each buffer.
+    staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`: local device memory. record `[RECORD_WORDS]`: pinned memory.
 
-    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs. If several launches form one call,
-        ENTER is off except in the first, and EXIT is off except in the last. WAIT is off if one process runs all ranks
-        one after the other.
+    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs.
+    ENTER, EXIT: if several launches form one call, ENTER is on only in the first, and EXIT only in the last.
+    WAIT: off if one process runs all ranks one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

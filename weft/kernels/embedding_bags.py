@@ -52,9 +52,9 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag in `values`, and the number of bags whose bounds were wrong.
+    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the new value of `cut`.
 
-    Bounds outside of `values` are clamped. If this clamps the bag's bounds, `cut` is increased by 1.
+    cut: the number of bags so far whose bounds were outside of `values`.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample

@@ -16,7 +16,7 @@ _OF_GRAPHS: list[torch.Tensor] = []
 def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`. If a CUDA graph is being captured, also keep the tensor until the process ends.
 
-    Every replay of the graph reads the tensor. Use it for small tensors that a cache may drop before.
+    Use it for a small tensor that the graph reads in every replay, but that a cache may drop.
     """
     if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
         _OF_GRAPHS.append(tensor)

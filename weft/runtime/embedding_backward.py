@@ -83,7 +83,7 @@ def gradients(
 
 
 def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype`; by default `dtype`, theirs."""
+    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype`, or else `dtype`, their own dtype."""
     wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
@@ -216,8 +216,8 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor that reduces the norm of all ranks' gradients to `clip_norm`, or 1, as float64 []. All ranks must
-    make this call.
+    """Return the factor, at most 1, with which the norm of all ranks' gradients is at most `clip_norm`, as float64 []. All
+    ranks must make this call.
 
     squares: the sum of squares of this rank's gradients. The sums of all ranks are added in the order of ranks. As in
         `torch.nn.utils.clip_grad_norm_`, the factor is NaN if a gradient is NaN.

@@ -183,7 +183,7 @@ class Rails:
             finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
-        """Return memory for a second message of `nbytes` to each other host: one tensor for each other host, in order."""
+        """Return memory for a second message of `nbytes` to each other host, as a list of tensors in the order of hosts."""
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:

@@ -44,8 +44,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
-    Set-up steps are waits such as `all_gather` and `allocate`. If ranks compile or measure between two steps, the wait
-    for a slow rank takes longer: then pass `weft.env.deadline_s()`.
+    Set-up waits are those of `all_gather` and `allocate`. If ranks compile or measure between two such waits, they also wait
+    for the slowest rank's compilation. Then pass `weft.env.deadline_s()`, the default deadline of calls.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -276,7 +276,7 @@ class Communicator:
     def all_gather_files(
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
-        """Like `all_gather`, but each rank may also send a file descriptor. Return (object, descriptor), by rank. The
+        """Run `all_gather`, in which each rank may also send a file descriptor. Return (object, descriptor), by rank. The
         caller must close the descriptors of peers.
         """
         deadline_s = setup_deadline_s(deadline_s)

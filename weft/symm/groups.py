@@ -116,7 +116,7 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
 def backend_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device type that the group's backend uses: cuda for NCCL, cpu for other backends.
 
-    A refusal of a call reaches the peers through the communicator of one device type. This is the type if the call's
-    tensors do not determine it.
+    If the tensors of a bad call do not determine a device type, the communicator of this type sends the refusal to the
+    peers.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -43,7 +43,7 @@ _MANY = 4  # pieces of large transfers
 class FarFirst:
     """The implementation of embedding_all_to_all that sends the samples of other hosts first.
 
-    plan: of the calls. alone: a plan with only this rank's tables; None if this rank has no tables.
+    plan: the plan of the calls. alone: a plan with only this rank's tables; None if this rank has no tables.
 
     Benchmarks set two attributes. pinned_pieces: the number of pieces; by default 2 or 4. far_last: True to pool the
         samples of this host first.

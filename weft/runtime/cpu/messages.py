@@ -137,7 +137,7 @@ class Arrival:
     def __call__(self) -> None:
         work, data, run, target = self._work, self._data, self._run, self._target
         if work is not None:
-            text = f"{run.deadline_s:g} s for {self._what} of {run.name} from {run.comm.name(self._source)}"
+            text = f"{run.deadline_s:g} s for {self._what} of schedule {run.name} from {run.comm.name(self._source)}"
             self._channels.finish(work, partial(run.is_late, self._source), text, data, run.tensors)
             if target is not None and data is not target:
                 target.copy_(cast(torch.Tensor, data))
@@ -169,7 +169,7 @@ def _post(step: Post, places: Places, rows: tuple[int, ...]) -> Callable[[], obj
 
 def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, what: str) -> None:
     until, data = time.monotonic() + run.deadline_s, data.contiguous()
-    text = f"{run.deadline_s:g} s to send {what} of {run.name} to {run.comm.name(channel[2])}"
+    text = f"{run.deadline_s:g} s to send {what} of schedule {run.name} to {run.comm.name(channel[2])}"
     work = channels.begin(channel, data)
     channels.finish(work, lambda: time.monotonic() >= until, text, data, run.tensors)
 

@@ -193,12 +193,12 @@ class Program:
                     self._made[given.name] = made
 
     def expect(self) -> None:
-        """Expect the messages of a run, which has begun on all ranks."""
+        """Begin to receive the messages of a run, which has begun on all ranks."""
         for bound in self.receives:
             cast(Arrival, bound.call).begin()
 
     def abandon(self) -> None:
-        """Keep the memory of messages that may still arrive, after an error."""
+        """Keep the memory for messages until the process ends, because after an error they may still arrive."""
         for bound in self.receives:
             cast(Arrival, bound.call).abandon()
 

@@ -143,7 +143,9 @@ class Run:
             sources = [rank for rank in ranks if rows[rank]]
             works = [dist.broadcast(parts[rank], group_src=rank, group=group, async_op=True) for rank in sources]
         for work in works:
-            finish(work, self.comm, f"all_gather of {self.name}", self.deadline_s, works, src, whole, self.tensors)
+            finish(
+                work, self.comm, f"all_gather of schedule {self.name}", self.deadline_s, works, src, whole, self.tensors
+            )
         if whole is not dst:
             dst.copy_(whole)
 
@@ -154,7 +156,7 @@ class Run:
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
         work = all_to_all_single(whole, source, received, sent, group=self.comm.group, async_op=True)
-        finish(work, self.comm, f"exchange of {self.name}", self.deadline_s, source, whole, self.tensors)
+        finish(work, self.comm, f"exchange of schedule {self.name}", self.deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -166,7 +168,7 @@ class Run:
             self.levels.all_reduce(whole, self._call("all_reduce"))
         else:
             work = all_reduce_single(whole, group=self.comm.group, async_op=True)
-            finish(work, self.comm, f"all_reduce of {self.name}", self.deadline_s, whole, self.tensors)
+            finish(work, self.comm, f"all_reduce of schedule {self.name}", self.deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -186,9 +188,9 @@ class Run:
             source = source.clone() if source is src else source
             work = all_reduce_single(source, group=self.comm.group, async_op=True)
             whole = source.split(rows)[self.comm.rank]
-        finish(work, self.comm, f"reduce_scatter of {self.name}", self.deadline_s, source, whole, self.tensors)
+        finish(work, self.comm, f"reduce_scatter of schedule {self.name}", self.deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
     def _call(self, op: str) -> Call:
-        return Call(f"{op} of {self.name}", self.deadline_s, (self.tensors,))
+        return Call(f"{op} of schedule {self.name}", self.deadline_s, (self.tensors,))

@@ -157,7 +157,7 @@ def _wait(step: Wait, places: Places, rows: tuple[int, ...]) -> Callable[[], obj
         places.counter(step.signal, step.index, places.rank),
         places.number(step.signal, step.index),
         value(step.count) - len(setters),
-        f"{step.signal}[{step.index}] of {places.run.name}",
+        f"signal {step.signal}[{step.index}] of schedule {places.run.name}",
         peer,
         sources,
     )

@@ -83,8 +83,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
         tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
         count, launch_per_table, occupancy: see `EmbeddingKernel.launch`.
-        lines: memory for a timeline, from `timeline_lines`. The call then does not wait for the device, unlike with
-            `timeline`.
+        timeline: if given, wait for the device, and append the times of each unit of work.
+        lines: memory for a timeline, from `timeline_lines`, which the kernel fills without a wait of the CPU.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()

@@ -329,8 +329,8 @@ def _fixed_numbers(
 ) -> torch.Tensor:
     """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between calls.
 
-    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0. factor: multiplies gradients. clip:
-        the largest absolute value of a gradient's element.
+    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0. factor: multiplies gradients. clip: the
+        bound to which the elements of gradients are clamped.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 

@@ -143,12 +143,12 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of the set together with which the stream can clear the flag of the wait at index `at`; None if there
-    is no such set.
+    """Return the index of a set with which the stream can also clear the flag of the wait at index `at`; None if there is no
+    such set.
 
-    The set is the lane's next set for rank `setter`. The stream can clear the flag with it if `setter` waits for this set
-    before it sets the wait's counter again. It sets the counter again in the same run if the wait is for the previous run,
-    otherwise in the next run.
+    The candidate is the lane's next set for rank `setter`. The stream can also clear the flag if `setter` waits for this set
+    before it sets the wait's counter again. That is in the same run if the wait is for the previous run, otherwise in the
+    next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

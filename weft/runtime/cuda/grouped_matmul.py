@@ -28,7 +28,7 @@ MAX_SEGMENTS = 1024
 
 
 class GroupedVariant(NamedTuple):
-    """The parameters of a compiled kernel."""
+    """The parameters for which the kernel is compiled."""
 
     dtype: torch.dtype
     world_size: int
@@ -154,7 +154,7 @@ class GroupedMatmulLauncher:
     counts: int64 `[W, E]`, the number of rows from each source for each local expert. Any strides are allowed.
     splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
     first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
-    first_expert, n_experts: the same for experts.
+    first_expert, n_experts: launches compute this range of local experts, by default up to the last.
     spare: the number of multiprocessors left to other kernels.
     back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
     adds: True to add to the rows of y, in fp32. Not together with `back`.

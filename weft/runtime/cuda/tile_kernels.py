@@ -40,7 +40,7 @@ class TilesCall:
     writes_outputs = True
 
     def prepare(self, tensors: Tensors) -> None:
-        """Load the kernels that the launch needs, before any stream waits."""
+        """Load the kernels that the launch needs. Called before any stream waits for a peer."""
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
         """Enqueue the kernel on the current stream. tensors: the run's tensors. bases: the run's base addresses (`Regions`)."""

@@ -23,7 +23,7 @@ _LARGE = 128 * 256  # elements from which a tile needs eight warps
 
 
 class TrackedVariant(NamedTuple):
-    """The parameters of a compiled kernel. rows, cols: the size of a tile."""
+    """The parameters for which the kernel is compiled. rows, cols: the size of a tile."""
 
     dtype: torch.dtype
     k: int
@@ -93,8 +93,8 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 class TrackedMatmulLauncher:
     """A launcher of a @ w, whose tables say where each tile of the product is stored, and which counter it increments.
 
-    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches
-        are in bytes.
+    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the format of `weft.kernels.tracked_matmul`, except that
+        addresses, offsets and pitches are in bytes.
     counters: for each counter, the number of its tiles and the addresses of the words to set when they are done.
     relative: True if places are offsets from `y`, not addresses. splits: the largest number of programs that share a
         tile (default: all idle programs).

@@ -29,7 +29,9 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, y: torch.Tensor) -> Iterator[None]:
-    """Write the products to y, by one GEMM for each expert. Yield after each GEMM."""
+    """Multiply the rows of each expert in x by this expert's matrix in w. Write the products to y. There is one GEMM for each
+    expert with rows. Yield after each GEMM.
+    """
     for part, rows, result in zip(w, _parts(x, sizes), _parts(y, sizes), strict=True):
         if len(rows):
             torch.mm(rows, part, out=result)
