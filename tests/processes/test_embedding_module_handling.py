@@ -167,7 +167,7 @@ def given_as(what: str) -> Any:
         ("two stories", ["lengths and offsets disagree: bag 0 has", "pass only one of them"]),
         (
             "two stories, unseen before the headers",
-            ["lengths sum to", "offsets go from 5 to", "pass lengths or"],
+            ["lengths sum to", "offsets go from 5 to", "pass only one of them"],
         ),
         ("lengths alone", ["lengths sum to", "pass offsets to use a part of the values"]),
     ],

@@ -143,9 +143,10 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """Return the most even split into contiguous runs in which no rank exceeds `limit`; None if there is no such split.
+    """Return the rank of each table in the most even split into contiguous runs; None if some rank exceeds `limit` in
+    every split.
 
-    The most even split has the smallest sum of squared loads. Return the rank of each table.
+    The most even split has the smallest sum of squared loads.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])

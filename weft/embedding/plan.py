@@ -159,8 +159,8 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int], zipf: fl
     For example, pass it to `weft.builders.embedding_all_to_all.direct`.
 
     batch_sizes: the number of samples of each rank. The mean number of rows per bag follows from `sharding.rows_read`
-        (default: one row). zipf: the exponent of Zipf's law for ids, 0 for uniform ids; None: unknown, so no read finds its row
-        in a cache.
+        (default: one row). zipf: the exponent of Zipf's law for ids, 0 for uniform ids; None: unknown; predictions then
+        assume that no row is in a cache.
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()

@@ -316,7 +316,7 @@ class _AllToAllMatmul(Operator[_Call]):
         remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts", self.name)
         if turn.comm_between_hosts is not None:
-            turn = turn.met  # by the exchange of counts
+            turn = turn.met  # ranks have synchronised in the exchange of counts
         y, x = experts.all_to_all_matmul(
             tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x, most=p.most
         )
