@@ -7,8 +7,8 @@
     links, collectives, copies to peers     the bandwidth of a GPU's links
     L2, link.stored_late                    the number of compute units
     latencies, fractions, all others        not scaled
-    memory.capacity                         not derived: cards of one chip differ in it. Without it, no schedule is refused
-                                            for its memory
+    memory.capacity                         not derived, because GPUs with equal chips have different capacities. If it is
+                                            missing, no schedule is refused for lack of memory
 
 With numbers derived from an H200's, the planner predicts recorded calls on two H100s (`tests/unit/test_hw_derived.py`).
 The mean error is 4% for calls above 100 us, and 12% for shorter calls. A calibration (`weft plan calibrate`) replaces

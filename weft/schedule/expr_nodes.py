@@ -1,4 +1,5 @@
-"""Functions on the ASTs of expressions: parsing within limits, checks, evaluation for arrays, and periods.
+"""Functions on the ASTs of expressions: they parse within limits, check, evaluate for arrays of values, and find
+periods.
 
 `weft.schedule.expr` builds these ASTs. `check` lists the kinds of nodes that they may contain: arithmetic, tables and
 sums.

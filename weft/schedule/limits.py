@@ -27,8 +27,8 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """Raise `ValueError` for the first number beyond its limit. `verify`, not this function, reports expressions
-    without a value.
+    """Raise `ValueError` for the first number beyond its limit. Expressions that have no value are left for `verify` to
+    report.
     """
     check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
     for i, held in enumerate(schedule.contents):

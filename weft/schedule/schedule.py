@@ -358,7 +358,7 @@ def _require_step(step: Any, *where: str) -> None:
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")
-    for name, wanted in _operand_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
+    for name, wanted in _operand_fields(type(step)):  # type: ignore[arg-type]  # as in `_joined` of expr.py
         if wrong := _wrong_operand(getattr(step, name), wanted):
             raise TypeError(f"{' '.join(where)}: {name} of {step.kind!r} {wrong}")
     indices = _indices(type(step))  # type: ignore[arg-type]

@@ -371,8 +371,10 @@ class Routes:
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
-        """Raise `ValueError` for a cycle of waits. waiting: for each node in or behind a cycle, the nodes that it still
-        waits for.
+        """Raise `ValueError` for a cycle of waits.
+
+        waiting: {node: the nodes that it waits for}, for all nodes whose waits never end. Each of them is in a cycle,
+            or waits for a node in a cycle.
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
