@@ -135,17 +135,10 @@ def fails(group):
         )
         with mock.patch.object(two_ways.TwoWays, "takes_other", return_value=True):
             weft.all_to_all_matmul(*given, group=own)
-
-            def no_memory(*_):
-                raise MemoryError("no room for a GEMM")
-
-            if own.rank() == 1:
-                experts_far_first.begin_piece, native = no_memory, experts_far_first.begin_piece
-            try:
+            no_room = MemoryError("no room for a GEMM") if own.rank() == 1 else None
+            native = experts_far_first.begin_piece
+            with mock.patch.object(experts_far_first, "begin_piece", side_effect=no_room, wraps=native):
                 return error_of(lambda: weft.all_to_all_matmul(*given, group=own)), comm.failed
-            finally:
-                if own.rank() == 1:
-                    experts_far_first.begin_piece = native
 
 
 def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:

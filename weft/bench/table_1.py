@@ -73,12 +73,12 @@ TABLE_1 = tuple(gemm for gemm in _ALL if gemm.model != "synthetic")
 SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")
 
 
-def find_gemms(names: Sequence[str], among: Sequence[GatheredGemm] = TABLE_1) -> tuple[GatheredGemm, ...]:
-    """Return the GEMMs of `among` with these names; all if `names` is empty. Raise `ValueError` for an unknown name."""
+def find_gemms(names: Sequence[str]) -> tuple[GatheredGemm, ...]:
+    """Return the GEMMs of table I with these names; all if `names` is empty. Raise `ValueError` for an unknown name."""
     for name in names:
-        if name not in {gemm.name for gemm in among}:
+        if name not in {gemm.name for gemm in TABLE_1}:
             raise ValueError(f"no GEMM {name!r} in table I: give names from g1 to g{len(TABLE_1)}, separated by commas")
-    return tuple(gemm for gemm in among if gemm.name in names or not names)
+    return tuple(gemm for gemm in TABLE_1 if gemm.name in names or not names)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,15 @@ _Records = Annotated[
         help="Show these records (written by --json) instead of simulating.",
     ),
 ]
+_RecordsOfBench = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Show these records, from `weft bench` or --json, and simulate nothing.",
+    ),
+]
 _Json = Annotated[
     Path | None, typer.Option(help="Append one line of JSON per figure to this file; existing lines stay.")
 ]
@@ -57,13 +66,7 @@ def ficco(
         str | None,
         typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
     ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", exists=True, dir_okay=False,
-            help="Show these records, from `weft bench` or --json, and simulate nothing.",
-        ),
-    ] = None,
+    records: _RecordsOfBench = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; existing lines stay.")
     ] = None,
@@ -95,13 +98,7 @@ def t3(
         str | None,
         typer.Option(metavar="NAME|FILE", help="With --hw: how GPUs are linked. Default: the machine file's topology."),
     ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", exists=True, dir_okay=False,
-            help="Show these records, from `weft bench` or --json, and simulate nothing.",
-        ),
-    ] = None,
+    records: _RecordsOfBench = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; existing lines stay.")
     ] = None,

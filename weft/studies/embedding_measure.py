@@ -30,7 +30,7 @@ from weft.bench.core.operator import Measured, OperatorBenchmark
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.records import common_fields
 from weft.bench.core.tables import Record, cell, table, times
-from weft.bench.ops.embedding_data import BASELINE, EmbeddingData
+from weft.bench.ops.embedding_data import EmbeddingData
 from weft.bench.ops.embedding_presets import Bag, EmbeddingPreset, TableShape
 from weft.bench.ops.embedding_variants import FusedVariant, Variant, make_variant, why_not
 from weft.embedding import as_jagged
@@ -146,7 +146,7 @@ def time_ranks(
 
 def checked_times(
     work: EmbeddingData, names: Sequence[str], beside: Callable[[dict[str, Variant]], Mapping[str, Call]], *,
-    repetitions: int, step: Step, baseline: str = BASELINE,
+    repetitions: int, step: Step,
 ) -> tuple[Times, dict[str, Variant]]:  # fmt: skip
     """Check variants against float64, then time them, and then check their last outputs.
 

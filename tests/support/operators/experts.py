@@ -120,8 +120,6 @@ class ExpertsCall(Call):
         more = torch.cat((X, X[:, :1]), 1), torch.cat((W, W[:, :1]), 1)
         return {
             "K": ({}, {x: more[0], w: more[1]}, ()),
-            "N": ({}, {w: torch.cat((W, W[..., :1]), 2)}, ()),
-            "capacity": ({"capacity": 20}, {"capacity": 21}, ()),
             "gradients": ({x: X.clone().requires_grad_()}, {}, ()),
             "schedule": ({"schedule": "serial"}, {"schedule": self.case.schedule}, ("schedule serial",)),
         }

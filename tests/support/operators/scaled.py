@@ -184,7 +184,6 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
         return {
             "scales": ({}, by_row, ("scaled by row",)),
             "out": ({"out_dtypes": [torch.half]}, {}, ("out_dtypes=[torch.float16]",)),
-            "fast": ({"use_fast_accum": [True]}, {}, ()),
         }
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
@@ -326,7 +325,6 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "scales": (by_row, {}, ("scaled by row",)),
             "out": ({"out_dtype": torch.half}, {}, ("reduced in fp16",)),
             "bias": ({"bias": torch.zeros(16, dtype=BF16, device=device())}, {}, ("with a bias",)),
-            "fast": ({"use_fast_accum": True}, {}, ("use_fast_accum=True",)),
         }
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
