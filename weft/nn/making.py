@@ -137,7 +137,7 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 def _patient(deadline_s: float | None) -> float:
     """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None. The shorter set-up deadline could expire while a peer
-    fills its tables. If a variable is invalid, ranks refuse it when they meet.
+    fills its tables. All ranks refuse an invalid environment variable later, when they synchronise.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

@@ -344,7 +344,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         load_full(self.partition, self.rank, self.parts(), weights)
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts and their weights, in the order of `embedding_bags`. Data-parallel tables are whole."""
+        """Return this rank's parts and their weights, in the order of `embedding_bags`. The part of a data-parallel
+        table is the whole table.
+        """
         weights = [cast(nn.EmbeddingBag, bag).weight for bag in self.embedding_bags.children()]
         return list(zip(parts_of_rank(self.partition, self.rank), weights, strict=True))
 

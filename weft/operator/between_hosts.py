@@ -101,8 +101,8 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
     """True if the measured links (`network`) allow `schedule` to be clearly faster than serial.
 
     Only the times of collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives
-    except the shortest. Serial hides none. A small collective of serial can travel with the rendezvous of the ranks
-    (`weft.runtime.rails`), which saves a round trip.
+    except the shortest. Serial hides none. But the data of a small collective of serial are sent together with the
+    messages by which ranks synchronise (`weft.runtime.rails`). This saves a round trip.
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES

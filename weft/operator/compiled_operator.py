@@ -328,8 +328,8 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if a schedule has been chosen, and it is serial for this call. Then raise the group's error if the group
-        has failed.
+        """True if a schedule has been chosen, and it is serial for this call. Then also raise the group's error if the
+        group has failed.
 
         Executors check the group themselves. Unfused calls need this check: after a failed call, an unfused call would
         pair with a different call of the peers.

@@ -342,9 +342,11 @@ def _fastest(
     """Return the fastest schedules for calls and for captured calls, by measured or cached times. All ranks must make
     this call.
 
-    Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. If `family` has
-    contenders, only these are candidates. Otherwise this call sets the contenders. Serial wins unless another schedule
-    is clearly faster. For captured calls, only schedules that can be captured are compared.
+    Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. Serial wins
+    unless another schedule is clearly faster. For captured calls, only schedules that can be captured are compared.
+
+    family: the results for other sizes of this problem. If it has contenders, only these are candidates. Otherwise this
+        call stores serial and the fastest candidates as contenders.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

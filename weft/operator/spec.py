@@ -216,8 +216,8 @@ class Operator(ABC, Generic[C]):
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check the results of a call, and raise the errors that only results show. Called only on CPU, where results
-        are complete when a call returns.
+        """Check the results of a call, and raise the errors that only results show. weft calls this method only on CPU,
+        where results are complete when a call returns.
         """
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:

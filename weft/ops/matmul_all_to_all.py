@@ -101,8 +101,8 @@ def matmul_all_to_all(
     Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
         `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs
         memory for twice the received rows, each N wide. Backward needs memory for the rows of y's gradient that this
-        rank receives, and twice this memory if a rank has several experts. Overlapped backward also needs as much
-        symmetric memory as overlapped forward.
+        rank receives; twice as much if a rank has several experts. Overlapped backward also needs as much symmetric
+        memory as overlapped forward.
 
     Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over
     rows, not means. Backward sends the gradient of y to the experts once. The transfer overlaps with GEMMs if

@@ -133,10 +133,13 @@ def matmul_reduce_scatter(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices.
+    """The arguments as matrices: the call computes x @ B.
 
     average: True if the public function divides the sum by the number of ranks. outer: the dimensions of A
-        (`outer_of`). To scatter columns, x is B^T, B is A^T, and outer is -1 and the leading dimensions of A.
+        (`outer_of`).
+
+    To scatter columns, the call computes B^T @ A^T: the field x is then the argument B transposed, and the field B is A
+    transposed. outer is -1, followed by the leading dimensions of A.
     """
 
     x: torch.Tensor

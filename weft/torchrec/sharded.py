@@ -185,7 +185,7 @@ class ShardedEmbeddingBagCollection(
 
     @property
     def _parts(self) -> Any:
-        """The module that has the tables' parts, and communicates in forward. None if all are data-parallel."""
+        """The module that has the tables' parts, and communicates in forward. None if all tables are data-parallel."""
         return self.weft_module._parts if is_cut(self.weft_module) else self.weft_module
 
     @property
