@@ -70,8 +70,7 @@ def occurrences_kernel(
     values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot of a layer that
         reads a key of the input, or -1.
     stride: the number of elements between the gradients of two samples. no_row: the sort key of ids out of range.
-    scales, fp32: the per-sample weight, for mean pooling divided by the length of the bag. over_length, fp32: 1, for mean
-        pooling divided by the length of the bag.
+    over_length, fp32: 1 / length of the bag for mean pooling, else 1. scales, fp32: the per-sample weight times over_length.
     BAG: the type of indices of bags. Grid: (blocks, layers).
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)

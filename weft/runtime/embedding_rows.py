@@ -103,10 +103,12 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Return a forward call, its input, and its gradients, so that backward of this call reduces the gradients in `given`.
+    """Describe `given` as a forward call with pooling, whose backward sums the gradients of equal ids. Return the call, its
+    input, and the gradients of its output, [largest number of ids of a table, columns of all tables].
 
-    The call has a feature for each table, and a bag for each id. The gradients are [largest number of ids of a table,
-    columns of all tables]. tables: for an update, else None. sparse: True for sparse gradients.
+    The call has a feature for each table, and a bag for each id.
+
+    tables: the tables for an update; None to return gradients. sparse: True for sparse gradients.
     """
     counts, device = [one.ids.numel() for one in given], given[0].ids.device
     most, grads = max(counts), given[0].grads

@@ -187,8 +187,9 @@ class Rails:
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin to exchange the second messages, which the caller has written to `more(nbytes)`. All payloads must have agreed.
-        Return a function that waits for the messages from other hosts and returns them, in the order of hosts.
+        """Begin to exchange a second message of `nbytes` with each other host, after `exchange`. The caller has written the
+        messages to `more(nbytes)`, and the payloads of all ranks must have agreed. Return a function that waits for the
+        messages from other hosts and returns them, in the order of hosts.
         """
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]

@@ -167,8 +167,8 @@ class Communicator:
     def await_answers(self) -> None:
         """Wait until every peer has answered this rank's last refusal. Raise the group's error if the group fails.
 
-        On GPUs, the next call after a refusal begins with this wait, so that it cannot pair with a refused call of a
-        peer.
+        On GPUs, the next call after a refusal begins with this wait. Otherwise the next call of this rank could pair with the
+        refused call of a peer.
         """
         self._control.await_answers(setup_deadline_s(None))
 

@@ -118,8 +118,8 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in `phase`. For the number of a piece, these are the ranks of other hosts.
-        For None, they are the ranks of this host.
+        """Return the ranks whose samples a call pools in `phase`. If `phase` is the number of a piece, these are the ranks of
+        other hosts. If it is None, they are the ranks of this host.
         """
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 

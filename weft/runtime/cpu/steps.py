@@ -52,8 +52,8 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     """Run the tiles of a step one after another.
 
     To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check
-    the kernel's tiles. The function is for exactly this class: a schedule with a subclass of it is refused
-    (`inherited_kernel`).
+    the kernel's tiles. A registered function applies to exactly this kernel class, not to its subclasses. A schedule with a
+    kernel of a subclass is refused (`inherited_kernel`).
 
     kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters. known: the
         contents that the lane has read, by buffer.

@@ -56,7 +56,8 @@ class Shape:
         each table's first row.
     block_d, lanes: the columns and rows of a tile. They depend on the slots of all ranks, so that sums do not depend on the
         placement of tables.
-    align: a divisor of all slots' widths, at most 16 bytes, in elements. uniform: True if all widths are block_d.
+    align: a power of two that divides all slots' widths, in elements; so many elements have at most 16 bytes. uniform: True
+        if all widths are block_d.
     """
 
     split: int

@@ -147,7 +147,7 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """The executor's symmetric memory in bytes. If n executors share the memory, a share of 1 / n."""
+        """The executor's symmetric memory in bytes. If n executors share a memory, each counts 1 / n of its size."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:

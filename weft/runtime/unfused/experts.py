@@ -67,7 +67,8 @@ def all_to_all_matmul(
     y: [received rows, N], or [max_rows, N], without the rows that do not fit.
     received tokens: [received rows, K], ordered by source rank, and then by expert.
     most: an upper bound on the number of tokens of any rank, equal on all ranks. Between hosts, the choice between two
-        implementations depends on it if the ranks have already synchronised. Otherwise they exchange their numbers.
+        implementations depends on it if the ranks have already synchronised. Otherwise the ranks exchange their numbers of
+        tokens.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
@@ -99,8 +100,7 @@ def matmul_all_to_all(
     """Multiply the rows of this rank's experts, and send each row back to the rank of its token. Return y [rows, N], the
     results for this rank's tokens.
 
-    h: the rows of this rank's experts, sorted by expert. Rows beyond their number are ignored. most: as for
-        `all_to_all_matmul`.
+    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: as for `all_to_all_matmul`.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))

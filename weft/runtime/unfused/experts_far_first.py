@@ -268,8 +268,8 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. Each message has
-        an unused first row.
+        """Return the number of rows of each rank's message for the experts `part`. Ranks of this host get no message, so their
+        number is 0. Other messages begin with an unused row, which counts.
 
         table: the number of rows to send to, or to receive from, each rank for each expert.
         """

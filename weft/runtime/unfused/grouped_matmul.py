@@ -18,7 +18,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
     """Return y [rows of x, N]: the rows of each expert in x, multiplied by this expert's matrix in w. Rows of y beyond the
     experts' rows are uninitialised.
 
-    cut: True if x has fewer rows than the experts together.
+    cut: True if x has fewer rows than the sum of the experts' sizes.
     """
     if _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))

@@ -50,15 +50,13 @@ class Sizes:
 
     @cached_property
     def host(self) -> OnCpu:
-        """The row counts as Python numbers. The CPU waits for the copy of `fetch`, which this starts if needed."""
+        """The row counts as Python numbers. Reading this property calls `fetch`, and waits for the copy."""
         splits, received = self.tables
         return OnCpu(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
 
     @property
     def tables(self) -> np.ndarray[Any, Any]:
-        """`splits` and `received` on the CPU, [2, ranks, experts]. The CPU waits for the copy of `fetch`, which this starts
-        if needed.
-        """
+        """`splits` and `received` on the CPU, [2, ranks, experts]. Reading this property calls `fetch`, and waits for the copy."""
         self.fetch()
         if self.numbers.copied is not None:
             self.numbers.copied.synchronize()
