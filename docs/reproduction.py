@@ -29,7 +29,7 @@ from weft.studies import (
     t3_hardware,
 )
 from weft.studies import t3 as t3_software
-from weft.studies.claims import POINTS, RATIO, Claim
+from weft.studies.claims import LEAST_POINTS, POINTS, RATIO, Claim
 from weft.studies.ficco_rows import EIGHT, KINDS, SHARD
 
 HERE = Path(__file__).parent
@@ -233,7 +233,7 @@ def page() -> str:
     rows = {paper: list(of()) for paper, (_, of, _) in PAPERS.items()}
     for paper, found in rows.items():
         check(paper, [row.claim for row in found], reasons[paper]["why"])
-    parts = [_HEAD.format(points=POINTS, ratio=100 * RATIO), _summary(rows)]
+    parts = [_HEAD.format(points=POINTS, least=LEAST_POINTS, ratio=100 * RATIO), _summary(rows)]
     for paper, (title, _, study) in PAPERS.items():
         parts.append(f"## {title}\n\n{study}".rstrip() + f"\n\n{_table(rows[paper], reasons[paper]['why'])}")
         items = [(one["item"], one["what"], one["why"]) for one in reasons[paper]["not_built"]]
@@ -250,10 +250,11 @@ weft builds on four papers. Which of their numbers does it reproduce? Each row i
 table or the text. weft's numbers come from recorded runs. *Simulated* numbers come from a model of the paper's machine;
 `weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
-A claim counts as reproduced if the deviation is within a limit. The limit is {points:g} points for percentages and {ratio:g}% for
-other numbers, unless the study sets another limit. A claim without a number counts as reproduced if it also holds here. Numbers
-that the papers show only in pictures are not compared. "(Used to derive ...)" marks a number of the paper from which the model
-derives one of its own numbers, so its agreement proves nothing."""
+A claim counts as reproduced if the deviation is within a limit. The limit is {ratio:g}% of the number. For percentages it is
+{points:g} points, but at most half of the paper's percentage and at least {least:g} point. A study may set
+another limit. A claim without a number counts as reproduced if it also holds here. Numbers that the papers show
+only in pictures are not compared. "(Used to derive ...)" marks a number of the paper from which the model derives one of its
+own numbers, so its agreement proves nothing."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:

@@ -81,12 +81,14 @@ def _flat(of: object) -> list[float]:
 
 
 def test_skew_and_the_gain_of_128_nodes_are_near_the_paper() -> None:
-    """Figures 13 and 15: skew falls from about 7% to about 1%, and a training pass is 10% shorter. The gains are those of a real
-    model, the 856 tables of Meta's traces, with 64 and 512 samples a node."""
+    """Figures 13 and 15: skew falls from about 7% to about 1%, and a training pass is 10% shorter. Here skew falls from 11% to 0.
+
+    The gains are those of a real model, the 856 tables of Meta's traces, with 64 and 512 samples a node.
+    """
     rows = study.rows_of(files.read([RECORDS]))
     claims = {claim.what: claim for claim in study.claims(rows)}
-    for what, paper in (("skew of nodes, oblivious order, mean", 7), ("skew of nodes, remote first, mean", 1)):
-        assert claims[what].ours == pytest.approx(paper, abs=5)
+    for what, paper, off in (("oblivious order", 7, 4.2), ("remote first", 1, 1.0)):
+        assert claims[f"skew of nodes, {what}, mean"].ours == pytest.approx(paper, abs=off)
     low, high = rows["15"]["real"]
     assert low < 0.10 < high
     gains = [gain for line in rows["15"]["gains"] for gain in line]

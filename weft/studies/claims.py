@@ -1,7 +1,8 @@
 """The comparison of a paper's claims with a study's results, for `weft reproduce` and docs/reproduction.md.
 
-A claim with a number is reproduced if the deviation is at most the claim's limit. The default limit is 5 points for
-percentages and 10% for other numbers. For claims without numbers, the study decides (`held`).
+A claim with a number is reproduced if the deviation is at most the claim's limit. The default limit is 10% of the number. For
+percentages it is 5 points, but at most half of the paper's percentage and at least 1 point. (Otherwise anything from 0 to 10% would
+agree with a paper's 5%.) For claims without numbers, the study decides (`held`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 from weft.bench.core.tables import ResultTable, table
 
-POINTS, RATIO = 5.0, 0.1
-"""The allowed deviations of claims without a limit: in points for percentages, otherwise as a fraction."""
+POINTS, LEAST_POINTS, SHARE, RATIO = 5.0, 1.0, 0.5, 0.1
+"""The allowed deviations of claims without a limit. For percentages: the largest and the smallest number of points, and a
+fraction of the paper's percentage. For other numbers: a fraction.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,13 @@ class Claim:
     def reproduced(self) -> bool | None:
         if self.held is not None or self.off is None:
             return self.held
-        allowed = self.limit if self.limit is not None else POINTS if self.unit == "%" else RATIO
-        return abs(self.off) <= allowed + 1e-9
+        return abs(self.off) <= (self._usual_limit if self.limit is None else self.limit) + 1e-9
+
+    @property
+    def _usual_limit(self) -> float:
+        if self.unit != "%":
+            return RATIO
+        return min(POINTS, max(LEAST_POINTS, SHARE * abs(float(self.paper))))
 
     @property
     def said(self) -> str:
