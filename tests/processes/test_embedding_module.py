@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, KeyedTensor, hash_ids
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, KeyedTensor, RowWise, hash_ids
 from weft.embedding.jagged import offsets_of
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.launch import Pool
@@ -396,6 +396,7 @@ def make(group, options_of_rank: list[dict]) -> str:
         ({"input": "global_batch"}, ["input='local_batch'", "'global_batch'"]),
         ({"is_weighted": True}, ["is_weighted=False", "True"]),
         ({"slice_size": 8}, ["slice_size=None", "8"]),
+        ({"placement": [RowWise(), 1, 0, 1]}, ["placement=only whole tables and", "RowWise"]),
     ],
 )
 def test_ranks_that_disagree_all_learn_it_when_the_module_is_made(pool, options, words):

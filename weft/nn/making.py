@@ -90,10 +90,13 @@ def agree_on_module(
         raise RefusedError(f"arguments refused by {reasons}") from refusal
     first_sharding, first_said, _, seed = everyone[0]
     for rank, (other_sharding, other_said, _, _) in enumerate(everyone):
-        difference = first_sharding.difference(other_sharding)
+        # A rank that places only whole tables has no placement here: its sharding has the owners.
+        first_cut, other_cut = (of.get("placement", "only whole tables") for of in (first_said, other_said))
+        difference = f"placement={first_cut} and {other_cut}" if first_cut != other_cut else ""
+        difference = difference or first_sharding.difference(other_sharding)
         for name, value in first_said.items():
-            if other_said[name] != value:
-                difference = difference or f"{name}={value!r} and {other_said[name]!r}"
+            if not difference and other_said[name] != value:
+                difference = f"{name}={value!r} and {other_said[name]!r}"
         if difference:
             raise DisagreementError(
                 f"ranks 0 and {rank} construct different modules ({difference}): pass the same arguments on all ranks"
