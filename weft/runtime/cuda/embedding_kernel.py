@@ -232,7 +232,7 @@ class EmbeddingKernel:
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
         """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the
-        device. The CPU does not wait for the device, because batch sizes may change in every call.
+        device. Batch sizes may change in every call, so the CPU does not wait for the device here.
         """
         table = self._batches.get(batch_sizes)
         if table is None:

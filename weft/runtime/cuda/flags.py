@@ -146,8 +146,8 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
     """Return the index of a set with which the stream can also clear the flag of the wait at index `at`; None if there is no
     such set.
 
-    The candidate is the lane's next set for rank `setter`. The stream can also clear the flag if `setter` waits for this set
-    before it sets the wait's counter again. That is in the same run if the wait is for the previous run, otherwise in the
+    The candidate is the lane's next set for rank `setter`. It is suitable if `setter` waits for this set before it sets the
+    wait's counter again. If the wait is for the previous run, `setter` sets the counter again in this run, otherwise in the
     next run.
     """
     wait = steps[at]

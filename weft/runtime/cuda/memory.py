@@ -212,7 +212,7 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Fill the buffers that peers write with NaN, then end every wait of this rank's streams. Runs on the watchdog thread
+        """Write NaN to all buffers that peers write. Then end every wait of this rank's streams. Runs on the watchdog thread
         when the group has failed.
 
         Copies of peers may still arrive afterwards, until their streams are done. So the buffers are filled again and again
