@@ -14,12 +14,25 @@ from weft.bench.core import records as files
 from weft.cli.app import app
 from weft.studies import everything, pgas
 
+ROOT = Path(__file__).parents[2]
 QUICK = everything.STUDIES[2:]
 
 
 def test_every_study_is_in_it_once_and_the_shares_are_of_all() -> None:
     assert [study.name for study in everything.STUDIES] == ["t3", "ficco", "fused-embedding", "pgas"]
     assert sum(study.share for study in everything.STUDIES) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["fused-embedding", "pgas"])
+def test_the_command_shows_and_draws_simulated_and_measured_records(tmp_path: Path, name: str) -> None:
+    for of in ("sim", "h100"):
+        recorded = ROOT / "benchmarks" / "results" / f"{of}-{name}.jsonl"
+        shown = CliRunner().invoke(app, ["reproduce", name, "--records", str(recorded), "--pictures", str(tmp_path)])
+        assert shown.exit_code == 0, shown.output
+        assert "claims are reproduced" in shown.output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (ROOT / "docs" / "studies" / name).iterdir()
+    }
 
 
 def test_the_command_says_what_is_reproduced_and_writes_all_records(

@@ -80,7 +80,7 @@ def test_what_the_heuristic_loses_is_a_part_of_the_best_speedup() -> None:
     )
     line = cells(made_up())["figure 12b)"]["g1"]
     assert line[-4:] == ("1.39", "hetero-fused-2D", "uniform-fused-2D", "10.0%")
-    assert conclusions(rows_of(made_up()))[0].startswith("For 1 of 2 GEMMs the fastest")
+    assert conclusions(rows_of(made_up()))[0].startswith("For 1 of 2 GEMMs, the fastest")
 
 
 def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:

@@ -1,6 +1,4 @@
-"""The study of fused embeddings: the model of two nodes against a loop, the iteration's graph by hand, the records, the
-command and the page.
-"""
+"""The study of fused embeddings: the model of two nodes against a loop, the iteration's graph by hand, and the records."""
 
 from __future__ import annotations
 
@@ -8,11 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from weft.bench.core import records as files
-from weft.bench.report import rewrite
-from weft.cli.app import app
 from weft.studies import fused_embedding as study
 from weft.studies.dlrm_iteration import Dlrm, Task, ends_us
 from weft.studies.fused_embedding_model import (
@@ -108,16 +103,3 @@ def test_claims_follow_the_records() -> None:
     low = {**rows["15"], "gains": [[gain / 3 for gain in line] for line in rows["15"]["gains"]]}
     changed = {claim.what: claim.reproduced for claim in study.claims({**rows, "15": low})}
     assert not changed["some numbers of samples and tables give the paper's 10%"]
-
-
-def test_the_command_shows_and_draws_its_records_and_the_page_is_theirs(tmp_path: Path) -> None:
-    files_of = (RECORDS, RECORDS.with_name("h100-fused-embedding.jsonl"))
-    for path in files_of:
-        shown = CliRunner().invoke(
-            app, ["reproduce", "fused-embedding", "--records", str(path), "--pictures", str(tmp_path)]
-        )
-        assert shown.exit_code == 0, shown.output
-        assert "claims are reproduced" in shown.output
-    page = ROOT / "docs" / "studies" / "fused-embedding.md"
-    assert {path.name for path in tmp_path.iterdir()} == {p.name for p in page.with_suffix("").iterdir()}
-    assert rewrite(page.read_text(), {path.stem: files.read([path]) for path in files_of}) == page.read_text()

@@ -1,17 +1,12 @@
-"""PGAS's study: bounds by hand, conclusions from the paper's speedups, records against the model, the command and the
-page.
-"""
+"""PGAS's study: bounds by hand, conclusions from the paper's speedups, and records against the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from weft.bench.core import records as files
-from weft.bench.report import rewrite
-from weft.cli.app import app
 from weft.hw import load_machine
 from weft.studies import pgas as study
 from weft.studies.pages import scaled
@@ -62,14 +57,3 @@ def test_a_number_changes_what_depends_on_it(found: study.PgasRows) -> None:
     assert line[2][0] < found.rows["weak", 2].speedup  # less communication to hide
     with pytest.raises(ValueError, match="no records of PGAS embedding retrieval: run weft reproduce pgas"):
         study.rows_of([])
-
-
-def test_the_command_shows_and_draws_its_records_and_the_page_is_theirs(tmp_path: Path) -> None:
-    files_of = (RECORDS, RECORDS.with_name("h100-pgas.jsonl"))
-    for path in files_of:
-        shown = CliRunner().invoke(app, ["reproduce", "pgas", "--records", str(path), "--pictures", str(tmp_path)])
-        assert shown.exit_code == 0, shown.output
-        assert "claims are reproduced" in shown.output
-    page = ROOT / "docs" / "studies" / "pgas.md"
-    assert {path.name for path in tmp_path.iterdir()} == {p.name for p in page.with_suffix("").iterdir()}
-    assert rewrite(page.read_text(), {path.stem: files.read([path]) for path in files_of}) == page.read_text()

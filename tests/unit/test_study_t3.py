@@ -1,5 +1,5 @@
-"""T3's sub-layers: sizes from the paper, tables and memory by hand, simulated records against the model, the command,
-the page.
+"""T3's sub-layers: sizes from the paper, tables and memory by hand, simulated records against the model, and the
+command.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from support.slow import slow
 from typer.testing import CliRunner
 
 from weft import plan
-from weft.bench.core import records as files
-from weft.bench.report import rewrite
 from weft.builders import MatmulReduceScatter, named
 from weft.cli.app import app
 from weft.sim.traffic import traffic
@@ -129,10 +127,3 @@ def test_the_picture_says_why_bars_pass_the_ideal(tmp_path: Path, monkeypatch: p
     for weft in (2.5, 4.0):  # the ideal is 3
         t3.draw(tmp_path, t3.rows_of(measured(16384, 3072, 1536, serial=5.0, weft=weft)), "Measured")
     assert ["directly to its owner" in title for title in drawn] == [True, False]
-
-
-def test_the_page_is_made_from_its_records() -> None:
-    page = Path(__file__).parents[2] / "docs" / "studies" / "t3.md"
-    names = ("sim-t3", "h200-matmul_reduce_scatter", "h100-t3", "h100-t3-counters")
-    results = {name: files.read([RESULTS / f"{name}.jsonl"]) for name in names}
-    assert rewrite(page.read_text(), results) == page.read_text()
