@@ -93,7 +93,9 @@ class UnshardedEmbeddings(nn.Module):
 
 
 def placement(options: argparse.Namespace, tables: list[weft.EmbeddingBagConfig], rule: Any) -> Any:
-    """Return the sharding of each table: None for whole tables, by balance."""
+    """Return the `placement` argument of the module: a sharding for each table. None: whole tables, so that ranks have
+    similar work.
+    """
     if options.placement == "ranks":
         return None
     if options.placement == "rows":

@@ -352,8 +352,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shrink", type=int, help=f"divide hidden and width by this (default: {SHRUNK} on CPU, 1 on GPUs)"
     )
-    made.add_argument("--schedule", metavar="NAME", help="pin a schedule, such as dispatch[by=kernel,rest=each]")
-    made.add_argument("--back", metavar="NAME", help="the same for the way back, such as combine[chunks=1,by=store]")
+    made.add_argument(
+        "--schedule", metavar="NAME", help="pin a schedule of the dispatch, such as dispatch[by=kernel,rest=each]"
+    )
+    made.add_argument(
+        "--back", metavar="NAME", help="pin a schedule of the combine, such as combine[chunks=1,by=store]"
+    )
     made.add_argument(
         "--steps", type=int, default=8, help="steps of training with each implementation (default: %(default)s)"
     )

@@ -253,7 +253,7 @@ def test_the_transformers_help_teaches_and_bad_sizes_are_refused(capsys: pytest.
 # -- the page on schedules
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()
-SCRIPT, NORM, LATE, SEEING, MAP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SCRIPT, MESSAGES, NORM, LATE, SEEING, MAP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 TABLE, RACE, HANG = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
@@ -266,7 +266,7 @@ def functions_of(script: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
     """Ranks import the page's code again, so code other than definitions must be guarded."""
-    (tmp_path / "page.py").write_text("\n\n".join((SCRIPT, NORM, LATE, SEEING, MAP)))
+    (tmp_path / "page.py").write_text("\n\n".join((SCRIPT, MESSAGES, NORM, LATE, SEEING, MAP)))
     printed = run("page.py", cwd=tmp_path)
     assert printed.startswith(TABLE)
     assert printed.removeprefix(TABLE).count("a rank has nothing to compute\n") == 1
@@ -275,7 +275,7 @@ def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
 
 
 def test_every_block_of_the_page_is_guarded() -> None:
-    for block in (SCRIPT, NORM, LATE, SEEING, MAP):
+    for block in (SCRIPT, MESSAGES, NORM, LATE, SEEING, MAP):
         *_, last = ast.parse(block).body
         assert isinstance(last, ast.If)
         assert ast.unparse(last.test) == "__name__ == '__main__'"
