@@ -7,8 +7,8 @@ A pin applies to this thread (or asyncio task) until the block ends. It does not
 runs in other threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names. You may change the
 numbers in a name (`weft.builders.named`).
 
-Two rules may replace a name: "autotune" uses the schedule that is measured to be the fastest, and "heuristic" uses the
-schedule of FiCCO's static heuristic.
+In place of a name, two rules can be given. "autotune" uses the schedule that is measured to be the fastest. "heuristic"
+uses the schedule of FiCCO's static heuristic.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """The sets of one task: (counter, `SetBy`)."""
 
 
-class _Here:
+class _RankItems:
     """The items (`NumberedStep`) of a lane that are present on one rank.
 
     Several items may have equal keys (`NumberedStep.same`). All lists except `order` have only one of them.
@@ -105,19 +105,19 @@ class _Here:
                     self.tiled.append((item, times))
 
 
-class _Present:
+class _LaneItems:
     """The items of a lane, from which `at` selects those of a rank. Usually all items are present on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
         self._everywhere = all(isinstance(item.present, int) for item in different.values())
-        self._found: _Here | None = None
+        self._found: _RankItems | None = None
 
-    def at(self, rank: int) -> _Here:
+    def at(self, rank: int) -> _RankItems:
         """Return the items on `rank`. If all ranks have the same items, all calls return one object."""
         if self._found is None or not self._everywhere:
             there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
-            self._found = _Here([item for item in self._items if there[item.same]], self._different)
+            self._found = _RankItems([item for item in self._items if there[item.same]], self._different)
         return self._found
 
 
@@ -159,9 +159,9 @@ class _Lowering:
             self._period = self._topology.period
         self._distances = distances(self._topology, self._period)
         ranks = tuple(range(self._period))
-        placed: list[tuple[LaneProgram, _Here, dict[int, int], dict[int, Raised]]] = []
+        placed: list[tuple[LaneProgram, _RankItems, dict[int, int], dict[int, Raised]]] = []
         sets: defaultdict[int, int] = defaultdict(int)
-        present = [_Present(of_lane, {item.same: item for item in of_lane}) for of_lane in items]
+        present = [_LaneItems(of_lane, {item.same: item for item in of_lane}) for of_lane in items]
         for rank in ranks:
             for number, lane in enumerate(self.schedule.lanes):
                 here = present[number].at(rank)
@@ -218,10 +218,10 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (owner, setter) for sets by `rank` at its peer at `distance`.
+        """Return the simulated ranks for a set that `rank` makes at its peer, as (owner, setter).
 
-        owner: the simulated rank that represents this peer. setter: the rank `distance` before the owner. It sets the
-            owner's counters in the same way as `rank` sets the peer's.
+        The peer is the rank at `distance` after `rank`. owner: the simulated rank that represents the peer. setter: the
+        rank at `distance` before the owner. Its set at the owner corresponds to the set of `rank` at the peer.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
