@@ -136,7 +136,7 @@ class EmbeddingOptimizer:
     def counts(self) -> bool:
         """True if the rule has bias corrections, which depend on the number of updates.
 
-        The random bits of stochastic rounding depend on this number with every rule (`seed_of_update`).
+        With every rule, the random bits of stochastic rounding depend on the number of updates (`seed_of_update`).
         """
         return False
 

@@ -189,8 +189,8 @@ class Operator(ABC, Generic[C]):
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """Return the input buffers for executors, by name. Default: the fields of the call, which must be matrices
-        named like the buffers.
+        """Return the input buffers for executors, by name. Default: the fields of the call, which must then be matrices
+        with the names of the buffers.
         """
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
 

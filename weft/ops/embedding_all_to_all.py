@@ -106,7 +106,7 @@ def embedding_all_to_all(
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With
         n buffers, the caller may keep n - 1 results during the next call. If the caller keeps more, results are copied
         out of the buffers. With 1, keeping a result during the next call is an error. A CUDA graph keeps one buffer for
-        each call that it captured. If only one other buffer is left, results of other calls are copied out of it.
+        each call that it captured. If only one buffer is then left for other calls, their results are copied out of it.
         "serial" has no such buffers: its results are ordinary tensors.
     output_dtype: "fp16" or "bf16" rounds each pooled vector, which is summed in fp32, to this dtype before sending.
         This halves the bytes sent for fp32 tables. Gradients are sent in the same dtype. "table": the tables' dtype. On

@@ -67,8 +67,8 @@ def matmul_reduce_scatter(
         ranks.
     reduce_op: "sum", or "avg" (the sum divided by the number of ranks).
     scatter_dim: a dimension of the product [..., N], whose size is divisible by the number of ranks. -1 or the last
-        dimension scatters columns: weft computes B^T @ A^T and scatters its rows, which copies the result, and B if it
-        is row-major.
+        dimension scatters columns: weft then computes B^T @ A^T and scatters its rows. This copies the result, and also
+        B if B is row-major.
     group: a process group, or its name.
     schedule: the name of a schedule for forward, such as "serial" or "direct[chunks=2,by=dma,add=gemm]".
         `weft.plan.explain` lists the names, except "pulled[chunks=2,by=gemm]" and "pulled[chunks=2,by=tracked]", which
