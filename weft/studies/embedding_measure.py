@@ -208,7 +208,9 @@ class Lines(NamedTuple):
         return float(max(self.end.max(initial=0), self.waits[:, 1].max(initial=0)))
 
     def bytes_by(self) -> tuple[list[float], list[float]]:
-        """Return (us, MB sent until then), at `_BINS` + 1 equal steps. A unit's bytes count at its end."""
+        """Return (times in us, MB that have been sent by then) for `_BINS` + 1 equidistant times. The bytes of a unit count from
+        its end on.
+        """
         edges = np.linspace(0, self.end_us, _BINS + 1)
         totals = [float(self.sent[self.end <= edge].sum()) / 1e6 for edge in edges]
         return [round(float(edge), 2) for edge in edges], totals

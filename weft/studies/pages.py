@@ -25,7 +25,7 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Yield the axes of stacked panels; afterwards write the PNG file `path`. Its folder is created if needed.
+    """Context manager: yield the axes of stacked panels, and at the end write the PNG file `path`. Create its folder if needed.
 
     " (log)" or similar is added to the labels of logarithmic axes.
     """

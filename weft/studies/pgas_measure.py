@@ -162,7 +162,7 @@ def _retrieval(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
 
 
 class _Dlrm(nn.Module):
-    """The dense part of a DLRM: the MLP of dense features, dot products of all pairs of vectors, and the MLP of the result."""
+    """The dense part of a DLRM: the bottom MLP of dense features, dot products of all pairs of vectors, and the top MLP."""
 
     places: torch.Tensor
 

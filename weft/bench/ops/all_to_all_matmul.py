@@ -219,7 +219,7 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take this rank's rows from the rows of `whole`. Their numbers are `self.splits` and `self.received`."""
+        """Take this rank's rows from the rows of `whole`, as many for each expert as `self.splits` and `self.received` count."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Return the busiest rank's longest time in ms: memory traffic (rows and experts once), GEMMs, or bytes over the link."""
