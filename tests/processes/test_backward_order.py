@@ -117,3 +117,19 @@ def test_an_error_does_not_shift_the_numbers(pool: Pool) -> None:
     for refused, *trained in pool.run(after_an_error, ranks=2, timeout_s=60):
         assert refused.startswith(("RefusedError: ", "TypeError: ")), refused
         assert trained == ["nothing", "nothing"]
+
+
+def after_inference(group: dist.ProcessGroup) -> str:
+    """Call a module without gradients on one rank only, then train. Return the error."""
+    own = dist.new_group([0, 1])
+    assert isinstance(own, dist.ProcessGroup)
+    tables = [weft.EmbeddingBagConfig(8, 4, "t", ["f"])]
+    module = weft.nn.ShardedEmbeddingCollection(tables, group=own, optimizer=weft.SGD(lr=0.1))
+    features = weft.KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    with torch.set_grad_enabled(group.rank() == 0):
+        module(features)
+    return told(lambda: backward(module(features)["f"].values()))
+
+
+def test_inference_on_one_rank_does_not_shift_the_numbers(pool: Pool) -> None:
+    assert pool.run(after_inference, ranks=2, timeout_s=60) == ["nothing", "nothing"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
 from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
-from weft.runtime.meeting import Topic
+from weft.runtime.meeting import Topic, published_on
 from weft.runtime.opaque import opaque
 from weft.words import counted
 
@@ -116,7 +115,6 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._dist: RowDist | None
         self._update_of_parts: FusedUpdate | None
         self._replicated: ReplicatedTables | None
-        self._numbers = itertools.count(1)
         self.embeddings = nn.ModuleDict()
         partition, refusal = None, None
         try:
@@ -379,8 +377,8 @@ class ShardedEmbeddingCollection(TrainedTables):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
         memo[id(self.group)] = self.group  # a process group cannot be copied
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_fused_optimizer", "_numbers")}
-        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None, _numbers=itertools.count(1))
+        own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
+        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
         copied._mark_tables()
         return copied
 
@@ -415,8 +413,8 @@ class _Rows(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows, ctx.route, ctx.arrived = module._looked_up(ids)
-        # Count calls after the lookup, which raises on all ranks or on none: ranks compare the numbers in backward.
-        ctx.module, ctx.number, ctx.is_done = module, next(module._numbers), False
+        # The number of rendezvous is equal on all ranks, even if some ranks have called the module without gradients.
+        ctx.module, ctx.number, ctx.is_done = module, 1 + published_on(module.group), False
         return rows
 
     @staticmethod
