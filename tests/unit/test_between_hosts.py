@@ -72,7 +72,7 @@ def problems(rows: int) -> list[Problem]:
 
 def timed(p: Problem, network: HostNetwork) -> list[bool]:
     serial = named(p, "serial").build()
-    return [worth_timing(named(p, name).build(), serial, network) for name in p.between_hosts]
+    return [worth_timing(named(p, name).build(), serial, network) for name in p.between_hosts(0)]
 
 
 def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:

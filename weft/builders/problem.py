@@ -110,9 +110,11 @@ class Problem:
         """True if a call without a pinned schedule may use `candidate`."""
         return True
 
-    @property
-    def between_hosts(self) -> tuple[str, ...]:
-        """The names of the schedules to time, in addition to serial, if ranks are on several hosts. They use collectives only."""
+    def between_hosts(self, rails: int) -> tuple[str, ...]:
+        """Return the names of the schedules to time, in addition to serial, if ranks are on several hosts.
+
+        rails: the number of hosts if all have the same number of consecutive ranks, at least two; otherwise 0.
+        """
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:

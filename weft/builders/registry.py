@@ -101,13 +101,15 @@ def outside_builders(problem: type) -> tuple[str, ...]:
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
     """Return the candidates for `problem`, serial first. builders: only candidates of these builders, by name.
 
+    Builders with a parameter `hosts` are for ranks on several hosts (`Problem.between_hosts`), and are listed only by name.
     `Candidate.build` raises `NotApplicableError` if the builder does not support the problem."""
     known = _builders.get(type(problem), {})
     for name in builders or ():
         if name not in known:
             raise ValueError(f"no schedule {name!r} for {problem.title}; use one of {', '.join(known)}")
     found = []
-    for name in builders or sorted(known, key=lambda name: name != "serial"):
+    usual = (name for name, entry in known.items() if "hosts" not in entry.parameters)
+    for name in builders or sorted(usual, key=lambda name: name != "serial"):
         entry = known[name]
         for values in itertools.product(*entry.parameters.values()):
             found.append(entry.candidate(problem, dict(zip(entry.parameters, values, strict=True))))

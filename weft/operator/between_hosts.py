@@ -1,6 +1,6 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
-Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives run there. On CPU,
+Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives or messages run there. On CPU,
 the first call of a problem family times the candidates in `Problem.between_hosts`. Candidates that cannot gain enough
 according to the measured links are not timed (`worth_timing`). For a size that differs by more than a factor of two
 from all timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls
@@ -23,7 +23,7 @@ from weft.runtime.links import network_of
 from weft.runtime.rails import MOST_BYTES
 from weft.runtime.schedule_memory import needs_far
 from weft.runtime.two_levels import largest_collective_bytes, ranks_per_host
-from weft.schedule import ITEM_BYTES, Collective, Schedule, value
+from weft.schedule import ITEM_BYTES, Collective, Schedule, Send, value
 from weft.schedule.steps import of_kind
 from weft.sim.between_hosts import HostNetwork
 from weft.symm import Communicator
@@ -76,7 +76,8 @@ def _fastest(
     built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
     usable: dict[str, Any] = {}
-    for name in p.between_hosts:
+    rails = len(set(comm.hosts)) if ranks_per_host(comm.hosts) else 0
+    for name in p.between_hosts(rails):
         with contextlib.suppress(NotApplicableError):
             schedule = built(named(p, name))
             if not _fault(schedule, comm):
@@ -100,14 +101,15 @@ def needed_us(serial_us: float) -> float:
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
     """True if the measured links (`network`) allow `schedule` to be clearly faster than serial.
 
-    Only the times of collectives are compared. In the schedule's best case, its GEMMs hide all of its collectives
+    Only the times of collectives and messages are compared. In the schedule's best case, its GEMMs hide all of them
     except the shortest. Serial hides none. But the data of a small collective of serial are sent together with the
     messages by which ranks synchronise (`weft.runtime.rails`). This saves a round trip.
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
     serial_us = sum(_collectives_us(serial, network, rides))
-    exposed_us = min(_collectives_us(schedule, network, has_rails), default=0.0) + rides * network.round_trip_us
+    transfers_us = [*_collectives_us(schedule, network, has_rails), *_sends_us(schedule, network)]
+    exposed_us = min(transfers_us, default=0.0) + rides * network.round_trip_us
     return _DOUBT * (serial_us - exposed_us) > needed_us(serial_us)
 
 
@@ -120,6 +122,18 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) 
         network.collective_us(step.op, value(whole.rows) * value(whole.cols) * item[whole.buffer], two_levels)
         for step, whole in zip(steps, wholes, strict=True)
     ]
+
+
+def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
+    """Return the predicted time of each send of rank 0 to another host in microseconds, if all ranks of its host send."""
+    item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
+    sends = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Send)]
+    sizes = [
+        value(one.src.rows) * value(one.src.cols) * item[one.src.buffer]
+        for one in sends
+        if network.hosts[value(one.dst.at)] != network.hosts[0]
+    ]
+    return [network.per_host * size / network.bytes_per_us + network.round_trip_us / 2 for size in sizes]
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:

@@ -121,7 +121,7 @@ def choose(
 ) -> Chosen:
     """Choose a schedule for `p`, and return its executors on this rank. All ranks must make this call.
 
-    A group on several hosts runs unfused, or by a schedule that uses only collectives (`weft.operator.between_hosts`).
+    A group on several hosts runs unfused, or by a schedule of collectives and sends (`weft.operator.between_hosts`).
 
     Raises `ScheduleError` on every rank if a user's builder made the chosen schedule, and `verify` finds a fault in it.
 

@@ -13,6 +13,7 @@ from typing import Any
 from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw import Machine
+from weft.hw.topology import hosts
 from weft.plan.explain import MOST_OF_A_TORUS, problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
@@ -140,8 +141,10 @@ def comparison(
     if problem.world_size > MOST_RANKS:
         return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
     among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None
+    count = _hosts_of(model, problem.world_size)
+    between = frozenset(problem.between_hosts(count)) if count > 1 and not schedules else frozenset()
     rows, built = predicted_rows(
-        problem, model, mode, frozenset(), lambda what, share: progress(what, 0.8 * share), among, every=True
+        problem, model, mode, between, lambda what, share: progress(what, 0.8 * share), among, every=True
     )
     timed = [row for row in rows if row.us is not None]
     if not timed:
@@ -157,6 +160,12 @@ def comparison(
     compared.sort(key=lambda row: (row.us is None, row.us or 0.0))
     kept = {row.candidate.name: built[row.candidate.name] for row in timed}
     return Comparison(problem, machine, model, mode, notes, least, tuple(compared), kept)
+
+
+def _hosts_of(model: Model, ranks: int) -> int:
+    """Return the number of hosts of the topology `hosts`, if all have the same number of ranks, at least two; otherwise 0."""
+    dims = model.wiring.of(ranks).dims
+    return dims[1] if model.wiring.builder is hosts and dims and dims[0] > 1 else 0
 
 
 def _names(what: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -80,8 +80,7 @@ class MatmulAllReduce(GemmProblem):
         """Return False for `collective`, which is for ranks on several hosts."""
         return candidate.builder != "collective"
 
-    @property
-    def between_hosts(self) -> tuple[str, ...]:
+    def between_hosts(self, rails: int) -> tuple[str, ...]:
         return "collective[chunks=1]", "collective[chunks=2]", "collective[chunks=4]"
 
     def worth_running(self, candidate: Candidate) -> bool:

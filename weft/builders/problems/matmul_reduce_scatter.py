@@ -44,9 +44,9 @@ class MatmulReduceScatter(GemmProblem):
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
         return candidate.builder not in ("pulled", "collective") and not short
 
-    @property
-    def between_hosts(self) -> tuple[str, ...]:
-        return "collective[chunks=1]", "collective[chunks=2]", "collective[chunks=4]"
+    def between_hosts(self, rails: int) -> tuple[str, ...]:
+        name = f"two_levels[hosts={rails}," if rails else "collective["
+        return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

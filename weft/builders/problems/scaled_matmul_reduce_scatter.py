@@ -59,8 +59,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
         return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows of the sum to each rank"
 
-    @property
-    def between_hosts(self) -> tuple[str, ...]:
+    def between_hosts(self, rails: int) -> tuple[str, ...]:
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:

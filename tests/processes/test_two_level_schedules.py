@@ -1,0 +1,224 @@
+"""The builders `two_levels`, on ranks that pretend to be on several hosts.
+
+1. Results against float64 in many calls in a row, with uneven shards, poisoned memory and late ranks. 2. Each byte crosses the
+network once per host. 3. `verify` for other numbers of ranks. 4. Ranks that hang or die. 5. The choice between hosts. Functions
+with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+from pool import assert_deadline, wait_for_failure
+from schedule_cpu_ranks import intercept
+from support.on_ranks import BF16, F32, F64, NAMES, close, error_of, own_group, told
+from support.pretended_hosts import claimed, on_two_hosts
+
+import weft
+from weft import symm
+from weft.builders import AllGatherMatmul, MatmulReduceScatter, NotApplicableError, candidates, named
+from weft.launch import Pool, RankDiedError
+from weft.operator import between_hosts
+from weft.runtime.cpu.memory import memory_of
+from weft.runtime.cpu.schedule import CpuSchedule
+from weft.schedule import ITEM_BYTES, Send, value
+from weft.schedule.verify import verify
+
+K, N = 16, 12
+LONG_S = 30.0
+GRIDS = [(4, 2), (6, 2), (6, 3)]
+UNEVEN = (5, 8, 0, 3, 7, 1)
+
+
+def operands(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def called(group, n_hosts, chunks):
+    """Call both operators in turn, with new data in each call. Before a call, poison the memory that schedules share."""
+    rank, world = group.rank(), group.size()
+    name, seed = f"two_levels[hosts={n_hosts},chunks={chunks}]", 0
+    with claimed(f"host {rank * n_hosts // world}"):
+        own = own_group(group)
+        comm = symm.communicator(own, "cpu")
+        for dtype in (F32, BF16, F64):
+            for rows in ([6] * world, UNEVEN[:world]):
+                for _ in range(4):
+                    seed += 1
+                    if seed % world == rank:
+                        time.sleep(0.01)
+                    mapped = memory_of(comm).mapped
+                    if mapped is not None:
+                        comm.all_gather(None, what="before memory is poisoned")
+                        mapped.scratch.fill_(0xFF)
+                        comm.all_gather(None, what="memory is poisoned")
+                    xs = [operands(r, (count, K), dtype, seed) for r, count in enumerate(rows)]
+                    ws = [operands(90 + i, (K, N + i), dtype, seed) for i in range(2)]
+                    timeline, x = weft.Timeline(), torch.cat(xs)
+                    _, ys = weft.all_gather_matmul(
+                        xs[rank], ws, 0, own, return_A=False, rows=list(rows), schedule=name, timeline=timeline
+                    )
+                    for w, y in zip(ws, ys, strict=True):
+                        close(y, x.double() @ w.double(), x @ w)
+                    assert {"rail", "near"} <= {span.lane for span in timeline.spans}
+                wholes = [operands(r, (world * 4, K), dtype, seed) for r in range(world)]
+                y = weft.matmul_reduce_scatter(wholes[rank], ws[0], "sum", 0, own, schedule=name)
+                exact = sum(one.double() @ ws[0].double() for one in wholes).split(4)[rank]  # type: ignore[attr-defined]
+                usual = torch.stack([(one @ ws[0]).split(4)[rank] for one in wholes]).sum(0)
+                close(y, exact, usual)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("ranks", "n_hosts"), GRIDS)
+def test_results_equal_those_of_one_machine(pool: Pool, ranks: int, n_hosts: int, chunks: int) -> None:
+    pool.run(called, n_hosts, chunks, ranks=ranks, timeout_s=120)
+
+
+def crossing(schedule, n_hosts):
+    """Return the bytes that each host sends to other hosts, and check that sends leave the host."""
+    per_host, found = schedule.world_size // n_hosts, Counter()
+    for rank in range(schedule.world_size):
+        for step in (step for lane in schedule.of_rank(rank) for step in lane.steps if isinstance(step, Send)):
+            host, to = rank // per_host, value(step.dst.at) // per_host
+            assert host != to
+            size = value(step.src.rows) * value(step.src.cols) * ITEM_BYTES[schedule.buffer(step.src.buffer).dtype]
+            found[host, to] += size
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "n_hosts"), [*GRIDS, (16, 2), (12, 4)])
+def test_each_byte_crosses_once_per_host(ranks: int, n_hosts: int, chunks: int) -> None:
+    name, per_host = f"two_levels[hosts={n_hosts},chunks={chunks}]", ranks // n_hosts
+    rows = tuple(4 + rank for rank in range(ranks))
+    gather = named(AllGatherMatmul(ranks, rows, (N, 3), K, "fp32"), name).build()
+    scatter = named(MatmulReduceScatter(ranks, 5 * ranks, N, K, "bf16"), name).build()
+    pairs = [(host, to) for host in range(n_hosts) for to in range(n_hosts) if host != to]
+    shards = {pair: sum(rows[pair[0] * per_host : (pair[0] + 1) * per_host]) * K * 4 for pair in pairs}
+    assert crossing(gather, n_hosts) == shards
+    assert crossing(scatter, n_hosts) == dict.fromkeys(pairs, per_host * 5 * N * 2)
+    if ranks <= 12:
+        verify(gather)
+        verify(scatter)
+
+
+@pytest.mark.parametrize(
+    ("p", "hosts", "text"),
+    [
+        (AllGatherMatmul.even(8, 4, 4, 4), 3, "4 ranks on 3 hosts: two levels need the same number of ranks on each host"),
+        (MatmulReduceScatter(4, 8, 4, 4, "bf16"), 4, "4 ranks on 4 hosts: two levels need"),
+        (AllGatherMatmul(4, (2,) * 4, (4,), 4, "bf16", return_gathered=True), 2, "use return_A=False"),
+    ],
+)  # fmt: skip
+def test_what_two_levels_do_not_support(p: AllGatherMatmul | MatmulReduceScatter, hosts: int, text: str) -> None:
+    with pytest.raises(NotApplicableError, match=re.escape(text)):
+        named(p, f"two_levels[hosts={hosts},chunks=4]").build()
+
+
+BAD_RANK = 3
+
+
+def stuck(group, op, step, doing):
+    """Run once. In the second run, let a rank of the other host hang or die at a step."""
+    rank, world = group.rank(), group.size()
+    with claimed(f"node{2 * rank // world}"):
+        comm = symm.communicator(own_group(group), "cpu")
+    name = "two_levels[hosts=2,chunks=2]"
+    if op == "all_gather_matmul":
+        p, shapes = (
+            AllGatherMatmul.even(8 * world, N, K, world, NAMES[F32]),
+            {"x_shard": (8, K), "w0": (K, N), "y0": (8 * world, N)},
+        )
+    else:
+        p, shapes = (
+            MatmulReduceScatter(world, 8 * world, N, K, NAMES[F32]),
+            {"x": (8 * world, K), "w": (K, N), "y": (8, N)},
+        )
+    executor, tensors = (
+        CpuSchedule(named(p, name).build(), comm),
+        {key: torch.ones(shape) for key, shape in shapes.items()},
+    )
+    executor.run(tensors)
+
+    def fail() -> None:
+        if doing == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_failure(comm)
+
+    if rank == BAD_RANK:
+        intercept(executor, step, before=fail)
+    started = time.monotonic()
+    error = told(lambda: executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S)).split(": ", 1)
+    took_s, again = time.monotonic() - started, error_of(lambda: executor.run(tensors))
+    executor.close()
+    return error, took_s, again
+
+
+SENDS = [("all_gather_matmul", "send x_shard -> box@1"), ("matmul_reduce_scatter", "send sums -> arrived@1")]
+
+
+@pytest.mark.parametrize(("op", "step"), SENDS)
+def test_a_rank_that_does_not_send_is_named(pool: Pool, op: str, step: str) -> None:
+    """Rank 1 waits for a message of rank 3, and may be told first by a rank that waits for rank 1."""
+    answers = pool.run(stuck, op, step, "hang", ranks=4)
+    errors = [error for rank, (error, _, _) in enumerate(answers) if rank != BAD_RANK and error != ["nothing"]]
+    assert_deadline(errors, r"rank \d waited 0.5 s for .* from rank [013] ")
+    assert (
+        any(re.search(r"from rank 3 \(pid \d+ on host node1\)", text) for _, text in errors) or "rank 1" in errors[0][1]
+    )
+    assert all(took_s < LONG_S / 2 for _, took_s, _ in answers)
+
+
+@pytest.mark.parametrize(("op", "step"), SENDS)
+def test_a_rank_that_dies(op: str, step: str) -> None:
+    with Pool(4) as pool:
+        answers = pool.run(stuck, op, step, "die", return_exceptions=True, timeout_s=60)
+    assert isinstance(answers[BAD_RANK], RankDiedError)
+    for rank in range(3):
+        error, took_s, (kind, text) = answers[rank]
+        assert took_s < LONG_S / 2
+        assert error == ["nothing"] or error[0] in ("PeerLostError", "PoisonedGroupError")
+        assert kind in ("PeerLostError", "PoisonedGroupError")
+        assert re.search(r"rank 3 \(pid \d+ on host node1\) died", text), text
+
+
+def chosen(group):
+    """Return the schedules that the first call of each operator times."""
+    rank, world = group.rank(), group.size()
+    native, asked = between_hosts.measure.measured, []
+
+    def measured(p, schedules, *given):
+        asked.append(list(schedules))
+        return {name: 5000.0 if name == "serial" else 1000.0 + len(asked) for name in schedules}
+
+    between_hosts.measure.measured = measured
+    try:
+        with on_two_hosts(group) as own:
+            for rows in ([4] * world, list(range(1, 1 + world))):
+                x, w = torch.ones(rows[rank], K), torch.ones(K, N)
+                _, (y,) = weft.all_gather_matmul(x, [w], 0, own, return_A=False, rows=list(rows))
+                assert torch.equal(y, torch.full((sum(rows), N), float(K)))
+            y = weft.matmul_reduce_scatter(torch.ones(4 * world, K), w, "sum", 0, own)
+            assert torch.equal(y, torch.full((4, N), float(world * K)))
+    finally:
+        between_hosts.measure.measured = native
+    return asked
+
+
+def test_ranks_in_rails_time_the_schedules_in_two_levels(pool: Pool) -> None:
+    names = [f"two_levels[hosts=2,chunks={chunks}]" for chunks in (1, 2, 4)]
+    for asked in pool.run(chosen, ranks=4):
+        assert asked == [["serial", *names]] * 3
+
+
+def test_schedules_for_several_hosts_are_listed_only_by_name() -> None:
+    """So no GPU and no group on one host tries them."""
+    for p in (AllGatherMatmul.even(8, 4, 4, 4), MatmulReduceScatter(4, 8, 4, 4, "bf16")):
+        assert not [one.name for one in candidates(p) if one.builder == "two_levels"]
+        assert [one.name for one in candidates(p, ("two_levels",))] == list(p.between_hosts(2))

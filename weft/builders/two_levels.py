@@ -1,0 +1,196 @@
+"""Schedules in two levels, for ranks on several hosts: between hosts by messages, within a host by mapped memory.
+
+A **rail** consists of the ranks with the same index on their hosts, one on each host. Only the ranks of a rail send to each
+other. So each byte crosses the network once per host. With H hosts of L ranks:
+
+    all-gather + GEMM
+
+    rail        send this rank's rows in chunks along the rail, into slot h of the peer's `box`; h is this host
+    near        copy this rank's rows into slot h of its own `box`, and tell the ranks of this host. Later, tell them of each chunk
+                that has arrived along the rail
+    compute     multiply this rank's rows; then the rows of the other ranks of this host, then the rows of other hosts, as they
+                arrive. The GEMMs read rows in the `box` of the rank that received them. So no rank copies rows of other hosts
+
+    GEMM + reduce-scatter
+
+    compute     multiply the rows for other hosts, in chunks, then the rows for this host, into `products`
+    rail        when all ranks of this host have multiplied a chunk: add their products for this rail, which are read in place, and
+                send the sum along the rail
+    compute     add the products of this host, and the sums of the other hosts
+
+Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives. CPU
+ranks run these schedules. GPUs do not, because they do not send (docs/hosts.md).
+
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
+    "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3; "GPU-initiated
+    Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.builders.operands import all_gather_matmul_operands, offsets
+from weft.builders.partial_products import PartialProducts
+from weft.builders.problems.all_gather_matmul import AllGatherMatmul
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Index, lookup
+from weft.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The ranks of `hosts` hosts, which have `near` consecutive ranks each.
+
+    host: the host of this rank. others: the other hosts, in the order in which this rank sends to them.
+    """
+
+    hosts: int
+    near: int
+
+    @classmethod
+    def of(cls, world: int, hosts: int) -> _Grid:
+        if world % hosts or world == hosts:
+            raise NotApplicableError(
+                f"{world} ranks on {hosts} hosts: two levels need the same number of ranks on each host, at least 2"
+            )
+        return cls(hosts, world // hosts)
+
+    @property
+    def host(self) -> Index:
+        return RANK // self.near
+
+    @property
+    def others(self) -> list[Index]:
+        return [(self.host + distance) % self.hosts for distance in range(1, self.hosts)]
+
+    @property
+    def sources(self) -> list[Index]:
+        """The other hosts, in the order in which their messages arrive."""
+        return [(self.host + self.hosts - distance) % self.hosts for distance in range(1, self.hosts)]
+
+    @property
+    def peers(self) -> list[Index]:
+        """The other ranks of this host."""
+        return [self.rank(self.host, distance) for distance in range(1, self.near)]
+
+    def rank(self, host: Index, distance: int = 0) -> Index:
+        """Return the rank on `host` whose index is `distance` after this rank's index, modulo the ranks of a host."""
+        return host * self.near + (RANK % self.near + distance) % self.near
+
+
+@builder(AllGatherMatmul, hosts=(2,), chunks=(1, 2, 4))
+def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
+    """All-gather + GEMM. chunks: the number of messages for a shard; fewer if it has fewer rows."""
+    grid = _Grid.of(p.world_size, hosts)
+    if p.return_gathered:
+        raise NotApplicableError("two levels do not gather the rows in one matrix: use return_A=False")
+    d, x, ws, ys, _ = all_gather_matmul_operands("two_levels", p)
+    most, begins = max(p.rows), offsets(p.rows)
+    box = d.buffer("box", hosts * most, p.k, p.dtype, "symmetric")
+    came, ready = d.signals("came", hosts * chunks), d.signals("ready", p.world_size * chunks)
+    free = d.signals("free", p.world_size)
+    rail, near, compute = d.lane("rail", "copy"), d.lane("near", "copy"), d.lane("compute")
+
+    def rows(owner: Index, chunk: int | None) -> tuple[Index, Index]:
+        """Return (first, count) of a chunk of the shard of `owner`; None: of the whole shard."""
+        if chunk is None:
+            return 0, lookup(p.rows, owner)
+        ends = [[count * end // chunks for count in p.rows] for end in (chunk, chunk + 1)]
+        return lookup(ends[0], owner), lookup([b - a for a, b in zip(*ends, strict=True)], owner)
+
+    def multiply(owner: Index, chunk: int | None, at: Index) -> None:
+        """Multiply rows of `owner` that are in the box of rank `at`."""
+        first, count = rows(owner, chunk)
+        for w, y in zip(ws, ys, strict=True):
+            part = box.part(rows=(owner // grid.near * most + first, count), at=at)
+            compute.matmul(y.part(rows=(lookup(begins, owner) + first, count)), part, w.part())
+
+    for other in grid.others:  # the ranks of other hosts that have read this rank's rows in the previous run
+        for distance in range(1, grid.near):
+            rail.wait(free, grid.rank(other, distance), previous=True)
+    for peer in grid.peers:
+        near.wait(free, peer, previous=True)
+    for chunk in range(chunks):
+        first, count = rows(RANK, chunk)
+        for other in grid.others:
+            to, slot = grid.rank(other), (grid.host * most + first, count)
+            rail.send(x.part(rows=(first, count)), box.part(rows=slot, at=to)).set(
+                came, grid.host * chunks + chunk, at=to
+            )
+    near.copy(x.part(), box.part(rows=(grid.host * most, lookup(p.rows, RANK))))
+    for peer in grid.peers:
+        near.set(ready, RANK * chunks, at=peer)
+    for w, y in zip(ws, ys, strict=True):
+        compute.matmul(y.part(rows=(lookup(begins, RANK), lookup(p.rows, RANK))), x.part(), w.part())
+    for peer in grid.peers:
+        compute.wait(ready, peer * chunks)
+        multiply(peer, None, at=peer)
+    for chunk in range(chunks):
+        for source in grid.sources:
+            sender = grid.rank(source)
+            near.wait(came, source * chunks + chunk)
+            for peer in grid.peers:
+                near.set(ready, sender * chunks + chunk, at=peer)
+            compute.wait(came, source * chunks + chunk)
+            multiply(sender, chunk, at=RANK)
+            for distance in range(1, grid.near):
+                owner = grid.rank(source, distance)
+                compute.wait(ready, owner * chunks + chunk)
+                multiply(owner, chunk, at=grid.rank(grid.host, distance))
+    for host in (grid.host, *grid.others):
+        for distance in range(1, grid.near):
+            compute.set(free, RANK, at=grid.rank(host, distance))
+    return d.schedule()
+
+
+def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -> Schedule:
+    """GEMM + reduce-scatter. chunks: the number of messages for the rows of a rank."""
+    grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
+    d, pieces, near = o.d, o.chunks(chunks), [RANK, *grid.peers]
+    y = o.parts("y", 1, "output")
+    products, sums = o.parts("products", p.world_size, "symmetric"), o.parts("sums", hosts, "scratch")
+    arrived = o.parts("arrived", hosts, "symmetric")  # the sums of other hosts, by host
+    made, came, free = (
+        d.signals("made", hosts * chunks),
+        d.signals("came", hosts * chunks),
+        d.signals("free", 2 * p.world_size),
+    )
+    compute, rail = d.lane("compute"), d.lane("rail")
+    for peer in grid.peers:
+        for reader in range(2):
+            compute.wait(free, 2 * peer + reader, previous=True)
+    for host in (*grid.others, grid.host):
+        for c, chunk in enumerate(pieces):
+            if chunks == 1:  # the rows of a host are adjacent
+                whole = (host * (grid.near * o.m), grid.near * o.m)
+                compute.matmul(products.part(rows=whole), o.x.part(rows=whole), o.w.part())
+            else:
+                for distance in range(grid.near):
+                    owner = grid.rank(host, distance)
+                    o.multiply(compute, o.part(products, owner, owner, chunk), owner, chunk)
+            for peer in near:
+                compute.set(made, host * chunks + c, at=peer)
+    for host in grid.others:
+        to = grid.rank(host)
+        for c, chunk in enumerate(pieces):
+            rail.wait(made, host * chunks + c, count=grid.near)
+            total = o.part(sums, host, RANK, chunk)
+            rail.reduce(total, *(o.part(products, to, to, chunk, at=peer) for peer in near))
+            rail.send(total, o.part(arrived, grid.host, RANK, chunk, at=to)).set(came, grid.host * chunks + c, at=to)
+    for c, chunk in enumerate(pieces):
+        compute.wait(made, grid.host * chunks + c, count=grid.near)
+        for source in grid.sources:
+            compute.wait(came, source * chunks + c)
+        parts = [o.part(products, RANK, RANK, chunk, at=peer) for peer in near]
+        parts += [o.part(arrived, source, RANK, chunk) for source in grid.sources]
+        compute.reduce(o.part(y, 0, RANK, chunk), *parts)
+    for reader, lane in enumerate((rail, compute)):
+        for peer in grid.peers:
+            lane.set(free, 2 * RANK + reader, at=peer)
+    return d.schedule()
+
+
+_matmul_reduce_scatter.__name__ = "two_levels"
+builder(MatmulReduceScatter, hosts=(2,), chunks=(1, 2, 4))(_matmul_reduce_scatter)
