@@ -21,9 +21,8 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
 Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives. CPU
 ranks run these schedules. GPUs do not, because they do not send (docs/hosts.md).
 
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
-    "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3; "GPU-initiated
-    Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
+Sources: Cho et al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
+    "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
 
 from __future__ import annotations
