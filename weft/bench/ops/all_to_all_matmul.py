@@ -3,7 +3,8 @@
 Tokens are sorted by expert; the number per expert is random. Weights are [experts, K, N]. Variants
 (details: benchmarks/README.md):
 
-    serial    the baseline: all_to_all_single of the splits, which the CPU reads, and of the tokens, torch's grouped GEMM
+    serial    the baseline: all_to_all_single of the splits, which the CPU then reads; all_to_all_single of the tokens; torch's
+              grouped GEMM
     padded    the baseline of mode `graph`, since CUDA graphs can capture it: all experts padded to the largest count,
               all_to_all_single with equal splits, torch.bmm over everything
     weft, names of schedules     exactly the rows that arrive; the CPU waits for their number in each call
