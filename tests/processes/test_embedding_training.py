@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import embedding_partition as partition
 from support.on_ranks import error_of
 from support.slow import in_turn, slow
 from torch import nn
@@ -35,28 +36,14 @@ KEYS, BATCH, COLUMNS = ("u", "friend", "i"), 12, 8 + 8 + 3 + 4 + 4
 
 def batch(seed: int, rank: int = 0, world: int = 1) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     """Return a rank's part of global batch number `seed`, and its part of the gradient of the pooled vectors."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 5, (3, BATCH), generator=generator)
-    upstream = torch.randn(BATCH, COLUMNS, generator=generator)
-    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    ids, weights = [], []
-    for of_key in lengths:
-        values = torch.randint(0, 20, (int(of_key.sum()),), generator=generator)
-        numbers = torch.rand(len(values), generator=generator)
-        ends = of_key.cumsum(0)
-        at = slice(int(ends[mine][0] - of_key[mine][0]), int(ends[mine][-1]))
-        ids.append(values[at])
-        weights.append(numbers[at])
-    features = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(weights), lengths=lengths[:, mine].flatten())
-    return features, upstream[mine]
+    return partition.batch(seed, BATCH, rank, world, columns=COLUMNS)
 
 
 def made(group: dist.ProcessGroup, **options: Any) -> ShardedEmbeddingBagCollection:
     module = ShardedEmbeddingBagCollection(
         TABLES, group=group, placement=options.pop("placement", None), deadline_s=30.0, **options
     )
-    generator = torch.Generator().manual_seed(1)
-    full = {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) for t in TABLES}
+    full = partition.full_weights(TABLES)
     module.load_full_weights({name: weight.to(module.sharding.dtype) for name, weight in full.items()})
     return module
 
@@ -90,9 +77,7 @@ def train(group: dist.ProcessGroup, steps: int = 3, torchs: bool = False, **opti
 
 def by_torch(steps: int, weighted: bool, scale: float) -> dict[str, torch.Tensor]:
     """Train in one process in float64, with embedding_bag and torch.optim.SGD on all samples."""
-    generator = torch.Generator().manual_seed(1)
-    full = {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) for t in TABLES}
-    leaves = {name: weight.double().requires_grad_() for name, weight in full.items()}
+    leaves = {name: weight.double().requires_grad_() for name, weight in partition.full_weights(TABLES).items()}
     optimizer = torch.optim.SGD(leaves.values(), 0.1)
     for seed in range(steps):
         features, upstream = batch(seed)

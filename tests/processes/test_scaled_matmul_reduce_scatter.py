@@ -1,4 +1,4 @@
-"""Tests of weft.scaled_matmul_reduce_scatter only, on CPU processes: one row per rank, benchmark and plan.
+"""Tests of weft.scaled_matmul_reduce_scatter only, on CPU processes: one row per rank, and its benchmark.
 `test_operators.py` has the other tests.
 """
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from support.operators import suite
 from support.operators.scaled import ScaledGemm
-from typer.testing import CliRunner
 
 from weft.bench.__main__ import options_of
 from weft.bench.core.harness import Ranks
@@ -20,7 +19,6 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops.gemms import GemmShape
 from weft.bench.ops.matmul_reduce_scatter import SCALED as measuring
-from weft.cli.app import app
 from weft.launch import Pool
 
 
@@ -70,13 +68,3 @@ def test_its_benchmark_has_the_shapes_of_the_plain_operator_and_fp8_only() -> No
         BenchOptions(measuring.name, dtype="bf16")
     with pytest.raises(ValueError, match="N=24 must be a positive multiple of 16"):
         BenchOptions(measuring.name, "64x24x48", dtype="fp8")
-
-
-def test_it_is_planned() -> None:
-    runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
-    arguments = ["plan", "scaled_matmul_reduce_scatter", "--shape", "8192,8192,4096", "--hw", "h200"]
-    for more in ([], ["--ranks", "4", "--mode", "graph", "--all"]):
-        done = runner.invoke(app, [*arguments, *more])
-        assert done.exit_code == 0, done.output
-        assert "fp8 scaled by tensor" in " ".join(done.output.split())
-    assert "an fp8 GEMM with scales cannot accumulate" in " ".join(done.output.split())

@@ -52,11 +52,13 @@ def full_weights(tables: tuple[EmbeddingBagConfig, ...]) -> dict[str, torch.Tens
     return {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator).to(t.dtype) for t in tables}
 
 
-def batch(seed: int, samples: int, rank: int = 0, world: int = 1, hash: bool = False, longest: int = 4) -> Any:
+def batch(
+    seed: int, samples: int, rank: int = 0, world: int = 1, hash: bool = False, longest: int = 4, columns: int = COLUMNS
+) -> Any:
     """Return a rank's part of global batch number `seed`: its features and its upstream gradient."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (3, samples), generator=generator)
-    upstream = torch.randn(samples, COLUMNS, generator=generator)
+    upstream = torch.randn(samples, columns, generator=generator)
     mine = slice(rank * samples // world, (rank + 1) * samples // world)
     ids, weights = [], []
     for of_key in lengths:
