@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -119,7 +120,10 @@ def test_the_counters_of_a_call(early: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     class Played:
         def rates(self, wait_s: float) -> Rates:
-            time.sleep(10 if early else wait_s)
+            if early:
+                ended.wait(60)
+                ended.clear()
+            time.sleep(0.3 if early else wait_s)
             return Rates(wait_s, WATTS, 0.5, 1e9, None)
 
     @contextlib.contextmanager
@@ -133,8 +137,8 @@ def test_the_counters_of_a_call(early: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(counted, "_ATTEMPTS", 2)
     monkeypatch.setattr(counted, "facts_of", lambda name: SimpleNamespace(memory_bytes_per_s=PEAK))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    if early:
-        monkeypatch.setattr(time, "sleep", lambda s, slept=time.sleep: slept(min(s, 1.0)))
+    ended, ranks = threading.Event(), _OneRank()
+    monkeypatch.setattr(ranks, "synchronize", ended.set)
     ms, took_ms = {"a": 2.0, "not timed": None}, list[float]()
 
     def call(which: int) -> None:
@@ -142,7 +146,7 @@ def test_the_counters_of_a_call(early: bool, monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(2e-3)
         took_ms.append((time.perf_counter() - begin) * 1e3)
 
-    found = counted.count(dict.fromkeys(ms, call), _OneRank(), 2, ms.get)  # type: ignore[arg-type]
+    found = counted.count(dict.fromkeys(ms, call), ranks, 2, ms.get)  # type: ignore[arg-type]
     assert list(found) == ["a"]
     one, most_ms = found["a"], 3 * max(took_ms)  # a busy machine sleeps longer
     if early:
