@@ -145,10 +145,12 @@ class Arrival:
         if self._counter:
             _core.signal_add(self._counter, 1)
 
-    def abandon(self) -> None:
-        """Keep the memory for the message until the process ends, because after an error it may still arrive."""
-        if self._work is not None:
-            leave(self._channels.groups, self._work, self._data)
+    def abandon(self) -> bool:
+        """After an error, return True if the message may still arrive. Then keep what gloo uses until the process ends."""
+        if self._work is None or self._work.is_completed():
+            return False
+        leave(self._channels.groups, self._work, self._data)
+        return True
 
 
 @bind.register

@@ -197,10 +197,10 @@ class Program:
         for bound in self.receives:
             cast(Arrival, bound.call).begin()
 
-    def abandon(self) -> None:
-        """Keep the memory for messages until the process ends, because after an error they may still arrive."""
-        for bound in self.receives:
-            cast(Arrival, bound.call).abandon()
+    def abandon(self) -> bool:
+        """After an error, return True if messages may still arrive in the group's memory."""
+        may_arrive = [cast(Arrival, bound.call).abandon() for bound in self.receives]
+        return any(may_arrive)
 
     def made(self) -> Tensors:
         """Return the outputs with a dynamic number of rows that the last run has allocated, by name."""

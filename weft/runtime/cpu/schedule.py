@@ -124,9 +124,8 @@ class CpuSchedule(Executor):
                 if number == len(others) - self._receiving:
                     run.lanes_ended()
                 worker.wait(run)
-            if run.errors:
-                program.abandon()
-                leave(mapped)
+            if run.errors and program.abandon():
+                leave(mapped)  # gloo cannot cancel a receive
             if timeline is not None:
                 for recorded in spans:
                     timeline.extend(recorded or ())
