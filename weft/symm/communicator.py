@@ -37,6 +37,7 @@ _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", def
 _LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
 _COME_OUT_S = 1.0  # longest time that the exit of the process waits for threads to leave native code
 _LET_GO_S = 0.1  # time after that for the threads' clean-up
+_WATCHING = "weft-watchdog", "weft-stream-watch", "weft-spoil"  # beginnings of threads' names
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -475,11 +476,10 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return the ids of other threads that run weft's code, or native code called by weft, except watchdog threads.
-
-    Watchdog threads call nothing that could abort the process at exit.
+    """Return the ids of other threads that run weft's code, or native code called by weft, except the threads of `_WATCHING`,
+    which call nothing that could abort the process at exit.
     """
-    watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
+    watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_WATCHING)}
     return {
         thread
         for thread, frame in sys._current_frames().items()

@@ -1,0 +1,39 @@
+"""The queries of a group's store by a separate thread, which a process that exits must wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from weft.errors import DeadlineError
+from weft.symm.communicator import _threads_inside
+from weft.symm.store import PatientStore
+
+
+class StoppedStore:
+    """A store whose answer arrives after the deadline."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        self.answers.wait()
+        return b""
+
+
+def test_the_exit_waits_for_a_query_that_was_abandoned() -> None:
+    """If torch's native code returned while the interpreter exits, it would abort the process."""
+    stopped: Any = StoppedStore()
+    store = PatientStore(stopped, 0, time.monotonic())
+    with pytest.raises(DeadlineError, match="rank 0 waited for the store of this process group to answer"):
+        store.get("key")
+    thread = store._thread
+    assert thread is not None
+    assert thread.ident in _threads_inside()
+    stopped.answers.set()
+    store.close()
+    thread.join()
+    assert thread.ident not in _threads_inside()
