@@ -74,31 +74,31 @@ class Expr:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
-        """Evaluate the expression with arrays as values of its variables. Return an array, or an int if all values are
-        ints.
+        """Evaluate the expression elementwise for arrays of values, such as all ranks at once. Return an array, or an
+        int if all values are ints.
 
-        known: a cache of the results of subexpressions for the same `values`, keyed by the `id` of the AST node. This
-            call adds to the cache. So expressions that share subexpressions, such as sums over the same ranks, evaluate
-            these once. The expressions must outlive `known`, because Python reuses ids.
+        known: a cache of the values of subexpressions, keyed by the `id` of the AST node. Pass the same dict to several
+            calls with the same `values`: each shared subexpression is then evaluated once. The expressions must outlive
+            `known`, because Python reuses ids.
         """
         return nodes.evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
-        """Return a number p such that the value depends on the variable `name` only through `name % p`; 0 if none is
-        known.
-        """
+        """Return a period p of the variable `name`: adding p to it does not change the expression's value; 0 if unknown."""
         return _period_of(self, name)
 
     def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
-        """Evaluate the largest subexpressions that do not depend on the variable `without`.
+        """Evaluate the largest subexpressions that do not depend on the variable `without`, so that they are computed
+        once for all its values.
 
-        Add their values to `known`, keyed by the `id` of each subexpression's AST node."""
+        Add the results to `known`, the cache of `evaluated_over`.
+        """
         for part in _parts_without(self, without):
             if id(part) not in known:
                 known[id(part)] = nodes.evaluated_over(part, values)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """Return (the sum of the numbers, the `total(...)` terms) of an expression that is a sum of both.
+        """Split a sum of numbers and `total(...)` terms. Return (the sum of the numbers, the terms).
 
         Raise `ValueError` for any other expression.
         """
@@ -221,7 +221,7 @@ def require_index(index: Index, what: str) -> None:
 
 
 def value(index: Index, **variables: int) -> int:
-    """Return `index` as an int, evaluated with the given values of its variables."""
+    """Return `index` as an int. If it is an expression, `variables` are the values of its variables."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
 
 
@@ -275,7 +275,7 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 def _operand(index: Index, binds: int) -> str:
     """Return the text of an operand, in parentheses if needed, exactly as `ast.unparse` writes it.
 
-    binds: the precedence of the operator around the operand.
+    binds: the precedence of the operator to which the operand belongs.
     """
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
     return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)

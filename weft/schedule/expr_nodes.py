@@ -1,5 +1,4 @@
-"""Functions on the ASTs of expressions: they parse within limits, check, evaluate for arrays of values, and find
-periods.
+"""Parse, check and evaluate the ASTs of expressions, and find their periods.
 
 `weft.schedule.expr` builds these ASTs. `check` lists the kinds of nodes that they may contain: arithmetic, tables and
 sums.
@@ -36,15 +35,15 @@ class PrefixSums:
     def __getitem__(self, part: slice) -> int:
         """Return the sum of the slice `part`, not its elements.
 
-        Compiled expressions contain `sum(buffer[first:end])`. With this class as `buffer`, they need not add all
-        elements.
+        Compiled expressions contain `sum(buffer[first:end])`. With a `PrefixSums` as `buffer`, the slice is already the
+        sum, so no elements are added.
         """
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """Return the sums of many slices [first:end:step]. first, end: arrays of non-negative bounds."""
+        """Return the sums of many slices [first:end:step] as an array. first, end: the bounds of all slices, at least 0."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -68,7 +67,7 @@ class Total(NamedTuple):
 
 
 def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts: dict[int, Any] | None = None) -> Any:
-    """Evaluate an AST for arrays of values. parts: the cache `known` of `Expr.evaluated_over`."""
+    """Evaluate an AST elementwise for arrays of values. parts: the cache `known` of `Expr.evaluated_over`."""
     match node:
         case ast.Name(id=name):
             return values[name]
@@ -105,7 +104,7 @@ def evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts
 
 @lru_cache(maxsize=64)  # many expressions share a table, which may have thousands of numbers
 def numbers_of(table: ast.Tuple) -> np.ndarray | None:
-    """Return the entries of a table as an array; None if an entry is not a number."""
+    """Return the entries of a lookup table as an array; None if an entry is an expression."""
     if not all(isinstance(entry, ast.Constant) for entry in table.elts):
         return None
     return np.array([cast(ast.Constant, entry).value for entry in table.elts])
@@ -117,14 +116,16 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return `node`, the bound of a slice, with a type that is not Optional. `check` refuses slices without bounds."""
+    """Return `node`, the bound of a slice, for the type checker: it is never None, because `check` refuses slices
+    without bounds.
+    """
     assert node is not None  # check refuses slices without both bounds
     return node
 
 
 def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
-    """Return (the sum of the numbers, the `Total` terms) of an AST that is a sum of both. Raise `ValueError` for other
-    ASTs.
+    """Split a sum of numbers and sums over buffers. Return (the sum of the numbers, the other terms). Raise
+    `ValueError` for other ASTs.
     """
     match node:
         case ast.Constant(value=int(number)):
@@ -145,9 +146,9 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 
 def period_of(node: ast.AST, name: str) -> int:
-    """Return a number p such that the value of `node` depends on the variable `name` only through `name % p`.
+    """Return a period p of the variable `name`: adding p to it does not change the value of `node`.
 
-    Return 0 if no p is known.
+    Return 0 if no period is known.
     """
     match node:
         case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:
@@ -216,8 +217,9 @@ def parsed(text: str) -> ast.expr:
 
 
 def check(node: ast.expr) -> None:
-    """Raise `ValueError` if the AST contains anything but arithmetic, tables and sums. Expressions from files are
-    passed to `eval`.
+    """Raise `ValueError` if the AST contains anything but arithmetic, tables and sums.
+
+    Without this check, an expression from a file could run any code, because expressions are passed to `eval`.
     """
     match node:
         case ast.Constant(value=bool()):

@@ -7,8 +7,9 @@ agree. tests/unit/test_tile_kernels.py checks weft's builders.
 
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry. CPU processes then
-run the tiles one after the other, but refuse the kernel if a base class has an entry.
+`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry. CPU processes
+run the tiles of such a kernel one after the other. But they refuse the kernel if its base class has an entry, which may
+not fit the derived class.
 
 The simulator assumes that a kernel cuts each tile of the step into smaller tiles, as the kernels for experts do. If the
 kernel computes each tile of the step on one compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.
@@ -51,8 +52,7 @@ class TileKernel:
     def continues(self, before: TileKernel | None) -> bool:
         """Return True if one launch may run the tiles of `before` and then the tiles of this kernel.
 
-        before: the kernel of the previous step of the lane; None if that step has no tiles. Only signals are between
-            the two steps.
+        before: the kernel of the lane's previous step, apart from signals; None if that step has no tiles.
         """
         return type(before) is type(self)
 
@@ -63,11 +63,13 @@ class GroupedMatmul(TileKernel):
 
     The kernel reads the rows from where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
 
-    counts, tokens, inbox, weights, y: names of buffers.
+    counts: the name of the buffer with the number of tokens that each rank sends for each expert.
+    tokens, inbox: the names of the buffers with this rank's own tokens, and with the tokens from peers.
+    weights, y: the names of the buffers of the experts' weights, and of the result.
     experts: the number of experts of each rank.
     slot_rows: the number of inbox rows that are reserved for each peer.
-    first_source, n_sources: the source ranks of the rows: `n_sources` ranks, beginning `first_source` ranks after this
-        rank.
+    first_source, n_sources: the ranks whose rows are multiplied: `n_sources` consecutive ranks. The first is
+        `first_source` ranks after this rank.
     first_expert, n_experts: the range of local experts.
     first_k, n_k: the range of the inner dimension k: columns of tokens, and rows of weights.
     adds: True to accumulate into y.
@@ -97,7 +99,7 @@ class SortedMatmul(TileKernel):
     Rows of several source ranks can share a tile. So if each source rank sends few rows, this kernel has fewer tiles
     than `GroupedMatmul`.
 
-    counts, x, weights, y: names of buffers. The other fields are as in `GroupedMatmul`.
+    x: the name of the buffer with the sorted rows. The other fields are as in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "sorted_matmul"
@@ -112,18 +114,18 @@ class SortedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
-    """Grouped GEMM over rows sorted by expert, then by source rank. It stores each product for the rank that sent the
-    row.
+    """Grouped GEMM over rows sorted by expert, then by source rank. It groups the products by the rank that sent the rows.
 
-    The counterpart of `GroupedMatmul`: it sends the results back (`weft.kernels.grouped_matmul`). It always multiplies
-    over all of k, and never accumulates. If a launch multiplies the rows of all source ranks, and each sends few rows
-    (`FEW_ROWS`), rows of several source ranks share a tile.
+    The products then return to these ranks, so this kernel is the counterpart of `GroupedMatmul`
+    (`weft.kernels.grouped_matmul`). It always multiplies over all of k, and never accumulates. If a launch multiplies
+    the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
 
-    counts: the name of a buffer `[2 * ranks, experts]`. Its first half has the number of rows from each rank for each
-        local expert. Its second half has the number of this rank's rows for each expert of each rank.
-    h, weights, y, outbox: names of buffers. Products for this rank are stored in y. Products for a peer are stored in
-        the peer's part of the outbox of rank `at`.
-    The other fields are as in `GroupedMatmul`.
+    counts: the name of a buffer `[2 * ranks, experts]`. Row r has the number of rows from rank r for each local expert.
+        Row ranks + r has the number of rows that this rank sent to each expert of rank r.
+    h, weights: the names of the buffers of the rows, and of the experts' weights.
+    y: the name of the buffer in which products for this rank are stored.
+    outbox, at: the name and rank of the buffer in which products for peers are stored, with a slot of `slot_rows` rows
+        for each peer. The other fields are as in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"
@@ -146,8 +148,8 @@ class TrackedMatmul(TileKernel):
     """A GEMM that signals finished tiles while it runs. It may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).
 
-    The body of the step is one matmul or addmm, followed by sets. Several tiles may set one signal: the kernel sets it
-    as soon as the last of them is stored.
+    The body of the step is one matmul or addmm, followed by sets. Several tiles may set one signal: the kernel sets the
+    signal as soon as the last of these tiles is stored.
 
     rows, cols: the maximum size of a tile; powers of two.
     least_part: if there are fewer tiles than compute units, several units share a tile. Each unit then computes a part
@@ -181,7 +183,7 @@ class Permute(TileKernel):
     """A kernel that sorts rows by expert. Its input rows are sorted by source rank. Each tile copies the rows of one
     expert.
 
-    On GPUs the copies of one step read at most two buffers and write one.
+    On GPUs all copies of one step may read at most two buffers, and must write the same buffer.
     """
 
     kind: ClassVar[str] = "permute"
@@ -189,14 +191,13 @@ class Permute(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledSlices(TileKernel):
-    """A kernel that pools embeddings and sends each slice (a group of pooled vectors) to its rank as soon as it is
-    pooled.
+    """A kernel that pools embeddings and sends each slice (a group of pooled vectors of one sample) to the rank that
+    owns the sample.
 
-    transport: "direct" stores vectors in the destination's memory; "put" pools a slice into local memory, then copies
-        it.
+    transport: "direct" stores vectors in the destination's memory. "put" pools a slice into local memory, then copies the slice.
     order: "remote_first" pools the slices of other ranks first.
-    found: the share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); (): unknown. Only the
-        simulator uses it.
+    found: cache hit rates of reads of table rows, one for each cache size in `weft.builders.row_reuse`. (): unknown.
+        Only the simulator uses them.
     """
 
     kind: ClassVar[str] = "embedding_all_to_all"
@@ -212,7 +213,7 @@ class PooledSlices(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledBags(TileKernel):
-    """A kernel that pools embeddings into this rank's memory. found: as in `PooledSlices`."""
+    """A kernel that pools embeddings into this rank's memory, for a collective to send. found: as in `PooledSlices`."""
 
     kind: ClassVar[str] = "embedding_bag"
     found: tuple[float, ...] = ()

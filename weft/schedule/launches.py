@@ -3,8 +3,8 @@
 All parts of weft use this definition: the GPU compiler issues launches, `verify` finds the launches that poll on
 compute units, and the simulator charges launch overhead once per launch.
 
-A copy by kernel polls and sets flags itself. So its launch includes the signals between ranks before and after the
-copy. A program is a thread block of the kernel.
+A kernel that copies also performs the signals between ranks before and after the copy, so these steps belong to its launch.
+Such a launch has these groups of steps, in order (a program is a thread block of the kernel):
 
     sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
                  until the launch, which may be queued behind a wait of another lane
@@ -12,8 +12,8 @@ copy. A program is a thread block of the kernel.
     body         the copy, and further copies. These either have the same source, with sets between them (`_fixed`), or follow
                  directly on the copy and read other parts of the same buffer (`_joins`)
     sets         sets after a copy. The last program of the copy performs them
-    waits_after  waits after the sets. The last program polls for them. They are included only if the sets may be delayed until
-                 the last of these waits is issued
+    waits_after  waits after the sets. The last program polls for them. They are included only if a delay of the sets causes no
+                 deadlock: with these waits, the launch and its sets are issued only when the last of the waits is issued
 
 Adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is its own launch.
 """
@@ -33,8 +33,9 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Launch(NamedTuple):
-    """Consecutive steps of a lane that are one kernel or one stream operation. The top of this file defines its groups
-    of steps.
+    """Consecutive steps of a lane that are one kernel or one stream operation.
+
+    The top of this file defines the groups of steps, `sets_before` to `waits_after`.
 
     lane: the number of the lane.
     first: the position of the first step in the lane.
@@ -80,9 +81,9 @@ class Launch(NamedTuple):
 
     @property
     def anchor(self) -> int:
-        """The position in the lane at which the CPU issues the launch: the position of its last step that is not a set.
+        """The position of the step at whose turn the CPU issues the launch: the launch's last step that is not a set.
 
-        In the order of issue, all steps that the launch waits for are before this step.
+        At that turn, the CPU has issued all steps that the launch waits for.
         """
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
@@ -118,8 +119,8 @@ def launches(
     alone: True if the rank has no other lane.
     held: buffers whose contents are known only at run time.
     dynamic_units: the number of compute units that a copy holds if its size depends on `held`.
-    may_answer: a function of positions (first, end). It returns True if the sets in steps[first:end] may be issued as
-        late as the last of these steps.
+    may_answer: a function that returns True for (first, end) if the sets in steps[first:end] may be delayed until the
+        last of these steps is issued. If so, the launch includes the waits after these sets.
     tiles_go_on: assume that a tile kernel also sets the signals after its step, and that it computes the tiles of the
         next step if `TileKernel.continues`. Only the simulator passes True. The GPU compiler launches a kernel for each
         step, and the stream sets the signals.
@@ -128,9 +129,9 @@ def launches(
     kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Return the first position, from `at` on, of a step that is not a signal of type `kind`.
+        """Skip signals of type `kind` (`Set` or `Wait`), beginning at position `at`. Return the position after them.
 
-        Unless `local` is True, a signal within the rank also ends the search.
+        Signals within the rank are skipped only if `local` is True.
         """
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1
@@ -189,11 +190,11 @@ def launches(
 def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
-    The copies must read the same columns of one buffer and have equal row pitches. Their sizes are all fixed and equal,
-    or all depend on `held`. In the second case, the buffers that they write have equal numbers of rows, because the
-    kernel clamps all sizes to one number. The copies write symmetric or scratch buffers, or one tensor of the caller,
-    but not the buffer that they read. They do not accumulate, because the kernel's copies run in no particular order.
-    For the same reason they must not write the same place, which `verify` checks.
+    The copies must read the same columns of one buffer and have equal row pitches. Their sizes must all be fixed and
+    equal, or all depend on `held`. In the second case, the buffers that they write must have equal numbers of rows,
+    because the kernel clamps all sizes to this number. The copies must write symmetric or scratch buffers, or one
+    tensor of the caller, but not the buffer that they read. They must not accumulate, because the kernel's copies run
+    in no particular order. For the same reason they must not write the same place, which `verify` checks.
     """
     if step.copies_by != "kernel":
         return False
@@ -221,8 +222,8 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    Copies with equal results may share a launch: they copy the same source to several places with the same pitch.
-    Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor.
+    Copies for which this function returns equal tuples may share a launch: one source is copied to several places with
+    the same pitch. Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor.
     """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
@@ -233,9 +234,9 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return, for each rank, a dict from its counters to the rank that sets each counter.
+    """Return, for each rank, {counter of the rank: the rank that sets the counter}.
 
-    The dict contains only counters that another rank or a tile kernel sets.
+    The dicts contain only counters that another rank or a tile kernel sets.
     """
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
@@ -288,9 +289,10 @@ def launches_of_rank(
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    A copy by kernel whose launch includes the waits after its sets is issued only with the last of these waits. So a
-    launch does not include them if `order` has another lane's wait for a peer in between. If the lanes share a hardware
-    queue, the sets would be queued behind that wait, while the peer waits for the sets.
+    If the launch of a copy includes the waits after its sets, the CPU issues the launch only at the last of these
+    waits. So the sets are delayed. If `order` has another lane's wait for a peer between the sets and these waits, the
+    launch does not include the waits. Otherwise, if the lanes share a hardware queue, the sets would be queued behind
+    the other lane's wait, while the peer waits for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

@@ -5,7 +5,7 @@
 | size, offset, extent, count | 0 to 2^40 |
 | ranks | at most 4096 |
 | steps of one rank after unrolling loops; a `Tiles` step of any extent is one step | at most 100,000 |
-| if ranks differ: the steps of all ranks together, plus ranks x buffers whose rows are an expression | at most 2^19 |
+| if ranks differ: steps of all ranks, plus (number of ranks) x (number of buffers whose rows are an expression) | at most 2^19 |
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps after unrolling loops. where: the place of the steps, for error texts.
+    """Return the number of steps after unrolling loops. where: the place of the steps in the schedule, for error texts.
 
-    A loop counts as one step, and each iteration as at least one step, because even empty iterations take time to
-    unroll.
+    A loop itself counts as one step. An empty iteration counts as one step too, because it takes time to unroll.
     """
     count = 0
     for i, step in enumerate(steps):

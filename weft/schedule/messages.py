@@ -6,9 +6,9 @@ and signals:
     the sender's lane   a `Post`: reads the rows, and passes the message to the process group
     the receiver        a lane for each lane that sends to it. A `Receive` waits for the message, and writes its rows
 
-A signal that a lane sets at a rank to which it has sent is a message too. Its `Receive` sets the signal. The messages of a lane
-to one rank arrive in order, so a signal arrives after the rows that were sent before it. Signals at ranks whose memory is not
-mapped are always messages.
+If a lane has sent rows to a rank, the signals that the lane then sets at this rank are messages too. Their `Receive`
+sets the signal. The messages of a lane to one rank arrive in order, so a signal arrives after the rows that were sent
+before it. Signals to ranks on other hosts are always messages.
 
 `verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and the
 `Receive` waits for. So before a rank reads received rows, it must wait for a signal that the same lane sent after the rows. A
@@ -103,7 +103,7 @@ def with_messages(
     """Return the evaluated lanes of each rank, with messages in place of sends. The lanes that receive are last.
 
     is_far: a function that returns True for (a, b) if rank a cannot access memory of rank b.
-    awaited: the counters whose sets need a message. Sets of other counters are omitted. None: all counters.
+    awaited: the counters for which a rank waits; None: all counters. Messages that would set other counters are omitted.
     """
     received: dict[int, list[Lane]] = defaultdict(list)
     sending = []
@@ -119,7 +119,7 @@ def with_messages(
 
 
 class _Split:
-    """The messages of one lane. receives: the steps of each receiver."""
+    """The messages that one lane sends. receives: for each receiver, its `Receive` steps in order."""
 
     def __init__(
         self, source: int, lane: int, is_far: Callable[[int, int], bool], awaited: Collection[CounterId] | None
@@ -141,7 +141,7 @@ class _Split:
                 yield Post(step, to, self._source, self._lane, number, joined)
 
     def _receiver(self, step: Step) -> int | None:
-        """Return the rank that gets a message; None if the step is not a message."""
+        """Return the rank to which `step` sends a message; None if it sends no message."""
         if isinstance(step, Send):
             return value(step.dst.at)
         if isinstance(step, Set) and (at := value(step.at)) != self._source:

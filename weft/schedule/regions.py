@@ -112,8 +112,8 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """`count` counters on every rank. Each `Set` adds one. Counters are never reset: run n starts with the values at
-    which run n - 1 ended.
+    """An array of `count` counters on every rank. Each `Set` adds one to a counter. Counters are never reset: run n
+    starts with the values at which run n - 1 ended.
     """
 
     name: str
@@ -144,8 +144,9 @@ def written(region: Region, update: bool = False) -> Access:
 class Declared(NamedTuple):
     """The names that a step of `rank` may refer to.
 
-    buffers: for each rank, its buffers by name, with evaluated sizes. signals: the number of counters, by name. held: names of
-    the buffers with declared contents."""
+    buffers: for each rank, its buffers by name, with evaluated sizes. signals: the number of counters, by name. held:
+        the names of the buffers whose contents determine sizes (`Contents`).
+    """
 
     rank: int
     buffers: Sequence[Mapping[str, Buffer]]

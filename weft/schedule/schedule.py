@@ -5,7 +5,8 @@ time (`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` st
 once for all ranks: a number that differs between ranks is an expression of the rank.
 
 The steps of a lane run in order. Only signals order steps of different lanes or ranks. A run of a rank starts all its
-lanes at once, and ends when all lanes have ended.
+lanes at once, and ends when all lanes have ended. In this example, each rank puts its x into the peer's `box`. A wait
+with `previous` counts the sets of the previous run: so a rank overwrites `box` only after the peer has read it.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -92,7 +93,7 @@ class Schedule:
 
     @property
     def stops_host(self) -> bool:
-        """True if the CPU must wait for sizes from the device before it issues later steps."""
+        """True if the CPU must wait for sizes from the device before it issues later steps (`Read` with by="host")."""
         return "host" in self._reads
 
     @cached_property
@@ -283,7 +284,7 @@ class LaneDraft:
         return self.then(Copy(src, dst, by, accumulate))
 
     def send(self, src: Region, dst: Region) -> LaneDraft:
-        """Append a send of `src` to `dst`, which is in another rank's memory. The memory need not be mapped."""
+        """Append a send of `src` to `dst`, a region of any other rank, on this host or another (`Send`)."""
         return self.then(Send(src, dst))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
@@ -375,9 +376,7 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Return (name, type) of each operand field of the step class `of`: fields for a region, a tuple of regions, or a
-    norm.
-    """
+    """Return (name, type as text) of each field of the step class `of` whose value is a region, a tuple of regions, or a norm."""
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 

@@ -13,15 +13,16 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Agree(Step):
-    """Compare the sizes that the ranks sent with the sizes that this rank expected. Fill rows with wrong sizes with
-    NaN.
+    """Compare the numbers of rows that peers sent with the numbers that this rank expected. If the numbers of a peer
+    differ, fill all rows from that peer with NaN.
 
-    If the counts from rank r differ, all rows received from rank r become NaN. W is the world size.
+    W is the world size, and C is the number of counts per pair of ranks: one for each expert.
 
-    expected: `[W, counts]`. Row r has the counts that this rank expects from rank r.
-    sent: `[W * W, counts]`: a table of W rows from each rank. In the table from rank r, row number `row` has the counts
-        that rank r sent to this rank.
-    out: the received rows, grouped by source rank. Rank r's group has as many rows as the sum of its expected counts.
+    expected: `[W, C]`. Row r has the numbers of rows that this rank expects from rank r.
+    sent: `[W * W, C]`: one table `[W, C]` from each rank, in rank order. The table of rank r has the numbers of rows
+        that rank r sent to each rank.
+    out: the received rows, grouped by source rank. The group of rank r has as many rows as the sum of row r of `expected`.
+    row: the row of each table that belongs to this rank.
     """
 
     kind: ClassVar[str] = "agree"

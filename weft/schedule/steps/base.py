@@ -6,7 +6,7 @@ numbers, and expressions. To run the new kind, add an entry to each executor: `w
 which calls NCCL and cuBLAS. An executor without an entry refuses the step. The simulator derives a step's time from the
 bytes that it reads and writes, unless a cost is registered with `weft.sim.costs.price`.
 
-In an "evaluated" step, numbers replace the expressions: their values for one rank.
+In an "evaluated" step, the expressions have been replaced by their values for one rank.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Step:
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return a step that makes only the sets of this step; None if this step has no sets."""
+        """Return a step that performs the sets of this step and nothing else; None if this step has no sets."""
         return self if self.sets() else None
 
     @property
@@ -122,8 +122,8 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The positions, in `accesses()`, of operands that the step needs. If one of these regions is empty, the step
-        does nothing.
+        """The positions, in `accesses()`, of the operands that determine whether the step is empty. If one of these
+        regions has no elements, the step does nothing.
         """
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
@@ -166,7 +166,7 @@ class Step:
     def substitute(self, values: Values, partially_evaluated: bool) -> Step:
         """Return the step with its expressions evaluated.
 
-        A variable without a value in `values` raises an error. With `partially_evaluated`, the variable stays.
+        A variable without a value in `values` raises `ValueError`, or stays if `partially_evaluated` is True.
         """
         return _fields_substituted(self, values, partially_evaluated)
 
@@ -289,7 +289,7 @@ def _add_variables(item: Any, found: set[str]) -> None:
 
 
 def totals_of(item: Any) -> list[Total]:
-    """Return the terms of `item` that are sums over contents of buffers. item: a step of one rank."""
+    """Return the `total(...)` terms in the expressions of `item`. item: a step that is evaluated for one rank."""
     if type(item) in (int, str):
         return []
     if isinstance(item, Expr):

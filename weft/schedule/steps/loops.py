@@ -134,7 +134,7 @@ class Tiles(_Repeated):
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """Evaluate the expressions `numbers` for each tile, and count the tiles for which they have the same values.
+    """Evaluate the expressions `numbers` for each tile, and count the tiles with equal results, such as equal sizes.
 
     Return a list of (values of `numbers`, number of tiles), sorted by values. tiles: a step whose extent is a number.
     values: the values of the other variables in the body; not needed if the body is evaluated.

@@ -16,7 +16,8 @@ class Set(Step):
     """Add one to a counter of rank `at`, with release semantics: a lane that waits for the counter sees all earlier
     writes of this lane.
 
-    signal: the name of the signals, or a `Signals`.
+    signal, index: the counter: element `index` of the array of counters with this name. A `Signals` may be given
+        instead of its name.
     """
 
     kind: ClassVar[str] = "set"

@@ -13,8 +13,8 @@ while a peer still reads a persistent buffer. It reports
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
-Dynamic sizes are computed from the expected contents of their buffers (`weft.schedule.steps.Contents`). A lane must
-read a buffer before its sizes depend on the buffer.
+Dynamic sizes are computed from the expected contents of buffers (`weft.schedule.regions.Contents`). It is also a fault
+if a lane has a step whose size depends on a buffer before it has a `Read` of the buffer.
 
 At most SAMPLE tiles of each `Tiles` step are checked: the first, the last, every k-th tile between them, and their
 neighbours. Faults of other tiles are not found. If a step has unchecked tiles, unwritten reads and incomplete outputs
@@ -98,8 +98,8 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
     """Raise `ScheduleError` with the first ten errors in the declarations, steps and collectives of `schedule`.
 
     This is the fast part of `verify`, which every simulation calls. It does not find hangs, races, or reads of
-    unwritten memory. Collectives are checked on all ranks, other steps on the first and the last `most_ranks // 2`
-    ranks.
+    unwritten memory. Collectives are checked on all ranks. Other steps are checked on at most `most_ranks` ranks: half
+    of these are the first ranks, and half the last.
     """
     world = schedule.world_size
     if world < 1:
@@ -187,13 +187,14 @@ class _StepAccess(NamedTuple):
     buffer: str
     box: Box
     how: tuple[bool, bool, bool]
-    """(reads, writes, updates)"""
+    """Three bools: the access reads, writes, is an atomic update."""
 
 
 @dataclass(slots=True)
 class _Accesses:
-    """The accesses of all steps to one buffer of one rank, in lists with an entry for each access. how: (reads, writes,
-    updates).
+    """The accesses of all steps to one buffer of one rank, in lists with an entry for each access.
+
+    how: three bools for each access: it reads, it writes, it is an atomic update.
     """
 
     events: list[int] = field(default_factory=list)  # numbers of events, in rising order
@@ -276,8 +277,8 @@ def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
 def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
     """Yield {position: copy} for each group of copies by kernel that may be one launch.
 
-    The copies of a group are consecutive and read one buffer. If they copy the same region, sets of peers' signals may
-    be between them.
+    The copies of a group are consecutive and read one buffer. If all copy the same region, sets at other ranks may be
+    between the copies.
     """
     found: dict[int, Copy] = {}
     alike, signaled = True, False
@@ -353,11 +354,14 @@ def _check_races(
 def _check_reads(
     faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
 ) -> None:
-    """Add reads of elements that no step has written in this run to `faults`.
+    """Add to `faults` the reads of elements that no step has written earlier in the same run.
 
-    A write counts as earlier unless it certainly happens after the read. (If the two are unordered, a race is
-    reported.) An update reads its elements, too. For an update, another update counts as earlier only if it certainly
-    happens before. So the first of several unordered updates needs an earlier write.
+    A write counts as earlier unless it certainly happens after the read. (If the two are unordered, `_check_races`
+    reports a race.) An update also reads its elements. Several unordered updates cannot supply each other's first
+    value, so for an update, another update counts as earlier only if it certainly happens before.
+
+    where: the buffer and its rank, for error texts. found: the accesses to the buffer. common: [accesses, accesses],
+        True where two accesses have a common element.
     """
     i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
     number, other = found.events[i], found.events[j]
@@ -378,14 +382,17 @@ def _check_reads(
 
 
 def _overlaps(boxes: np.ndarray) -> np.ndarray:
-    """Return a bool array [n, n]: True where boxes i and j have a common element. boxes: [n, 4]."""
+    """Return a bool array [n, n]: True where boxes i and j have a common element.
+
+    boxes: [n, 4]: the first row, the row after the last, the first column and the column after the last of each region.
+    """
     row, end_row, col, end_col = boxes.T
     rows = (row[:, None] < end_row) & (row < end_row[:, None])
     return rows & (col[:, None] < end_col) & (col < end_col[:, None])
 
 
 def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """Return a bool array [n]: True where inner[i] is inside outer[i]."""
+    """Return a bool array [n]: True where box inner[i] is inside box outer[i]. inner, outer: [n, 4], as in `_overlaps`."""
     begins, ends = [0, 2], [1, 3]
     return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
 

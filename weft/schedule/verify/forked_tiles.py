@@ -28,9 +28,9 @@ def forked(
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
     """Return (the schedule with added signals, the evaluated lanes of each rank, the buffers that omitted tiles write).
 
-    most: the maximum number of tiles of a step that become lanes. If the step has more, these are the first, the last,
-        every k-th tile between them, and their neighbours. The other tiles are omitted. If omitted tiles make D of the
-        sets that a wait counts, the wait's count is reduced by D.
+    most: the maximum number of tiles of a step that become lanes. If the step has more tiles, the first, the last,
+        every k-th tile between them, and their neighbours become lanes. The other tiles are omitted. If D of the sets
+        for which a wait waits belong to omitted tiles, the wait's count is reduced by D.
     ranks: the ranks whose lanes are returned; None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
@@ -46,8 +46,8 @@ def forked(
 
 
 def step_number(lane: Lane, step: int) -> int:
-    """Return the number, from 1, of step `step` of a forked lane in the original lane or tile body. Error texts print
-    it.
+    """Return the number that error texts print for step `step` of a forked lane: its number, from 1, in the original
+    lane or tile body.
     """
     return sum(
         not (isinstance(s, Wait | Set) and s.signal.startswith(_END))

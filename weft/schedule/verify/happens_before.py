@@ -10,8 +10,8 @@ Step a happens before step b if b cannot begin without a. A step begins when the
 The ancestors of a step are the step itself and all steps that happen before it:
 
     ancestors(step) = {step} + ancestors(previous step of the lane)
-                      + if the step waits for T of the n sets of a counter: the steps without which fewer than T sets can happen.
-                        These are the ancestors of at least n - T + 1 of the sets
+                      + if the step waits for T of the n sets of a counter: each step without which fewer than T sets can happen.
+                        Such a step is an ancestor of at least n - T + 1 of the sets, so only T - 1 can happen without it
                       + if it is a collective: the ancestors of the collective on all ranks
 
 The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,

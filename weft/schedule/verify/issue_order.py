@@ -8,9 +8,9 @@ To find a safe order, all ranks are simulated together in rounds, with steps tha
 first round in which all sets that it waits for have been made. A set for the same rank counts at once; a set for
 another rank counts from the next round on.
 
-Sort the steps of all ranks by round. In this sequence every wait follows its sets. So a wait at the head of a queue
-never blocks a step that it needs. Issuing a step never prevents another step. So if a lane gets stuck in this
-simulation, every order hangs.
+If each rank issues its steps by round, every wait is issued after the sets that it needs. So a wait at the head of a
+queue never blocks a set that it needs. If a lane gets stuck in this simulation, every order hangs, because issuing a
+step never prevents another step from being issued.
 
 Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets.
 This way the first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind
@@ -38,8 +38,8 @@ CollectiveId: TypeAlias = tuple[int, int, int]
 
 
 class Event(NamedTuple):
-    """One execution of a step. run: counted from 1. lane: the index among the rank's lanes. step: the index in the
-    lane.
+    """One execution of a step. run: the number of the run, from 1. lane: the index among the rank's lanes. step: the
+    index in the lane.
     """
 
     run: int
@@ -52,7 +52,7 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
     """Return {rank: [(lane, step), ...]}: an order that is free of deadlock even if each rank has only one in-order
     queue.
 
-    Raise `ScheduleError` with the waits that never end if no such order exists. Waits for the previous run count as
+    Raise `ScheduleError` with the waits that never end if no such order exists. Waits with `previous` count as
     satisfied, because all steps of the previous run have been issued before.
     """
     # Do not use the expected sizes: a step that is empty for them would be missing if the actual size differs.
@@ -85,7 +85,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The `Move` of each step of all ranks: of_ranks[rank][lane][step]. per_run: how often a run sets each counter."""
+    """The `Move` of each step of all ranks: of_ranks[rank][lane][step]. per_run: {counter: number of its sets in one run}."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -231,7 +231,7 @@ class _Play:
 def needed(run: int, wait: Awaited, per_run: int) -> int:
     """Return the value that a counter must reach for `wait` to end in run number `run`, counted from 1.
 
-    per_run: how often each run sets the counter.
+    Counters are never reset. per_run: the number of sets of the counter in each run.
     """
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

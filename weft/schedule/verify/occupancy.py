@@ -45,7 +45,7 @@ class _Polling(NamedTuple):
 
     units: the number of compute units that the launch holds.
     begun: the bit set of the events that happen before the launch begins.
-    wanted: the bit set of the events that the launch waits for.
+    wanted: the bit set of the events that the launch waits for, as defined at the top of this file.
     last: the number of the launch's last event.
     """
 
@@ -59,10 +59,11 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return {step: lanes} for each step that may never get a compute unit.
+    """Return {event number: lanes} for each step that may never get a compute unit.
 
-    A step is given by its event number. Launches of the lanes may hold all compute units of the step's rank. buffers:
-    for each rank, its buffers by name.
+    lanes: the indices of lanes of the step's rank, whose launches together may hold all compute units.
+
+    buffers: for each rank, its buffers by name.
     """
     polling = _polling(happened, buffers, compute_units)
     if not polling:
@@ -118,7 +119,7 @@ def _polled(
     """Return (number of compute units, first step, last polling step) for each launch of a lane that polls.
 
     Waits between two copies by kernel belong to the launch of the first or the second copy, depending on the order of
-    issue. The launches of both cases are returned.
+    issue (`may_answer` of `launches`). This function does not know the order, so it returns the launches of both cases.
     """
     found = set()
     crossing = [crosses(step, rank, awaited) for step in lane.steps]
