@@ -6,10 +6,11 @@ when it times out, gloo closes all connections of the group. And in a group with
 one direction after the other.)
 
 When a run begins, ranks have synchronised, and no lane reads memory of the previous run any more. So the receiver begins to
-receive all messages of the run at once. A sender need not wait until the receiver is ready.
+receive all messages of the run at once. A sender need not wait until the receiver is ready. gloo cannot cancel a receive, so
+messages arrive in memory of their own. After an error, no message arrives in memory that other calls use.
 
-Memory order. gloo's thread writes the rows and ends the broadcast. The receiving lane sees this end, then adds to the signal's
-counter with release order. A lane that has waited for the signal sees the rows.
+Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane sees this end, copies the rows to their
+place, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.
 
 Deadlines. A sender waits at most the call's deadline for each message. A receiver's deadline begins when a lane waits for a
 signal that the message carries, or when all other lanes of the rank have ended.
@@ -128,10 +129,8 @@ class Arrival:
     def begin(self) -> None:
         """Begin to receive the message. Do nothing if another message carries this signal."""
         if not self._joined:
-            target = self._target
-            if target is None:
-                target = torch.empty(1, dtype=torch.uint8)
-            self._data = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+            target = torch.empty(1, dtype=torch.uint8) if self._target is None else self._target
+            self._data = torch.empty(target.shape, dtype=target.dtype)
             self._work = self._channels.begin(self._channel, self._data)
 
     def __call__(self) -> None:
@@ -139,18 +138,17 @@ class Arrival:
         if work is not None:
             text = f"{run.deadline_s:g} s for {self._what} of schedule {run.name} from {run.comm.name(self._source)}"
             self._channels.finish(work, partial(run.is_late, self._source), text, data, run.tensors)
-            if target is not None and data is not target:
+            if target is not None:
                 target.copy_(cast(torch.Tensor, data))
             self._work = self._data = None
         if self._counter:
             _core.signal_add(self._counter, 1)
 
-    def abandon(self) -> bool:
-        """After an error, return True if the message may still arrive. Then keep what gloo uses until the process ends."""
-        if self._work is None or self._work.is_completed():
-            return False
-        leave(self._channels.groups, self._work, self._data)
-        return True
+    def abandon(self) -> None:
+        """After an error, keep what gloo uses until the process ends, because the message may still arrive."""
+        if self._work is not None and not self._work.is_completed():
+            leave(self._channels.groups, self._work, self._data)
+        self._work = self._data = None
 
 
 @bind.register
@@ -173,7 +171,11 @@ def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, wh
     until, data = time.monotonic() + run.deadline_s, data.contiguous()
     text = f"{run.deadline_s:g} s to send {what} of schedule {run.name} to {run.comm.name(channel[2])}"
     work = channels.begin(channel, data)
-    channels.finish(work, lambda: time.monotonic() >= until, text, data, run.tensors)
+    try:
+        channels.finish(work, lambda: time.monotonic() >= until, text, data, run.tensors)
+    except BaseException:
+        run.is_sending = run.is_sending or not work.is_completed()
+        raise
 
 
 def _described(step: Send | Set, receiver: int) -> str:

@@ -197,10 +197,10 @@ class Program:
         for bound in self.receives:
             cast(Arrival, bound.call).begin()
 
-    def abandon(self) -> bool:
-        """After an error, return True if messages may still arrive in the group's memory."""
-        may_arrive = [cast(Arrival, bound.call).abandon() for bound in self.receives]
-        return any(may_arrive)
+    def abandon(self) -> None:
+        """Stop to wait for messages, after an error."""
+        for bound in self.receives:
+            cast(Arrival, bound.call).abandon()
 
     def made(self) -> Tensors:
         """Return the outputs with a dynamic number of rows that the last run has allocated, by name."""

@@ -49,6 +49,8 @@ class Run:
         self._sets: list[int] = []  # for each counter of this rank, the value at the end of this run
         self.deadline_s = 0.0
         self._patience: dict[int, tuple[tuple[int, ...], float]] = {}  # by thread: (senders, when its wait is too long)
+        self.is_sending = False
+        """True if gloo may still send rows of this run, which has failed."""
         self._lanes_late = math.inf  # when the wait for messages is too long after all other lanes have ended
         self.tensors: Tensors = {}
         self.levels: TwoLevels | None = None

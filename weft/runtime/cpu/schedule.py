@@ -124,8 +124,10 @@ class CpuSchedule(Executor):
                 if number == len(others) - self._receiving:
                     run.lanes_ended()
                 worker.wait(run)
-            if run.errors and program.abandon():
-                leave(mapped)  # gloo cannot cancel a receive
+            if run.errors:
+                program.abandon()
+            if run.is_sending:
+                leave(mapped)  # gloo may still read the rows
             if timeline is not None:
                 for recorded in spans:
                     timeline.extend(recorded or ())
