@@ -27,10 +27,11 @@ _OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB, so that the second 
 
 
 class CheckedInput(NamedTuple):
-    """A rank's input after the checks. A *local slot* is a feature block of the output that this rank pools.
+    """A rank's input after the checks. A *local slot* is a block of output columns that this rank pools: one feature of
+    one of its tables.
 
-    key_of_slot: for each local slot s, the position of its feature in the input. The bag of sample b has the number
-        `key_of_slot[s] * global_batch + b`.
+    key_of_slot: for each local slot s, the index of its feature in the input. The bag of sample b begins at
+        `offsets[key_of_slot[s] * global_batch + b]`.
     batch_sizes: the number of samples of each rank, in rank order.
     tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), if known.
     """
@@ -52,12 +53,12 @@ def check_jagged(
     """Check one rank's input of the global batch, and its tables, without reading their contents. Raise `ValueError` if
     they do not match the sharding.
 
-    jagged: contains a block of offsets for each key; without keys, for each local slot in column order. Keys of other
-        ranks' tables are skipped.
+    jagged: the input. Its offsets have a block of bags for each key, or for each local slot in column order if it has
+        no keys. Keys of other ranks' tables are skipped.
     batch_sizes: None to divide the global batch evenly; the first ranks get the remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: the value of `CheckedInput.tables` in the result.
+    tables: the layouts and addresses of the tables, to store in the result.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)

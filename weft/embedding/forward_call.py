@@ -36,8 +36,8 @@ class Tables(NamedTuple):
         return [*self.weights, *[state for states in self.states for state in states]]
 
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
-        """Raise `ValueError` if a table or state has lost its memory, or its dtype, shape, layout or device has changed
-        since forward.
+        """Raise `ValueError` if the memory of a table or state has been freed since forward, or its dtype, shape,
+        layout or device has changed.
         """
         check_weights(self.weights, sharding, rank)
         for weight, states in zip(self.weights, self.states, strict=True):
@@ -61,10 +61,11 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the call, by which CPU ranks compare which call they run backward of. 0 under torch.compile
-        and in dispatch modes.
-    tables: None without an optimizer. Then backward returns gradients, as sparse COO tensors if `sparse`.
-    factor: the number by which every reduced gradient is multiplied. deterministic: as in `FusedUpdate`.
+    number: the number of the forward call, by which CPU ranks check that they run backward of the same call. 0 under
+        torch.compile and in dispatch modes.
+    tables: the tensors that backward updates; None without an optimizer.
+    sparse: without an optimizer, True if backward returns sparse COO gradients.
+    factor, deterministic: as in `FusedUpdate`.
     """
 
     plan: EmbeddingPlan
@@ -125,7 +126,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before they exchange gradients. It omits the number of the call."""
+        """The text that ranks compare before they exchange gradients. They compare `number` separately."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:

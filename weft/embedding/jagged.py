@@ -23,8 +23,8 @@ class JaggedInput(NamedTuple):
     """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys or
     None.
 
-    stride: B, if the container knows it, otherwise None. Required if T = 0. whole: True if the container has lengths
-        without offsets. Bags must then cover all of `values`.
+    stride: B, if the container knows it, otherwise None. Required if T = 0. whole: True if bags must cover all of
+        `values`, because the container has lengths and no offsets.
     """
 
     keys: tuple[str, ...] | None

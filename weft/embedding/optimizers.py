@@ -1,8 +1,8 @@
 """Optimizers that update embedding tables during backward: their formulas, hyperparameters and states.
 
 A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates
-that row at once. No gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w
-the row:
+that row at once. No gradient of the table is stored, and other rows cost nothing. w is a row, and g its gradient,
+summed over the batch:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
     SGD                     w = w - lr * g
@@ -53,7 +53,7 @@ class EmbeddingOptimizer:
 
     Raises `ValueError` for an invalid argument. A number that float32 would round to 0 or to infinity is invalid.
 
-    lr: the initial learning rate. Change it through the `fused_optimizer` of the module.
+    lr: the initial learning rate. Change it with `fused_optimizer.param_groups[0]["lr"]` of the module.
     weight_decay: backward adds `weight_decay` times the row to the row's gradient. Only rows that a batch reads decay.
     nonfinite: what happens to a row with an infinite or NaN gradient. "propagate" updates it. "skip" leaves it
         unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
@@ -67,8 +67,8 @@ class EmbeddingOptimizer:
         The expected value is exact. The random bits depend only on `seed`, the number of the update, table, row and
         column.
     gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they are sent to the
-        owners of tables. This halves the bytes of float32. Sums stay in float32. "table": no rounding. Data-parallel
-        tables and rows without pooling ignore it.
+        owners of tables. For float32 gradients, this halves the bytes that are sent. Sums stay in float32. "table": no
+        rounding. Data-parallel tables and rows without pooling ignore it.
     """
 
     rule: ClassVar[int]
@@ -117,26 +117,26 @@ class EmbeddingOptimizer:
 
     @functools.cached_property
     def written(self) -> str:
-        """The rule and its hyperparameters, without the learning rate, as JSON for `optimizer_of`."""
+        """The class and all arguments except the learning rate, as JSON for `optimizer_of`."""
         numbers = asdict(self)
         del numbers["lr"]
         return json.dumps([type(self).__name__, numbers])
 
     @functools.cached_property
     def numbers(self) -> dict[str, float]:
-        """The hyperparameters of the rule, without the learning rate."""
+        """The hyperparameters in the formula of the optimizer, without the learning rate."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
 
     @property
     def described(self) -> str:
-        """The class and the hyperparameters of the rule, without the learning rate: "SGD(weight_decay=0.0)"."""
+        """The class and `numbers` as a text, such as "SGD(weight_decay=0.0)"."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.numbers.items())})"
 
     @property
     def counts(self) -> bool:
-        """True if the rule has bias corrections, which depend on the number of updates.
+        """True if the optimizer's formula has bias corrections, which depend on the number of updates.
 
-        With every rule, the random bits of stochastic rounding depend on the number of updates (`seed_of_update`).
+        The random bits of stochastic rounding depend on this number with every optimizer (`seed_of_update`).
         """
         return False
 

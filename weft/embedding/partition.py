@@ -208,7 +208,8 @@ class Partition:
     def sharding(self) -> EmbeddingSharding | None:
         """The sharding in which each part is a table; None if all tables are data-parallel.
 
-        Parts of row-wise tables are pooled by sums.
+        Parts of row-wise tables have pooling "sum". If the table's pooling is "mean", the sample's rank divides the
+        sum.
         """
         if not self.parts:
             return None

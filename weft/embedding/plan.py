@@ -1,12 +1,15 @@
 """The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
-A **unit** is the work that a Triton program or CPU thread takes at a time: some vectors of one sample. For `put` a unit
-is a **slice**: up to `slice_size` vectors with adjacent output columns, which are sent by one contiguous copy and one
-flag. For `direct` a unit only determines how much work is taken at once. On GPUs its size follows from the bytes of a
-bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`). All samples are divided into the same units.
+A **unit** is the work that a Triton program or CPU thread takes at a time: some vectors of one sample. All samples are
+divided into the same units. The transport determines what a unit is:
+
+    put      a **slice** of up to `slice_size` vectors with adjacent output columns. It is sent to the sample's rank as one
+             contiguous copy, followed by a flag for the receiver
+    direct   vectors that are stored directly into the memory of the sample's rank, without a flag for each unit. On GPUs the
+             size of a unit follows from the bytes of a bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`)
 
 Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`). The same schedule is verified
-and simulated. Its tile steps name the kernel and its parameters (`kernel_of`).
+and simulated. Each of its steps that runs in tiles names the kernel and the kernel's parameters (`kernel_of`).
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class EmbeddingPlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule for one sample per rank. Larger batches use the same kernels, so it stands for all batch sizes."""
+        """The schedule for one sample per rank. Larger batches use the same kernels and parameters."""
         p, transport = _problem(self.sharding), self.options.transport
         if transport == "serial":
             return slices.serial(p)
@@ -103,7 +106,9 @@ class EmbeddingPlan:
         return self.options.slice_size
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
-        """Return the slices of one sample on `rank`: runs of adjacent columns, of at most `slice_size` vectors each."""
+        """Return the slices into which `rank` divides the vectors of a sample: runs of adjacent columns, of at most
+        `slice_size` vectors each.
+        """
         return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
     def sent_by(self, transport: Transport) -> EmbeddingPlan:
@@ -112,7 +117,7 @@ class EmbeddingPlan:
 
     @cached_property
     def candidates(self) -> dict[str, Transport]:
-        """The transports to choose from for transport="auto", by the planner's names."""
+        """The transports to choose from for transport="auto", by the names of their schedules, such as "put[slice_size=8]"."""
         given = (
             [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
         )
@@ -131,15 +136,13 @@ class EmbeddingPlan:
 
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
-        """The number of slices that each rank sends per sample. It determines the layout of the flags of `put`."""
+        """The number of slices that each rank sends per sample. The layout of the flags of transport "put" depends on it."""
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan with the transport, order and slice size of its schedule. "auto" and "serial" have no schedule
-    here, and keep the options.
-    """
+    """Return the plan for these options. For "put" and "direct", take the order and slice size from the schedule's kernel."""
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan
@@ -149,14 +152,14 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Return the problem with one sample per rank. Larger batches use the same kernels."""
+    """Describe a call with one sample per rank, for builders of schedules. Larger batches use the same kernels."""
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int], zipf: float | None = None) -> EmbeddingAllToAll:
-    """Return the builders' problem for a call with these batch sizes.
+    """Describe a call with these batch sizes, for functions that build schedules.
 
-    For example, pass it to `weft.builders.embedding_all_to_all.direct`.
+    For example, pass the result to `weft.builders.embedding_all_to_all.direct`.
 
     batch_sizes: the number of samples of each rank. The mean number of rows per bag follows from `sharding.rows_read`
         (default: one row). zipf: the exponent of Zipf's law for ids, 0 for uniform ids; None: unknown; predictions then

@@ -6,7 +6,7 @@ sum of two lower bounds, for its memory and for its links:
     time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
 
 B is the number of samples per rank, W the number of ranks. A table has r rows read per sample, F features, D columns of
-e bytes, and s bytes of states per row:
+e bytes, and s bytes of states per row. Ids have 8 bytes. Then the bytes are
 
     bytes       of memory                                             on the links, in forward and backward
     whole       W B r (D e + 2 (D e + s)) + 2 W B F D e               2 (W - 1) B (F D e + 8 r)
@@ -14,8 +14,9 @@ e bytes, and s bytes of states per row:
     rows        share W B r (D e + 2 (D e + s)) + 2 W B F D e         2 (W - 1) B (F D e + 8 r share)
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4      2 (W - 1) / W rows (D + 1) 4
 
-share is the fraction of the table's ids that the part gets. With `rows`, the rank of a sample also reads a vector of each
-part, and sums these vectors.
+share is the fraction of the table's ids that the part gets. With `rows`, the rank of a sample also reads a vector of
+each part, and sums these vectors. A replicated table with that many rows has a dense gradient of D float32 numbers and
+a float32 flag per row.
 
 The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
 expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others
@@ -214,7 +215,8 @@ def _choices(
 ) -> Iterator[_Choice]:
     """Yield the possible shardings of a table, each with the loads of all ranks.
 
-    For a whole table there is one choice per owner rank, for a column-wise table one per rank of the first part.
+    A whole table may be on any rank. The first part of a column-wise table may be on any rank; its other parts are on
+    the ranks after it.
     """
     world, nothing = costs.world, Load(0.0, 0.0)
     rows, dim = table.num_embeddings, table.embedding_dim

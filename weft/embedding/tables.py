@@ -316,7 +316,7 @@ class EmbeddingSharding:
         ]
 
     def difference(self, other: EmbeddingSharding) -> str | None:
-        """Return the first difference from `other`, as "this and that"; None if they are equal."""
+        """Return a text with the first difference from `other`, such as "world_size=2 and 4"; None if both are equal."""
         if self.world_size != other.world_size:
             return f"world_size={self.world_size} and {other.world_size}"
         if len(self.tables) != len(other.tables):

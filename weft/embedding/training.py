@@ -15,10 +15,11 @@ from weft.words import kind
 class Training(NamedTuple):
     """The arguments of a call that only backward uses.
 
-    states, learning_rate, step, deterministic: as in `FusedUpdate`.
+    states: the optimizer's states, as in `FusedUpdate.tensors`.
+    learning_rate, step, factor, deterministic: as in `FusedUpdate`.
     anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires a
         gradient.
-    optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by which reduced gradients are multiplied.
+    optimizer: the optimizer as JSON (`EmbeddingOptimizer.written`), or "".
     """
 
     states: list[torch.Tensor]
@@ -40,7 +41,7 @@ def training_of(
     """Return the arguments of a call that only backward uses. Raise `ValueError` for options that contradict each
     other.
 
-    factor: the number by which reduced gradients are multiplied if `update` is None.
+    factor: as in `FusedUpdate`. It applies only if `update` is None.
     """
     if not isinstance(sparse, bool) or not isinstance(requires_grad, bool):
         raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")

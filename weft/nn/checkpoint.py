@@ -4,12 +4,12 @@
     <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
     state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
     param_groups.<path>.lr, .step                                     learning rate, number of updates
-    param_groups.<path>.optimizer.Adam(beta1=0.9, ...)                0; the name describes the optimizer
+    param_groups.<path>.optimizer.Adam(beta1=0.9, ...)                always 0: only the name has meaning
 
 The name of the last entry has the optimizer's class and hyperparameters, because a planner reads only names, shapes and
 dtypes before a checkpoint is loaded. <path> is the module's path in the model. Tables and states have TorchRec's names,
-so weft and TorchRec can load each other's files. Tables and states are stored whole; every rank writes its own part. So
-a job with another number of ranks or another placement can load the checkpoint.
+so weft and TorchRec can load each other's files. The checkpoint contains the whole of each table and state: every rank
+writes its own part. So a job with another number of ranks or another placement can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FusedOptimizers:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states, learning rates and numbers of updates from `state_dict`.
 
-        Before anything is copied, raise `ValueError` with the name of a bad entry.
+        Raise `ValueError` for a missing entry, or for an entry that does not fit the model. Nothing is copied then.
         """
         if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
             raise ValueError(

@@ -1,9 +1,9 @@
 """TorchRec's `EmbeddingBagCollection` with sharded tables and weft's fused pooling and all-to-all.
 
-    local_batch:  all features of this rank's samples -> InputDist -> this rank's features of all samples -> fused operator
-    global_batch: this rank's features of all samples ------------------------------------------------> fused operator
+    input="local_batch":   features of all tables for this rank's samples -> InputDist -> as below
+    input="global_batch":  features of this rank's tables for all samples -> fused pooling and all-to-all
 
-With either `input`, a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
+With both, a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark tables again for DDP (`_mark_tables`), after `load_state_dict(assign=True)` has replaced parameters by
-    unmarked tensors.
-    """
+    """Call `_mark_tables` again, because `load_state_dict(assign=True)` replaces parameters by tensors without its marks."""
     module._mark_tables()
 
 
 class ShardedEmbeddingBagCollection(TrainedTables):
-    """Embedding tables that are sharded over `group`. A call returns the pooled vectors of each rank's own samples.
+    """Embedding tables that are sharded over `group`. On each rank, a call returns the pooled vectors of that rank's
+    samples.
 
     All ranks of `group` must construct the module with equal arguments, and make every call. The constructor compares
     all arguments except `device` and `deadline_s`, and raises `DisagreementError` if they differ. If a rank is missing
@@ -64,8 +63,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     the model in DistributedDataParallel. Under torch.compile, a call with gradients breaks the graph.
 
     With an `optimizer`, backward updates the tables and returns no gradients of tables. Set the learning rate in
-    `fused_optimizer`. A second backward of the same call raises `WeftError`. Calls in `torch.no_grad()` update nothing.
-    Without an optimizer, the tables require gradients, as in `nn.EmbeddingBag`.
+    `fused_optimizer.param_groups[0]["lr"]`. A second backward of the same call raises `WeftError`. Calls in
+    `torch.no_grad()` update nothing. Without an optimizer, the tables require gradients, as in `nn.EmbeddingBag`.
 
     The parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has
     only its own tables, also in its `state_dict()`. The table's config sets its initial values with `weight_init_min`
@@ -75,9 +74,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
     `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and so change the dtype and the device
     of the output. All ranks need the same dtype at the next call. An unsupported dtype or device raises `ValueError`
-    and leaves the module unchanged. `copy.deepcopy` copies the weights, for use on the same group, without
-    communication. The module cannot be pickled (`TypeError`): save its `state_dict()` on every rank, and load it into a
-    new module.
+    and leaves the module unchanged. `copy.deepcopy` copies the weights without communication. The copy uses the same
+    group. The module cannot be pickled (`TypeError`): save its `state_dict()` on every rank, and load it into a new
+    module.
 
     Calls allocate symmetric memory for their results. Destroying the group or calling `close()` frees it.
 
@@ -93,9 +92,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         and data-parallel tables need input="local_batch".
     rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: 1 per
         feature). Pass it if pooling factors differ, to balance the ranks.
-    input: "local_batch": a rank passes all features of its own samples, as in TorchRec, and weft distributes the ids
-        over `group`. "global_batch": a rank passes the features of its own tables for the samples of all ranks, in rank
-        order, and weft distributes no ids.
+    input: "local_batch": a rank passes all features of its own samples, as in TorchRec, and weft sends the ids to the
+        ranks of their tables. "global_batch": a rank passes the features of its own tables for the samples of all
+        ranks, in rank order, and weft distributes no ids.
     is_weighted: True if the features have one float32 weight per id. If False, weights in the features are ignored, as
         in TorchRec.
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
@@ -107,7 +106,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         TorchRec do. "sum" does not.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).
         If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
-        sent. A limit costs an exchange of these numbers in each call.
+        sent. With a limit, each call first exchanges the numbers of ids.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
         `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
         GPUs. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
@@ -203,8 +202,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             batch divided evenly; the first ranks get the remainder. With input="local_batch" ranks exchange their batch
             sizes, and this argument raises an error.
 
-        Returns a KeyedTensor of values [local batch, sum(D)] in the tables' dtype or `output_dtype`, with columns in
-        table order. A key is the feature's name, or "feature@table" if several tables use the feature.
+        Returns a KeyedTensor of values [local batch, columns of all tables] in the tables' dtype or `output_dtype`,
+        with columns in table order. A key is the feature's name, or "feature@table" if several tables use the feature.
 
         Raises `RefusedError` (a `ValueError`) on every rank for bad input on any rank, for example if a table's feature
         is missing.
@@ -238,8 +237,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             return self._pooled(*self._input_dist(features, refusal))
 
     def prefetch(self, features: Any) -> None:
-        """Begin to distribute the ids of the next batch while earlier work runs. All ranks must make this call, and
-        pass the same batch to the next call of the module. In a loop, use `weft.nn.prefetched`.
+        """Begin to distribute the ids of the next batch while earlier work runs. Every rank must call `prefetch`, and
+        pass its prefetched batch to its next call of the module. In a loop, use `weft.nn.prefetched`.
 
             module.prefetch(batches[0])
             for batch, following in zip(batches, batches[1:]):
@@ -248,13 +247,15 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 loss(pooled).backward()
 
         On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. At the next
-        call the CPU waits only for this exchange, not for work that you enqueue after `prefetch`. The ids are sent
-        while that work runs. Do not change the tensors of the batch before the call. Errors about bad input are raised
-        by the call. With row-wise or data-parallel tables, `prefetch` waits for the GPU.
+        call of the module, the CPU waits only for this exchange, and then sends the ids. It does not wait for work that
+        you enqueue after `prefetch`, such as backward, so this work overlaps with the sending. Do not change the
+        tensors of the batch before the call. Errors about bad input are raised by the call. With row-wise or
+        data-parallel tables, `prefetch` waits for the GPU.
 
         features: the object that you pass to the next call.
 
-        Raises `ValueError` with input="global_batch", or if the call for an earlier prefetched batch is missing.
+        Raises `ValueError` with input="global_batch", or if another prefetched batch has not been passed to the module
+        yet.
         """
         with together(f"prefetch of {type(self).__name__}", self.group, self._exchange_device, self.deadline_s):
             if self.input != "local_batch":
@@ -274,7 +275,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
         """Begin to distribute the ids of a batch for `prefetch`.
 
-        refusal: an error about the batch. The next call of the module raises it on all ranks.
+        refusal: an error that the caller has found in the batch. The next call of the module raises it on all ranks.
         """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 
@@ -287,8 +288,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             prefetched.discard()
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Finish the distribution of the prefetched batch. Return this rank's features of all samples, and the batch
-        sizes of all ranks. All ranks must make this call.
+        """Finish the distribution of the prefetched batch. Return the features of this rank's tables for all samples,
+        and the batch sizes of all ranks. All ranks must make this call.
         """
         prefetched = cast(Prefetched, self._prefetched)
         self._require_prefetched(features)
@@ -345,8 +346,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return training_of(self._update, self._sparse, is_trained, self._exchange_device(), self._factor)
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory of this module on this rank, in bytes. Print the result for a table. Ranks do not
-        communicate.
+        """Return the memory of this module on this rank, in bytes. `print` shows the result as text, with a line for
+        each table. Ranks do not communicate.
         """
         weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
         buffers = buffer_bytes(plan_in(*self._form), self.group, self._exchange_device())
@@ -358,8 +359,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
         Without `close`, the memory is kept until the group is destroyed, and accumulates in a program that creates many
         modules. A later call of this module, or of a copy, allocates the memory again. Close a module before `half()`
-        and similar conversions, which need other memory. On GPUs `close` waits for the device. After `close`, do not
-        replay CUDA graphs that have captured calls of the module.
+        and similar conversions: a later `close` does not free the memory of earlier calls. On GPUs `close` waits for
+        the device. After `close`, do not replay CUDA graphs that have captured calls of the module.
 
         Raises `RefusedError` on every rank if any rank still keeps a result, or a view of a result, in this memory.
         Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or
@@ -383,7 +384,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput:
-        """Return the features of the global batch, without unused keys, and without weights unless is_weighted."""
+        """Return the features of the global batch without unused keys. Drop per-sample weights if `is_weighted` is False."""
         jagged = as_jagged(features)
         if not self._is_weighted:
             jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
@@ -442,8 +443,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
-        """Mark the parameters for DDP and `ignore_tables`. Make the optimizer's states, or move them to the tables'
-        device.
+        """Set the attributes of the parameters that make `ignore_tables` and DDP leave them alone. Make the optimizer's
+        states, or move them to the tables' device.
         """
         for bag in self.embedding_bags.children():
             weight: Any = bag.weight
@@ -460,8 +461,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding and the device of the tables, and everything that is derived from both. `_apply` calls
-        this method again after a conversion.
+        """Store the sharding and the device of the tables, the operator's arguments and the input distribution.
+        `_apply` calls this method again after a conversion.
         """
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))

@@ -56,16 +56,16 @@ NAME = "ShardedEmbeddingCollection"
 class ShardedEmbeddingCollection(TrainedTables):
     """Embedding tables that are sharded over `group`. A call returns a row for each id of each rank's own samples.
 
-    All ranks must construct the module, make every call, and run every backward. A call sends ids to the owners of
-    their rows, and returns the rows. Backward sends the gradient of each returned row to the owner of the row. The
-    owner sums all gradients of a row in a fixed order, in float32. So equal inputs give equal bits. With an
-    `optimizer`, backward updates the tables. Set the learning rate in `fused_optimizer`.
+    All ranks must construct the module with equal arguments, make every call, and run every backward. A call sends ids
+    to the owners of their rows, and returns the rows. Backward sends the gradient of each returned row to the owner of
+    the row. The owner sums all gradients of a row in a fixed order, in float32. So equal inputs give equal bits. With
+    an `optimizer`, backward updates the tables. Set the learning rate in `fused_optimizer.param_groups[0]["lr"]`.
 
     The parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part. A rank has only its own
     parts. Initial values depend only on the first rank's default generator and on the table, not on the placement.
 
-    tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, all with one dimension
-        and one dtype.
+    tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, all with the same
+        `embedding_dim` and dtype.
     group: a process group that contains this rank.
     device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
         CPU).
@@ -75,9 +75,9 @@ class ShardedEmbeddingCollection(TrainedTables):
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
     dedup: True to send each distinct id of a rank once, and one summed gradient for it. This is faster if ids repeat
         often. Sums of gradients are rounded to the tables' dtype before they are sent.
-    max_ids: the largest number of ids that a rank may receive in a call (default: no limit). An id counts once for each
-        part of a table that it reads. If any rank would receive more, every rank raises `RefusedError` with the numbers
-        of all ranks, before ids are sent.
+    max_ids: the largest number of ids that a rank may receive in a call (default: no limit). An id that reads several
+        parts of a column-wise table counts several times. If any rank would receive more, every rank raises
+        `RefusedError` with the numbers of all ranks, before ids are sent.
     hash: True to map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: how ids out of range are treated. "warning" reads them as zero rows, and warns. "fatal" refuses the
         call on every rank. "ignore" reads them as zero rows.
@@ -176,7 +176,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             marked._weft_table = marked._ddp_ignored = True
 
     def _all_weights(self) -> list[torch.Tensor]:
-        """Return this rank's parts, followed by the data-parallel tables."""
+        """Return the weights of this rank's parts, followed by those of the data-parallel tables."""
         return [cast(nn.EmbeddingBag, table).weight for table in self.embeddings.children()]
 
     def _weights(self) -> list[torch.Tensor]:
@@ -261,10 +261,11 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.partition.tables[0].dtype
 
     def _record(self, number: int) -> ForwardCall:
-        """Return the description of a call that backward needs: the text that ranks compare, and the tables and states
-        to update.
+        """Return the record of a forward call for backward: the text that ranks compare, and the tables and states to
+        update.
 
-        number: the number of the call among the module's calls with gradients.
+        number: the number of the forward call, by which CPU ranks check that they run backward of the same call. 0 at
+            the end of `accumulate()`.
         """
         tables, update = None, self._update_of_parts
         if update is not None:
@@ -282,8 +283,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Make one update of the tables. received: the ids and gradients that arrived in one call, or in all calls of
-        `accumulate()`.
+        """Make one update of the tables. of: the result of `_record`. received: the ids and gradients that arrived in
+        one call, or in all calls of `accumulate()`.
         """
         tables = of.tables
         assert tables is not None
@@ -339,7 +340,7 @@ class ShardedEmbeddingCollection(TrainedTables):
     # --- parameters and conversions ---
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts and their weights, in the order of `embeddings`."""
+        """Return this rank's parts and their weights, in the order of the submodules of `embeddings`."""
         return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -450,7 +451,9 @@ class _Rows(torch.autograd.Function):
 
 
 def config_of(table: Any) -> EmbeddingBagConfig:
-    """Return a table config as `EmbeddingBagConfig`. TorchRec's `EmbeddingConfig` has no pooling."""
+    """Convert `table` to an `EmbeddingBagConfig`. For TorchRec's `EmbeddingConfig`, which has no pooling, set "sum",
+    which is ignored.
+    """
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
         return EmbeddingBagConfig.of(table)
     if not hasattr(table, "__dict__"):
@@ -479,5 +482,5 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark tables again for DDP, after `load_state_dict(assign=True)` has replaced parameters by unmarked tensors."""
+    """Call `_mark_tables` again, because `load_state_dict(assign=True)` replaces parameters by tensors without its marks."""
     module._mark_tables()

@@ -51,7 +51,7 @@ class EmbeddingMemory:
 
 
 class BatchesInFlight:
-    """The inputs of a module's calls with gradients, as long as autograd keeps them."""
+    """The memory of inputs that backward still needs, for `EmbeddingMemory.in_flight`. Inputs count until autograd frees them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -60,7 +60,9 @@ class BatchesInFlight:
         """The numbers of ids and of samples in the last call with gradients."""
 
     def note(self, jagged: JaggedInput, blocks: int) -> None:
-        """Record the input of a call. blocks: the number of features of this rank's tables."""
+        """Record the input of a call with gradients. blocks: the number of features in the input, from which the number
+        of samples follows.
+        """
         self.keep([jagged.values, jagged.offsets, jagged.weights])
         self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
@@ -88,7 +90,9 @@ def memory_of(
     weights: dict[str, torch.Tensor], update: FusedUpdate | None, batches: BatchesInFlight, sharding: EmbeddingSharding,
     rank: int, buffers: Sequence[int],
 ) -> EmbeddingMemory:  # fmt: skip
-    """Return the memory of a module. buffers: the bytes of result buffers of each executor."""
+    """Return the memory of a module. batches: the inputs that backward still needs. buffers: the bytes of each result
+    buffer in symmetric memory.
+    """
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
     states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else []
     states += [0] * (len(weights) - len(states))

@@ -70,8 +70,8 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 
 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
-    """Return a function for the argument `init_fn` of a part's config. It fills the part with its values in the whole
-    table.
+    """Return an `init_fn` for the part of `table` that begins at `row` and `column`. It gives each element of the part
+    the initial value that the element has in the whole table.
     """
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 
@@ -81,7 +81,7 @@ def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, ro
 
 
 def first_values(table: EmbeddingBagConfig) -> str:
-    """Return the description of a table's initial values that ranks compare."""
+    """Return a text that describes a table's initial values. Ranks compare this text."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"

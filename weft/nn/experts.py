@@ -1,6 +1,7 @@
 """An MoE layer whose experts are distributed over the ranks of a group. Communication overlaps with the experts' GEMMs.
 
-    x, routing      the top_k experts of each token and their weights: computed by the caller's router
+    x               this rank's tokens
+    routing         for each token its top_k experts and their weights, from the caller's router
     sort            repeat each token for each of its experts, and sort the copies by global expert
     h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
     a               activation(gate) * up
@@ -39,21 +40,22 @@ class ExpertParallelMLP(nn.Module):
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Each rank passes its own tokens, and owns E of the W * E experts, beginning with expert rank * E. The router is not
-    part of this module. If every rank has a copy of the router, reduce the gradients of the router's parameters over
-    ranks, as in data parallelism. Tokens are neither dropped nor padded. All ranks of `group` must run every forward
-    and every backward. Gradients of experts are already summed over the tokens of all ranks: do not reduce them again.
+    Each rank passes its own tokens, and owns E = num_experts / W of the experts, from expert rank * E on. W is the
+    number of ranks. The router is not part of this module. If every rank has a copy of the router, reduce the gradients
+    of the router's parameters over ranks, as in data parallelism. Tokens are neither padded nor dropped, unless they
+    exceed `max_rows`. All ranks of `group` must run every forward and every backward. Gradients of experts are already
+    summed over the tokens of all ranks: do not reduce them again.
 
     hidden, intermediate: the sizes of an expert.
     num_experts: the number of experts of all ranks, divisible by the number of ranks.
     group: a process group, or its name.
     activation: the activation function of the gate.
     gated: False for experts down_proj(activation(up_proj(x))) with two GEMMs.
-    max_rows: an upper bound on the rows that a rank's experts may get in a call, or None. With a bound, the CPU never
-        waits for GPUs, and a CUDA graph can capture forward unless a schedule is "serial". Rows above the bound are
-        dropped on GPUs, and raise an error on CPU.
-    capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: slightly more
-        than the value in the first call.
+    max_rows: an upper bound on the rows that the experts of a rank process in a call, or None. A token is a row for
+        each of its experts. With a bound, the CPU never waits for GPUs, and a CUDA graph can capture forward unless a
+        schedule is "serial". Rows above the bound are dropped on GPUs, and raise an error on CPU.
+    capacity: the number of rows (tokens x top_k) that a rank can send in a call, for which buffers are allocated. Pass
+        the largest number of any rank in any call, equal on all ranks. Default: slightly more than in the first call.
     schedules: the names of the schedules to use for `all_to_all_matmul` and for `matmul_all_to_all`. None: weft
         chooses.
     device, dtype: as for `nn.Linear`. dtype is fp32, fp16 or bf16, or fp64 on CPU; x must have the same dtype. Autocast has no
@@ -63,7 +65,7 @@ class ExpertParallelMLP(nn.Module):
     hidden, intermediate]. With gated=False, `up_proj` [E, intermediate, hidden] replaces `gate_up_proj`. The parameters
     are slices of the parameters of Hugging Face's `MixtralExperts`, whose forward has the same signature. `local_part`
     makes the slices from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole
-    model. `deepcopy` and pickle keep the group's name.
+    model. Copies by `deepcopy` and pickle use the group with the same name.
 
     Rows are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits. Calls
     raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. If any rank's routing is invalid, every
@@ -197,8 +199,8 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: for each row of y, the index of its (token, expert)
-        pair.
+        """Return the weighted sum of each token's rows. order: for each row of y, the index of its pair (token, expert)
+        in the flattened `top_k_weights`.
         """
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)

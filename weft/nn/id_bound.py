@@ -26,7 +26,8 @@ def check_max_ids(max_ids: Any) -> None:
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
     """Raise `RefusedError` if a rank would receive more than `max_ids` ids.
 
-    totals: the number of ids for each rank, known on all ranks, so that all ranks raise. advice: text for the error.
+    totals: the number of ids that each rank would receive. All ranks pass the same numbers, so all raise. advice: a
+        further fix for the error's text.
     """
     if max(totals) > max_ids:
         worst = totals.index(max(totals))

@@ -1,9 +1,12 @@
-"""The input distribution: from all features of this rank's samples to this rank's features of all samples.
+"""The input distribution: send the ids of this rank's samples to the ranks that own the tables.
+
+Before it, a rank has the features of all tables for its own samples. After it, a rank has the features of its own tables
+for the samples of all ranks.
 
 As in TorchRec's table-wise sharding, there are two rounds of all-to-alls. The first round exchanges headers: the batch
 size and the number of ids of each feature. Then the CPU waits once for the device. The second round sends lengths, ids
-and weights together. Ids are sent grouped by destination. They arrive grouped by source, and are concatenated by
-feature, with samples in rank order, as the operator reads them.
+and weights together. Ids are sent grouped by destination, and arrive grouped by source rank. They are then regrouped by
+feature, with samples in rank order, as `weft.embedding_all_to_all` reads them.
 
 On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
 (`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every
@@ -42,11 +45,11 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The plan for input with these `keys`, made once and reused.
+    """The order in which inputs with these `keys` are sent. It is computed once, and reused.
 
-    blocks: for each feature to send, its index in `keys`, grouped by destination rank.
-    header_index: this rank has one header with the counts of all features, and sends each rank a part of it. For each
-        number to send, its index in this header.
+    blocks: the index in `keys` of each feature to send, grouped by destination rank.
+    header_index: an index tensor. It picks the headers of all destinations, one after the other, from this rank's own
+        header, which has the counts of all features.
     """
 
     keys: tuple[str, ...]
@@ -70,8 +73,9 @@ class _LocalBatch:
 class _Route(NamedTuple):
     """The routing of one batch's ids, which the gradients of per-sample weights follow in reverse.
 
-    blocks, counts, begin: piece i that this rank sent is block `blocks[i]` of the input. Block b has `counts[b]` ids.
-        The ids of block 0 begin at position `begin` of the values.
+    blocks: the features that this rank sent, in sending order, as indices into the input's keys.
+    counts: the number of ids of each key of the input.
+    begin: the position in the input's values where the ids of the first key begin.
     ids_out, ids_in: the numbers of ids sent to, and received from, each rank.
     heads: the header from each rank.
     """
@@ -90,7 +94,7 @@ class _Route(NamedTuple):
 
     @property
     def order(self) -> list[int]:
-        """The permutation from [source rank][feature] to [feature][source rank]."""
+        """The permutation of received blocks of ids from [source rank][feature] to [feature][source rank]."""
         features = len(self.heads[0]) - _HEAD
         return [source * features + feature for feature in range(features) for source in range(len(self.heads))]
 
@@ -111,8 +115,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers are being exchanged.
 
-    numbers: one tensor, which the CPU reads once. It contains the headers of all ranks (valid once received), this
-        rank's own header with the count of every feature, and the first offset.
+    numbers: the headers of all ranks (valid once received), this rank's own header with the count of every feature, and
+        the position in the values where the first bag begins. They are one tensor, so that the CPU waits only once.
     """
 
     local: _LocalBatch | None
@@ -143,7 +147,7 @@ class InputDist:
     between the stages.
 
     deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
-        timeout applies, except to the exchange of refusals.
+        timeout applies, except when ranks exchange error texts.
     """
 
     def __init__(
@@ -171,7 +175,7 @@ class InputDist:
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Return this rank's features of the global batch, and every rank's batch size.
+        """Return the features of this rank's tables for the global batch, and every rank's batch size.
 
         Keys without a table are dropped. Values before the first offset and after the last offset are dropped too, so
         several batches may share a values tensor. Without offsets, the lengths must sum to the number of values. Raises
@@ -445,7 +449,7 @@ class InputDist:
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
-        """Exchange the refusals of all ranks, and raise them on every rank. All ranks must make this call."""
+        """Exchange the error texts of all ranks, and raise them on every rank. All ranks must make this call."""
         mine = None if refusal is None else str(refusal)
         comm = symm.communicator(self.group, self.device, deadline_s=self.deadline_s)
         texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)

@@ -39,8 +39,8 @@ def check_dtype(dtype: Any) -> None:
 
 
 def checked_sequence_dim(given: Any) -> int | None:
-    """Return the sharded dimension of a layer's input. Raise `ValueError` unless it is None or a dimension that some x has.
-    The last dimension has the features.
+    """Return `given`, the argument `sequence_dim` of a layer. Raise `ValueError` unless it is None, or a dimension
+    other than the last, which has the features.
     """
     if given is None:
         return None

@@ -21,12 +21,12 @@ class LoadPlanner(DefaultLoadPlanner):
     """A `planner` for `torch.distributed.checkpoint.load` that checks the checkpoint before it writes to the model.
 
     It compares names, shapes and dtypes of all tensors with the checkpoint, and the classes and hyperparameters of the
-    tables' optimizers, except learning rates. An optimizer state of the model's tables that only the checkpoint has is
-    a difference too. If there are differences on any rank, every rank raises torch's `CheckpointException` with a
+    tables' optimizers, except learning rates. An optimizer state in the checkpoint that the model's optimizer lacks is
+    also a difference. If there are differences on any rank, every rank raises torch's `CheckpointException` with a
     `ValueError` that names them. (torch's own planner silently converts dtypes.)
 
-    TorchRec's checkpoints have no learning rates and no numbers of updates: the current values stay, with a warning.
-    They also lack the class and hyperparameters of the optimizer, so only its states are compared.
+    TorchRec's checkpoints have no learning rates and no numbers of updates: the model keeps its own, and a warning says
+    so. They also lack the class and hyperparameters of the optimizer, so only its states are compared.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -64,8 +64,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _tables(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the name in the checkpoint of each table that has an optimizer in `state_dict`, even if the optimizer has
-    no states.
+    """Yield the checkpoint names of all tables that `state_dict` lists under an optimizer, even if the optimizer has no
+    states.
 
     prefix: the path of `state_dict` in the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""The call of an embedding module with a local batch, as one operator under torch.compile, without gradients.
+"""The operator to which torch.compile traces a call of an embedding module with input="local_batch", without gradients.
 
 The number of received ids and the batch sizes of other ranks are known only at run time. The shape of the result
 depends on neither, so torch.compile can trace the call. With gradients, the module makes an eager call, which breaks

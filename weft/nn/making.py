@@ -139,8 +139,9 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None. The shorter set-up deadline could expire while a peer
-    fills its tables. All ranks refuse an invalid environment variable later, when they synchronise.
+    """Return `deadline_s`; for None return `WEFT_DEADLINE_S`. The default deadline of set-up is shorter, and could
+    expire while a peer fills its tables. If an environment variable of weft is invalid, return that default: all ranks
+    raise later.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

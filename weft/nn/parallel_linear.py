@@ -149,7 +149,7 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """x @ weight.T + bias, with the output features sharded over ranks. x is sharded along the sequence.
 
-        x [B, S/W, in_features]  ->  [B, S, out_features/W]
+        x [B, S/W, in_features]  ->  [B, S, out_features/W]        B: batch, S: sequence length, W: number of ranks
 
     The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with the GEMM of the weight's
     gradient. All ranks of `group` must run every forward and every backward.
@@ -166,7 +166,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     The parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W]: ordinary tensors with this
     rank's rows of an `nn.Linear`. `from_linear` makes a layer from an `nn.Linear`, and `weft.nn.local_state_dict` loads
-    an unsharded checkpoint. `deepcopy` and pickle keep the group's name. Calls raise the errors of
+    an unsharded checkpoint. Copies by `deepcopy` and pickle use the group with the same name. Calls raise the errors of
     `weft.all_gather_matmul`.
     """
 
@@ -198,8 +198,8 @@ class RowParallelLinear(ParallelLinear):
     `ColumnParallelLinear`.
 
     The parameters are `weight` [out_features, in_features/W], this rank's columns of an `nn.Linear`, and `bias`
-    [out_features], equal on every rank. The bias is added once, to the sum. Its gradient is summed over ranks. (With
-    `sequence_dim=None` each rank already has the complete gradient.) Calls raise the errors of
+    [out_features], equal on every rank. The bias is added to the sum over ranks. Its gradient is summed over ranks,
+    too. (With `sequence_dim=None` each rank already has the complete gradient.) Calls raise the errors of
     `weft.matmul_reduce_scatter`.
     """
 
@@ -288,8 +288,8 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
 
 
 def require(of: nn.Module, wrong: str) -> None:
-    """Raise `ValueError` with the text `wrong`, unless the text is empty. The caller's decorator `tells_peers` notifies
-    the peers.
+    """Raise `ValueError` with the text `wrong`, unless the text is empty. Callers have the decorator `tells_peers`,
+    which reports the error to the peers.
     """
     if wrong:
         raise ValueError(f"{type(of).__name__}: {wrong}")

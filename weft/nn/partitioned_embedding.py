@@ -1,10 +1,12 @@
 """`ShardedEmbeddingBagCollection` with column-wise, row-wise or data-parallel tables.
 
-    features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
-                                 -> features of data-parallel tables -> pooled on this rank         -> vectors
-    output   columns of column-wise parts are concatenated; row-wise parts are summed in float32, in the order of rows
+    PartitionedInput   separates the features for parts of tables from the features for data-parallel tables
+    parts              an inner ShardedEmbeddingBagCollection, which has each part as a table, pools on the parts' ranks
+    data-parallel      each rank pools its own samples
+    output             columns of column-wise parts are concatenated; vectors of row-wise parts are summed in float32,
+                       in the order of rows
 
-The collection of the parts does all communication, except for the all-reduce of data-parallel gradients.
+The inner collection does all communication, except for the all-reduce of data-parallel gradients.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         require_sharded_norm(partition, self._optimizer)
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
-        """Make the tables, and the collection of the parts. All ranks must make this call."""
+        """Make the tables and the inner collection. All ranks must make this call."""
         partition, options = self.partition, {"hash": self._options.hash, **options}
         self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
         self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
@@ -191,7 +193,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the input separated by kind of table, and the checked input of data-parallel tables. Raise
+        """Return the input for parts and for data-parallel tables, and the result of checking the latter. Raise
         `ValueError` for bad input. Ranks do not communicate.
         """
         given = self._arrange(features, self.device)
@@ -200,7 +202,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
         """Pool data-parallel tables, and return the vectors of all tables.
 
-        vectors: the vectors of the parts. given, checked: the results of `_arranged`.
+        vectors: the pooled vectors of the parts. given, checked: the results of `_arranged`.
         """
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
@@ -227,7 +229,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._parts._begin_ahead(given, refusal)
 
     def _arrived(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the arranged input of a prefetched batch. Raise the errors of a bad batch, on every rank."""
+        """Return the result of `_arranged` for a prefetched batch. If the batch of any rank is bad, raise on every rank."""
         ahead = cast(_Ahead, self._prefetched)
         self._require_prefetched(features)
         self._prefetched = None
@@ -273,8 +275,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the indices of the vectors that it consists of. Indices count the vectors
-        of all parts first, and then the vectors of data-parallel tables.
+        """For each block of output columns, the pooled vectors from which the block is made. Vectors are numbered:
+        first those of all parts, and then those of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots
@@ -386,9 +388,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Ahead(NamedTuple):
-    """A prefetched batch: its arranged input, or the reason why it is bad. The inner collection of the parts
-    distributes the ids.
-    """
+    """A prefetched batch: the result of `_arranged`, or the error about a bad batch. The inner collection distributes the ids."""
 
     features: Any
     arranged: tuple[Arranged, CheckedInput | None] | None

@@ -1,7 +1,7 @@
 """The input of sharded tables: a rank's own samples, with the ids of row-wise tables sorted by the owners of the rows.
 
     given        all features of this rank's samples
-    parts        the features that parts on any rank read. Whole tables and column-wise parts read the given features. Each part
+    parts        the features for the parts on all ranks. Whole tables and column-wise parts read the given features. Each part
                  of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
     replicated   the features of data-parallel tables, which this rank pools itself
 
@@ -31,11 +31,11 @@ from weft.words import counted
 class Arranged:
     """The input of a call, separated by kind of table.
 
-    parts: the input for the parts of tables on all ranks, or None.
-    replicated: the input for data-parallel tables, or None.
-    spans: for each key of `replicated`, the begin and the end of its ids.
-    lengths: for each (row-wise table, feature) with mean pooling, the number of ids of each bag, [samples] float32. An
-        empty bag counts as 1, so that one can divide by the lengths.
+    parts: the features for the parts on all ranks; None if all tables are data-parallel.
+    replicated: the features for data-parallel tables; None if there are no such tables.
+    spans: for each key of `replicated`, the range [begin, end) of its ids in `replicated.values`.
+    lengths: for each (row-wise table, feature) with mean pooling, the number of ids of each bag, [samples] float32. The
+        sums of the parts' vectors are divided by these numbers. An empty bag has 1, to avoid 0 / 0.
     """
 
     parts: KeyedJaggedTensor | None
@@ -81,8 +81,8 @@ class PartitionedInput:
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the features by kind of table. Raise `ValueError` for bad input. The CPU waits for the device, to read how
-        many ids each feature has.
+        """Return the features for parts and for data-parallel tables. Raise `ValueError` for bad input. The CPU waits
+        for the device, to read how many ids each feature has.
         """
         jagged = as_jagged(features)
         keys = jagged.keys

@@ -4,8 +4,8 @@
     <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
 Whole tables and data-parallel tables are plain tensors, as in a module without parts. For a column-wise table, an
-optimizer state with one number per row is [parts x rows], as in TorchRec. Only a table with the same number of parts
-can load such a state.
+optimizer state with one number per row and part has shape [parts * rows], as in TorchRec. Only a table with the same
+number of parts can load such a state.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
 
 
 def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, Any]:
-    """Return a value for each table of which this rank has parts, by the table's number: a plain tensor, or a
-    ShardedTensor of all ranks' parts.
+    """Assemble parts into tables. Return each table of which this rank has parts, by table number, as a plain tensor or
+    as a ShardedTensor of all ranks' parts.
 
-    own: (part, tensor) for this rank's parts. The tensors are the weights, or one optimizer state.
+    own: (part, tensor) for this rank's parts. The tensors are weights, or all the same optimizer state.
     """
     partition: Partition = module.partition
     found: dict[int, Any] = {}

@@ -46,7 +46,7 @@ class Prefetched:
             self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Send the ids, and return the results of `InputDist.__call__`, valid in the order of the current stream.
+        """Send the ids, and return the results of `InputDist.__call__`, for work on the current stream.
 
         before_ids_leave: a function to call first, which may raise on all ranks.
         """
@@ -77,7 +77,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callable[[Batch], Any]]) -> Iterator[Batch]:
-    """Yield `batches`, and distribute the ids of each batch while the step before it runs.
+    """Yield `batches`, and distribute the ids of each batch while the loop's body runs with the batch before it. One
+    run of the body is called a step.
 
         for batch in weft.nn.prefetched(loader, {ebc: lambda batch: batch.features}):
             loss(model(batch)).backward()
@@ -89,7 +90,7 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
     - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the ranks are
       out of step, and all raise an error. On CPU the error says that a rank may have run out of batches.
     - If reading a batch raises, the error is raised after the steps of all earlier batches.
-    - If no rank calls a module in a step, this module skips the batch.
+    - If no rank calls a module in a step, the ids that were prefetched for this step are discarded.
     - After a break, or an exception that leaves the loop, the prefetched batch is discarded, and modules can be called
       with any batch. If `batches` is an iterator, the discarded batch is lost. An exception that the step itself
       catches loses no batch.

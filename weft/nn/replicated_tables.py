@@ -30,7 +30,7 @@ class ReplicatedTables:
 
     sharding: the tables, as if they belonged to a group of one rank.
     weights: a function that returns this rank's copies.
-    factor: the number by which reduced gradients are multiplied.
+    factor: a number by which gradients are multiplied after the sum over ranks: 1 / number of ranks for the mean.
     sparse: True if tables without an optimizer get sparse gradients.
     name: the name of the collection, for error texts.
     """
@@ -78,9 +78,10 @@ class ReplicatedTables:
 
         parts: the vectors of sharded tables. The autograd function returns them too, so that their backward runs after
             the backward of the data-parallel tables.
-        spans: for each key of `jagged`, the begin and the end of its ids.
+        spans: for each key of `jagged`, the range [begin, end) of its ids in the values.
         trains: True if backward shall compute gradients or update tables.
-        step: the number of updates of the sharded tables, on the device.
+        step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
+            tables continue. None: they count their own updates.
         """
         assert jagged is not None
         weights, sharding = self.weights(), self.plan.sharding
@@ -105,12 +106,12 @@ class ReplicatedTables:
     def looked_up(
         self, ids: Sequence[torch.Tensor], parts: torch.Tensor | None, trains: bool, step: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        """Return `parts` unchanged, and a row for each id, without pooling: [number of ids of all slots,
-        embedding_dim].
+        """Return `parts` unchanged, and a row for each id, without pooling: [number of ids, embedding_dim].
 
         Ranks communicate only in backward. All tables have the same number of columns.
 
-        ids: for each slot, its row numbers. A row number out of range reads a zero row.
+        ids: the row numbers to read, a tensor for each (table, feature) in column order. A row number out of range
+            reads a zero row.
         parts, trains, step: as for `pooled`.
         """
         weights = self.weights()
@@ -137,7 +138,7 @@ class ReplicatedTables:
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
         """Update the tables with `flat`, the gradients that have been summed over ranks.
 
-        step: the number of earlier updates of the sharded tables, which data-parallel tables share.
+        step: as for `pooled`.
         """
         assert of.tables is not None
         of.is_updated = True
@@ -305,7 +306,7 @@ def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | No
 
 
 def require_sharded_norm(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
-    """Raise `ValueError` if the optimizer clips by norm, and updates data-parallel tables."""
+    """Raise `ValueError` if the optimizer has `clip_norm` and updates data-parallel tables: the norm does not include them."""
     if optimizer is None or optimizer.clip_norm is None or not partition.replicated_tables:
         return
     if partition.fuses_replicated:

@@ -6,9 +6,9 @@ gradients to the owners.
     arrived   ids from peers, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of counts: how many of its ids are for
-each part of that peer, and how many are for each rank. So every rank knows how many ids every rank would receive. If a
-rank would receive more than `max_ids`, all ranks raise.
+The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of counts: how many ids it has for each
+part of that peer, and how many ids it has for each rank of the group. So every rank knows how many ids every rank would
+receive. If a rank would receive more than `max_ids`, all ranks raise.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class RowDist:
         """Send ids to their owners. Return (the routing, the row numbers that peers request from each part of this
         rank, `bad` as integers).
 
-        places: for each id, the place of its part (`place_of_part`). rows: for each id, its row in the part. A row out
-            of range is sent too, and stays out of range.
-        bad: tensors of one element, which the CPU reads together with the numbers of ids.
+        places: for each id, the index of its part among all parts sorted by rank (`place_of_part`). rows: for each id,
+            its row number in the part. A row number out of range is sent too, and stays out of range.
+        bad: integer tensors of one element that the caller needs on the CPU, such as the number of ids out of range.
+            They are copied together with the numbers of ids, so that the CPU waits only once.
         """
         if self.dedup:
             # Rows out of range are clamped, so each part has one extra key at both ends. Keys of different parts stay
@@ -94,8 +95,8 @@ class RowDist:
         """Exchange the numbers of ids. Return (the number of ids for each rank, the number from each source rank for
         each part of this rank, `bad` as integers).
 
-        Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. counts: the number of ids
-        for each part, by place.
+        Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. counts: the number of this
+        rank's ids for each part, with parts sorted by rank. bad: as for `send`.
         """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])

@@ -19,12 +19,12 @@ from weft.nn.row_dist import RowDist, starts
 class RowIds:
     """The ids of a batch, by output feature. Raises `ValueError` for bad input.
 
-    places, rows: the rows to request, for the ids of sharded tables: the place of a part (`RowDist.place_of_part`), and
-        the row in that part. An id of a column-wise table requests a row of each part.
-    of_replicated: for each feature of data-parallel tables, its row numbers.
-    spans: for each output feature, the begin and the end of its ids.
+    places, rows: for each id of the sharded tables, the part to read and the row number in that part, as for
+        `RowDist.send`. An id of a column-wise table has an entry for each part.
+    of_replicated: for each feature of data-parallel tables, the row numbers to read.
+    spans: for each output feature, the range [begin, end) of its ids among the ids of all output features.
     offsets, weights: for each output feature, the offsets and weights of its bags.
-    bad: for each id, True if it is out of range.
+    bad: for each id of all output features, True if it is out of range.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entries of `places` and `rows` for `ids` of the sharded table number `table`."""
+        """Return the attributes `places` and `rows` for `ids`, which read the sharded table number `table`."""
         partition = self._partition
         numbers = partition.parts_of(table)
         place_of = torch.tensor([self._place_of_part[n] for n in numbers], device=ids.device)

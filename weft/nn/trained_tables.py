@@ -70,8 +70,9 @@ class TrainedTables(nn.Module):
         """Enable or disable training of the tables in backward. Return self.
 
         All ranks must make this call with the same value, even ranks without tables. With an `optimizer`, False freezes
-        the tables, and True lets backward update them again. Call the method on this module itself. On a module that
-        contains this module, PyTorch only sets flags of parameters, which an optimizer in backward ignores.
+        the tables, and True lets backward update them again. Call the method on this module itself: the
+        `requires_grad_` of a parent module only sets the flags of parameters, which backward ignores if it has an
+        `optimizer`.
         """
         self._is_frozen = not requires_grad
         if self._optimizer is not None:

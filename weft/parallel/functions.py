@@ -72,7 +72,9 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y + bias, after the last collective of the function `of`. An error here makes the group fail."""
+    """Return y + bias, after the last collective of the function `of`. An error here makes the group fail, because no
+    collective follows in which peers could learn of the error.
+    """
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias
     try:

@@ -116,7 +116,7 @@ class _DividedLinear(nn.Linear):
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return this rank's parts of x, weight and bias. Raise `ValueError` for a weight on meta.
 
-        Also record the layer's options, which ranks compare at their next call.
+        Also record the layer's sizes, which ranks compare at the group's next call.
         """
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
@@ -202,7 +202,7 @@ class RowwiseLinear(_DividedLinear):
 
     @ends_group
     def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
-        """Add the bias to this rank's positions. The gradient of the bias is the sum over ranks."""
+        """Add the bias to y, this rank's part of the output. The gradient of the bias is the sum over ranks."""
         return y + replicated(bias, group).to(y.dtype)
 
 
@@ -243,8 +243,8 @@ def _dimension(placement: Placement, ndim: int) -> int:
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
     """True if weft can run the layer with this input. Otherwise torch's code runs.
 
-    sequence: the layout of the input (column-parallel) or of the output (row-parallel). features: the number of
-        features along which the weight is sharded.
+    sequence: the layout of the input (column-parallel) or of the output (row-parallel). features: the size of the
+        weight's sharded dimension, which must be divisible by the number of ranks.
     """
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)
@@ -253,7 +253,7 @@ def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
     """True if weft can multiply x by this rank's part of the weight.
 
-    features: the number of features along which the weight is sharded.
+    features: as for `_overlaps`.
     """
     return (
         x.dim() >= 2

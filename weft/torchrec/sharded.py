@@ -2,7 +2,7 @@
 
     input_dist                     starts the exchange of headers (batch size, number of ids per feature)
     first wait                     the CPU reads the numbers of ids; starts the exchange of ids
-    second wait                    returns this rank's features for the samples of all ranks
+    second wait                    returns the features of this rank's tables for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
 TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with the stages of the
@@ -41,10 +41,11 @@ _Arranged: TypeAlias = tuple[Arranged, CheckedInput | None]
 
 
 class _Batch(Multistreamable):
-    """The received input of a call: this rank's features of all samples, and each rank's number of samples.
+    """The received input of a call: the features of this rank's tables for all samples, and each rank's number of
+    samples.
 
-    jagged: None if all tables are data-parallel. arranged: the input by kind of table, if any table is sharded or
-        data-parallel.
+    jagged: the received features; None if all tables are data-parallel. arranged: the input before it was sent,
+        separated for parts and for data-parallel tables; None if all tables are whole.
     """
 
     def __init__(self, jagged: JaggedInput | None, batch_sizes: tuple[int, ...], arranged: _Arranged | None) -> None:
@@ -107,8 +108,8 @@ class ShardedEmbeddingBagCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as for `torchrec.distributed.comm_ops.set_gradient_division`. options: arguments of weft's
-        module.
+        """gradient_division: True to divide gradients by the number of ranks
+        (`torchrec.distributed.comm_ops.set_gradient_division`). options: further arguments of weft's module.
         """
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
@@ -138,7 +139,7 @@ class ShardedEmbeddingBagCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Begin the distribution of this rank's samples. All ranks must make this call, and both waits."""
+        """Begin the distribution of this rank's samples. All ranks must make this call, and wait for both awaitables."""
         made, given, arranged = self.weft_module, cast(Any, features), cast("_Arranged | None", None)
         refusal: Exception | None = None
         if made.device.type == "meta":
@@ -157,8 +158,8 @@ class ShardedEmbeddingBagCollection(
             return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Batch(None, (), arranged))))], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. All ranks must make this call, which
-        includes the all-to-all.
+        """Return the pooled vectors of this rank's samples, [local batch, columns of all tables]. All ranks must make
+        this call, which includes the all-to-all.
         """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
         values: Any = None
@@ -174,8 +175,8 @@ class ShardedEmbeddingBagCollection(
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Return a context for one stage of the input distribution. Ranks count each stage as one call, without
-        gradients, as in TorchRec.
+        """Return a context for one stage of the input distribution, without gradients, as in TorchRec. If a rank raises
+        in a stage, its peers raise too.
 
         The context yields weft's input distribution, or None if all tables are data-parallel.
         """

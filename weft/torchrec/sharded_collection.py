@@ -43,8 +43,8 @@ class ShardedEmbeddingCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as for `torchrec.distributed.comm_ops.set_gradient_division`. options: arguments of weft's
-        module.
+        """gradient_division: True to divide gradients by the number of ranks
+        (`torchrec.distributed.comm_ops.set_gradient_division`). options: further arguments of weft's module.
         """
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()

@@ -54,7 +54,9 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module, with new tables on `device`. All ranks must make this call."""
+        """Return the sharded module. All ranks must make this call. The tables are newly initialised on `device`; only
+        if `module` is on a GPU, its values are copied.
+        """
         return ShardedEmbeddingBagCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
             **self._options,
@@ -105,7 +107,9 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module, with new tables on `device`. All ranks must make this call."""
+        """Return the sharded module. All ranks must make this call. The tables are newly initialised on `device`; only
+        if `module` is on a GPU, its values are copied.
+        """
         return ShardedEmbeddingCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
             **self._options,

@@ -32,7 +32,7 @@ class ShardedTables(FusedOptimizerModule):
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
         """Register the tables of `made`, a module of weft, under TorchRec's names in a submodule of `self`.
 
-        read: the plan with which `made` was constructed. container: the name of the submodule.
+        read: the plan from which `made` was constructed. container: the name of the submodule, as in TorchRec.
         """
         self.__dict__["weft_module"] = (
             made  # not a submodule, since its parameters are registered under TorchRec's names
@@ -138,7 +138,8 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace each table in a state dict by this rank's part, taken from a ShardedTensor or from the whole table.
 
-    Raise `ValueError` for a different shape or plan, before any table is copied.
+    Raise `ValueError` for a table of a wrong shape, or a ShardedTensor whose parts are not those of this module. No
+    table is copied then.
     """
     local: dict[str, torch.Tensor] = {}
     for number, name in module._numbered:
