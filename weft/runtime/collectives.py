@@ -4,8 +4,9 @@ Synchronous collectives call methods of the process group. `torch.distributed`'s
 their own checks. For small calls on GPUs, these checks and torch's log of collectives take as long as NCCL's launch.
 
 gloo's timeout is that of its process group, half an hour by default, and gloo cannot cancel a collective. So `finish`
-checks the clock and the group while it waits. An abandoned collective is kept until the process ends: gloo's threads
-may still write to its tensors, and destroying the group would wait for these threads.
+itself raises if the deadline passes, or if the group fails, during the wait. The collective then still runs. weft
+therefore keeps its tensors and its group until the process ends: gloo's threads may still write to the tensors, and
+destroying the group would wait for these threads.
 """
 
 from __future__ import annotations
@@ -92,14 +93,15 @@ def all_to_all_single(
 def exchange_both_ways(
     ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
 ) -> list[dist.Work]:  # fmt: skip
-    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the works of
-    both directions.
+    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the
+    `dist.Work` of each direction.
 
     ways: two gloo groups of the same ranks. The first sends rows to ranks after `near`, the second to ranks before it.
     received, sent: as for `all_to_all_single`. The entries of ranks in `near` are ignored.
 
-    With one group, the directions may run one after the other. gloo sends a large message only after the receiver has
-    answered. If the receiver has already begun to send, its answer is queued behind its data on the same connection.
+    With only one group, the two directions may run one after the other. gloo sends a large message only after the
+    receiver has answered. In one group, the answer waits behind the data that the receiver sends over the same
+    connection.
     """
     size, (start, stop) = len(sent), (near.start, near.stop)
     later, earlier = [0] * stop + sent[stop:], sent[:start] + [0] * (size - start)
@@ -110,7 +112,7 @@ def exchange_both_ways(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Make the caller's stream wait for `work`. `work` is None if the backend has already done so."""
+    """Make the caller's stream wait for `work`. `work` is None if the backend has already made the stream wait."""
     if work is not None:
         work.wait()
 
@@ -124,7 +126,7 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def completed(work: dist.Work, seconds: float) -> bool:
-    """Wait for a work of gloo for at most `seconds`. Return True if it has ended. Raise `RuntimeError` if it has failed."""
+    """Wait at most `seconds` for gloo's `work`. Return True if the work has ended. Raise `RuntimeError` if it has failed."""
     try:
         work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
         return True

@@ -1,6 +1,6 @@
 """The torch functions with which all executors run elementwise steps (`weft.schedule.steps.computing.OPS`).
 
-A new operation needs an entry in `OPS`, with its cost, and an entry here.
+A new operation needs an entry in `OPS`, with its cost, and an entry in `ELEMENTWISE`.
 """
 
 from __future__ import annotations

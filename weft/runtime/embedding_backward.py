@@ -8,8 +8,8 @@ by row.
 On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. On CPU, on several hosts and with
 transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
 
-CPU ranks synchronise before the exchange, and compare the number of the forward call, its batch sizes and the learning
-rate. If ranks run backward of different calls, or would update differently, they raise an error with the difference
+CPU ranks synchronise before the exchange. They compare the number of the forward call (the n-th call of the group), its
+batch sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference
 before anything is written. GPU ranks do not synchronise.
 
 The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for
@@ -54,8 +54,10 @@ def gradients(
 
     With an optimizer, update the tables, and return None in place of their gradients.
 
-    jagged: the input of the forward call. weights: this rank's tables. grad: [local batch, all columns].
-    wanted: two booleans: compute the gradients or the update of the tables; compute the gradients of the weights.
+    jagged: the input of the forward call. weights: the weights of this rank's tables.
+    grad: the gradient of the forward call's output, [local batch, all columns].
+    wanted: a pair of booleans. The first is True to compute the gradients of the tables, or to update them. The second
+        is True to compute the gradients of the per-sample weights.
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -96,8 +98,8 @@ def received(
     """Send `grad` to the owners of its columns. Yield the gradients that this rank received, and `ok`.
 
     The received gradients, [global batch, columns of this rank's tables] in `dtype`, are those of the vectors that this
-    rank pooled. On GPUs of one host, peers write them into memory that is valid only inside the context. `ok` is then a
-    tensor on the device: 1 if all gradients have arrived, else 0. Otherwise `ok` is None.
+    rank pooled. On GPUs of one host, peers write these gradients into memory that is valid only inside this context
+    manager. `ok` is then a tensor on the device: 1 if all gradients have arrived, else 0. Otherwise `ok` is None.
 
     transport: the option of the forward call. With "serial", backward uses no symmetric memory either.
     """
@@ -116,8 +118,10 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Yield a list. Inside this context, backward appends its gradients to the list, and does not update the tables of
-    `update`.
+    """Collect gradients, so that one update of the tables can use those of several backward calls (`update_collected`).
+
+    Yield a list. Inside this context manager, backward appends its gradients to the list, and does not update the
+    tables of `update`.
     """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
@@ -216,8 +220,8 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor, at most 1, with which the norm of all ranks' gradients is at most `clip_norm`, as float64 []. All
-    ranks must make this call.
+    """Return the factor that scales the gradients of all ranks down to a norm of `clip_norm`, as float64 []. The factor
+    is 1 if their norm is already smaller. All ranks must make this call.
 
     squares: the sum of squares of this rank's gradients. The sums of all ranks are added in the order of ranks. As in
         `torch.nn.utils.clip_grad_norm_`, the factor is NaN if a gradient is NaN.
@@ -243,8 +247,8 @@ def _require_finite(
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Return the features with infinite or NaN gradients, among the features of `rank`'s tables, as texts for errors. The
-    CPU waits for the device.
+    """Find the features of `rank`'s tables that have infinite or NaN gradients. Return a description of each, for error
+    texts. The CPU waits for the device.
 
     received: the gradients, [global batch, columns of `rank`'s tables].
     """
@@ -320,8 +324,9 @@ def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s:
 def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
     """Synchronise CPU ranks. Raise `DisagreementError` on every rank if `said` or `number` differs between ranks.
 
-    number: the number of the forward call. 0 matches any number: under torch.compile, in dispatch modes, and at the end of
-        `accumulate()`.
+    said: a text with all values that must be equal, such as the learning rate.
+    number: the number of the forward call. 0 means that the number is unknown, and matches any number. The number is
+        unknown under torch.compile, in dispatch modes, and at the end of `accumulate()`.
     """
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
     meeting = meeting_of(comm)

@@ -6,8 +6,8 @@ ranks' gradients.
     reduced    the sums of all ranges, by all_gather
 
 So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. The bits depend on the
-number of ranks, since each rank sums its own samples first. As for other tables, only rows that at least one rank has
-read are updated.
+number of ranks, since each rank sums its own samples first. Only rows that at least one rank has read are updated, as
+for tables that are not replicated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """
@@ -68,9 +68,9 @@ def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tens
 
 
 def gradients_of_rows(given: Sequence[RowGradients]) -> torch.Tensor:
-    """Return gradients and flags as `local_gradients` does, for lookups without pooling.
+    """Return gradients and flags like `local_gradients`, for lookups without pooling.
 
-    given: an entry for each table, with the gradient of each id.
+    given: for each table, the gradient of each id that this rank has looked up.
     """
     dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
     return torch.cat([*dense, *(_flags(one.ids, one.table.num_embeddings) for one in given)])
@@ -108,14 +108,21 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
 def compare(
     of: ForwardCall, what: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Compare optimizers and learning rates across CPU ranks. All ranks must make this call."""
+    """Compare optimizers and learning rates across CPU ranks. Raise `DisagreementError` on every rank if they differ.
+    All ranks must make this call.
+
+    what: a description of the call, for error texts.
+    """
     if device.type == "cpu" and group.size() > 1:
         of = replace(of, checked=of.checked._replace(batch_sizes=()))  # batch sizes differ between ranks
         compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for each table its gradient [rows, columns], and a flag per row: True if a rank has read it."""
+    """Return the gradient of each table, [rows, columns], with a flag for each row: True if any rank has read the row.
+
+    flat: the result of `reduced`.
+    """
     shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
     dense, read = flat.split([sum(rows * columns for rows, columns in shapes), sum(rows for rows, _ in shapes)])
     grads = dense.split([rows * columns for rows, columns in shapes])

@@ -24,9 +24,11 @@ from weft.runtime.embedding_backward import device_code, scale_of_norm
 
 
 class RowGradients(NamedTuple):
-    """Gradients of rows of one table, whose index is `number`. Row ids[i] has the gradient grads[i].
+    """Gradients of single rows of one table: grads[i] is a gradient of row ids[i].
 
-    ids: [n] int64; ids out of range are ignored. grads: [n, columns].
+    table: the table's configuration. number: the table's index in its module. Stochastic rounding adds the index to the
+        optimizer's seed.
+    ids: row numbers, [n] int64; ids out of range are ignored. grads: [n, columns].
     """
 
     table: EmbeddingBagConfig
@@ -58,8 +60,10 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Group the indices of `given` by similar numbers of ids. Each group becomes one call, whose arrays have space for the
-    largest number of ids for every table.
+    """Group tables with similar numbers of ids. Return the groups, as lists of indices into `given`.
+
+    One call updates all tables of a group. For every table, its arrays have space for as many ids as the largest table
+    of the group has. So groups of similar tables waste little memory.
 
     With stochastic rounding each table is a group, because its random bits must not depend on other tables.
     """
@@ -85,10 +89,10 @@ def gradient_of_table(
 
 
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
-    """Return [count, columns], whose row i is the sum of all grads[j] with inverse[j] = i. Sums are computed in float32, in
-    the order of j. The CPU waits for the device.
+    """Sum the gradients of equal ids. Row i of the result, [count, columns], is the sum of all grads[j] with inverse[j]
+    = i. Sums are computed in float32, in the order of j. The CPU waits for the device.
 
-    inverse: [n]; every number below `count` must occur. grads: [n, columns].
+    inverse: the row of the result for each gradient, [n]. Every number below `count` must occur. grads: [n, columns].
     """
     rows = (
         1 << max(0, count - 1).bit_length()
@@ -130,10 +134,13 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return the tables at `places`.
+    """Return some of the `tables`.
 
-    The random bits of stochastic rounding depend on the optimizer's seed and on a table's index in its call. The index of a
-    single table is always 0. So for a single table, change the seed by its `number`, to give each table different bits.
+    The random bits of stochastic rounding depend on the optimizer's seed, and on the table's index among the tables of
+    a call. A table that is alone in its call always has the index 0. So add its `number` to the seed, to give each
+    table different random bits.
+
+    places: the indices of the tables to return, in `tables` and in `given`.
     """
     optimizer = tables.optimizer
     if len(places) == 1:

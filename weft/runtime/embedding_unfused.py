@@ -6,11 +6,12 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-CPU ranks on several hosts may instead pool and send the samples of other hosts first (`FarFirst`).
+CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the
+samples of this host (`FarFirst`).
 
-It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
-transports, and on one host also before the exchange, with the call's deadline (`weft.runtime.unfused.turn`). On GPUs,
-NCCL's timeout and errors apply to the exchange.
+No symmetric memory is used, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
+transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the
+call's deadline. On GPUs, NCCL's timeout and errors apply to the exchange.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class EmbeddingAllToAllUnfused(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Any]:
-        """Run one call. Return the output [batch_sizes[rank], total_dim] as "out". On GPUs it is valid in stream order.
+        """Run one call. Return the output [batch_sizes[rank], total_dim] as "out". On GPUs the output is complete in
+        stream order.
 
         tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
         """

@@ -5,9 +5,9 @@ closed once.
     weft.runtime.cpu    runs each lane on a thread, in memory that processes share
     weft.runtime.cuda   runs each lane on a stream, with copy engines
 
-All ranks must construct an executor together. They compare schedules, raise if the schedule does not match a rank, and
-allocate memory. An executor refuses step kinds that it does not implement, and names the step. `weft.runtime.unfused`
-is not an executor: it runs the steps of the serial schedule as torch calls, and keeps no memory.
+All ranks must construct an executor together. They compare schedules, raise an error if the schedule cannot run on a
+rank, and allocate memory. An executor refuses step kinds that it does not implement, and names the step.
+`weft.runtime.unfused` is not an executor: it runs the steps of the serial schedule as torch calls, and keeps no memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Executor(ABC):
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load the kernels that a run with such tensors would launch, but launch none. Call it before a graph captures a
-        run. Ranks do not communicate.
+        """Load the kernels that a run with tensors of these shapes and dtypes would launch, but launch none. Call it
+        before a graph captures a run. Ranks do not communicate.
         """
         return
 
@@ -65,7 +65,7 @@ class Executor(ABC):
 
     @property
     def stale(self) -> bool:
-        """True if the group's memory has grown after this executor was made, so that a new one should replace it."""
+        """True if the group's memory has grown after this executor was made. A new executor should then replace this one."""
         return False
 
     @property
@@ -75,7 +75,7 @@ class Executor(ABC):
 
     @property
     def shared(self) -> bool:
-        """True if other executors use the same memory and threads, so that keeping this executor costs little."""
+        """True if other executors use the same memory and threads. Such an executor costs little memory, so a cache may keep it."""
         return False
 
     @property

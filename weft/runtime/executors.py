@@ -22,11 +22,12 @@ the given number of rows.
 def executor(
     schedule: Schedule, comm: Communicator, p: Problem | None = None, name: str = "", what: str = ""
 ) -> Executor:
-    """Make an executor for `schedule`, a candidate for `p` (None for a user's schedule). All ranks must make this call.
+    """Make an executor for `schedule`. All ranks must make this call.
 
-    name: the candidate's name if a builder of weft made the schedule, else "". On GPUs, executors with the same name share
-        memory, if their problems differ only in the number of rows. Ranks then compare only the first executor's
-        schedule. On CPU, all executors of a group share memory.
+    p: the problem (an operator's sizes) for which a builder made the schedule; None for a user's schedule.
+    name: the builder's name with its parameters if the builder is one of weft's, else "". On GPUs, executors with the
+        same name share memory, if their problems differ only in the number of rows. Ranks then compare only the first
+        executor's schedule. On CPU, all executors of a group share memory.
     what: a description of the call, for error texts.
 
     The executor works inside and outside of inference mode.

@@ -1,6 +1,6 @@
-"""gloo groups that weft makes for itself, from ranks of a communicator.
+"""gloo groups that weft makes for its own messages. Each consists of some ranks of a communicator, or of all.
 
-torch does not register the groups, because registration (`dist.new_group`) would involve all ranks of the job.
+torch does not register these groups, because registration (`dist.new_group`) would involve all ranks of the job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 class Membership(NamedTuple):
-    """This rank's number in a new group, and the group's size. part: a name that differs between groups of one call."""
+    """This rank's place in a new group.
+
+    rank: this rank's number in the new group. size: the number of ranks in the new group. part: the name of the new
+        group; all ranks of the group pass the same name. Groups that one call makes have different names.
+    """
 
     rank: int
     size: int
@@ -35,7 +39,8 @@ class Membership(NamedTuple):
 def gloo_of_its_own(
     comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Return one new gloo group of ranks of `comm`. All ranks of `comm` must make this call.
+    """Make one gloo group for each `part`, from the ranks of `comm` that pass this `part`. Return this rank's group.
+    All ranks of `comm` must make this call.
 
     rank, size, part: the fields of `Membership`. whom, deadline_s: as for `gloo_groups`.
     """
@@ -45,10 +50,11 @@ def gloo_of_its_own(
 def gloo_groups(
     comm: Communicator, whom: str, memberships: Sequence[Membership], deadline_s: float | None = None
 ) -> list[dist.ProcessGroup]:
-    """Return new gloo groups of ranks of `comm`. All ranks of `comm` must make this call.
+    """Make gloo groups from ranks of `comm`. Return the new groups that contain this rank. All ranks of `comm` must
+    make this call.
 
-    memberships: the new groups that contain this rank. All ranks must list groups in the same order. whom: a description of
-        the groups' ranks, for error texts.
+    memberships: this rank's place in each new group that contains it. All ranks must list the groups in the same order.
+    whom: a description of the groups' ranks, for error texts.
 
     Raise `DeadlineError` on every rank if ranks cannot connect within `deadline_s` (default: the deadline of set-up).
     """

@@ -1,5 +1,7 @@
-"""A key of the layouts and addresses of tensors, computed in one native call. Reading them by torch's API would take a
-Python call for each property of each tensor.
+"""A key of the layouts and addresses of tensors. If a call has the same key as an earlier call, it can skip the
+validation of its tensors.
+
+One native call computes the key. With torch's API, each property of each tensor would take a Python call.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ READER = _made()
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return a key of the tensors' layouts and addresses. If two lists have equal keys, it is enough to validate one list.
+    """Return a key of the tensors' layouts and addresses. If two lists have equal keys, it is enough to validate one
+    list.
 
-    Return None if there is no key: a tensor requires a gradient, or is of a subclass, or `READER` does not support this
-    version of torch. Computing the key with torch's API would take as long as the validation.
+    Return None if there is no key. Then a tensor requires a gradient, has no memory, or is of a subclass, or the native
+    reader does not support this version of torch.
     """
     if READER is None:
         return None

@@ -4,7 +4,7 @@ in memory.
     links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
                 common host are measured at the same time, in rounds as in a tournament
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
-    copies      all ranks copy at the same time, to mapped memory and to memory that is not mapped yet
+    copies      all ranks copy at the same time, to memory that was written before, and to new memory, which causes page faults
 
 All measurements together take about `BUDGET_S` seconds. For the rate of a link, the first rank sends, the second rank answers with
 one byte, and the first rank takes the time. So it does not matter when the second rank starts. The round trip is twice the time of
@@ -44,13 +44,13 @@ def network_of(comm: Communicator) -> HostNetwork | None:
 
 
 def is_settled(comm: Communicator) -> bool:
-    """True if `settle` has been called for `comm`."""
+    """True if `settle` has already decided which network the planner uses for `comm`."""
     return comm in _networks
 
 
 def settle(comm: Communicator, network: HostNetwork | None) -> None:
-    """Make the planner use `network` for `comm` from now on; None: the network is unknown. All ranks must pass an equal
-    `network`.
+    """Make the planner use `network`, the measured rates between hosts, for `comm` from now on. None means that the
+    rates stay unknown. All ranks must pass an equal `network`.
     """
     _networks[comm] = network
 
@@ -109,8 +109,8 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
     """Return the rate of a link in bytes per microsecond, from the difference of two transfers.
 
-    The difference of their times contains no latency, and no burst that a traffic shaper lets pass at once. If the
-    difference is too small, because the machine was busy, the rate is that of the large transfer.
+    The difference of their times does not contain the latency, nor the first bytes that a traffic shaper lets pass
+    without delay. If the difference is too small, because the machine was busy, the rate is that of the large transfer.
 
     timed: (bytes, seconds) of a small and of a large transfer.
     """
@@ -135,8 +135,9 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Time transfers of growing sizes. Then repeat the largest until `elapsed_s` reaches `until_s`. Return
-        (bytes, each rank's time in seconds) for the two largest sizes.
+        """Time transfers of growing sizes, as long as the time until `until_s` allows a few transfers of the next size.
+        Then repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's time in
+        seconds) for the two largest sizes.
 
         For the largest size, return the times of the fastest transfer, because other work on the machine only slows
         transfers.
@@ -169,7 +170,10 @@ class _Probe:
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
     def _timed(self, exchanges: Sequence[tuple[Sequence[tuple[int, int]], int]]) -> list[float]:
-        """Run exchanges one after the other. Return each rank's time in seconds. exchanges: (pairs, bytes for each pair)."""
+        """Run exchanges one after the other. Return each rank's time for all of them, in seconds.
+
+        exchanges: a list of (pairs, bytes). The first rank of each pair sends this number of bytes to the second rank.
+        """
         comm, ranks = self._comm, range(self._comm.world_size)
         sizes = [
             ([n * ((rank, comm.rank) in pairs) for rank in ranks], [n * ((comm.rank, rank) in pairs) for rank in ranks])
@@ -185,10 +189,11 @@ class _Probe:
         return self._share(time.perf_counter() - start)
 
     def copies(self) -> tuple[float, float]:
-        """Return two rates in bytes per microsecond: of copies to mapped pages, and of copies to pages that are not mapped yet.
+        """Return two rates in bytes per microsecond: of copies to memory that was written before, and of copies to new
+        memory, which causes page faults.
 
-        All ranks copy at the same time. A host's rate is the mean rate of its ranks, because for a short time they share
-        its cores unevenly. The result is the rate of the slowest host.
+        All ranks copy at the same time. The result is the rate of the slowest host. A host's rate is the mean of its
+        ranks' rates, because in so short a time the ranks of a host do not get equal shares of its cores.
         """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)

@@ -2,17 +2,18 @@
 
 Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages.
 This is a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all
-ranks are known to make the same call (`weft.runtime.unfused.begun` has the exception):
+ranks are known to make the same call (with one exception, in `weft.runtime.unfused.begun`). Errors:
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
-    backwards differ          the same, if ranks run backward of different forward calls
+    backwards differ          `DisagreementError` on every rank, if ranks run backward of different forward calls. The group fails
     a rank does not arrive    `DeadlineError` or `PeerLostError`. The group fails
 
 All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every
 peer.
 
-GPU ranks do not synchronise, because a rendezvous would take longer than the call (`weft.operator.together`).
+GPU ranks do not synchronise, because a rendezvous would take longer than the call. `weft.operator.together` compares
+their calls in another way.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Meeting:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop this rendezvous when its communicator ends."""
+        """Release the memory of this rendezvous. The communicator calls this method when it closes."""
         _meetings.pop(self.comm, None)
         if self.rails is not None:
             self.rails.close()
@@ -115,11 +116,13 @@ class Meeting:
         self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> list[bytes]:  # fmt: skip
-        """Wait until every rank is about to make the same call. Return each rank's `extra`, 16 bytes, by rank.
+        """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
-        cargo: a collective whose data travel with this rendezvous, so that it is complete on return. Only with `rails`.
-        meanwhile: work that needs no other rank, in short steps. With `rails`, it is complete on return; otherwise it is
-            not begun.
+        extra: 16 bytes of the caller that each rank sends to all ranks, and that are not compared.
+        cargo: a collective whose data travel with this rendezvous, so that it is complete on return. Pass it only if
+            this object has `rails`.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If this object
+            has `rails`, all steps are done on return. Otherwise none is done.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -168,7 +171,11 @@ class Meeting:
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
-        """Publish `payload`. Return the payloads of all ranks, and the data for `Cargo.unpack`, by host."""
+        """Publish `payload`. Return the payloads of all ranks, and the data for `Cargo.unpack`, by host.
+
+        agree: a function that gets payloads, and returns True if their ranks make the same call. Otherwise no data of
+            `cargo` are sent.
+        """
         with self._publishing:
             self.comm.check()
             self.calls += 1
@@ -226,7 +233,10 @@ def _forward_of(payload: bytes) -> int:
 
 
 def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
-    """True unless ranks run backward of different calls, or some ranks run forward. mine: this rank's packed number."""
+    """True if all ranks run forward, or if all ranks run backward of the same forward call.
+
+    mine: the number of this rank's forward call as bytes, as in its payload (`Meeting.forward`).
+    """
     if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
         return True
     numbers = set(map(_forward_of, payloads))
@@ -297,9 +307,10 @@ def meeting_of(comm: Communicator) -> Meeting:
 
 @contextlib.contextmanager
 def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
-    """Inside this context, ranks compare at each rendezvous on `comm` the forward call whose backward they run.
+    """Make each rendezvous on `comm` check, inside this context manager, that all ranks run backward of the same
+    forward call.
 
-    comm: None if ranks do not synchronise. forward: see `Meeting.forward`.
+    comm: None if ranks do not synchronise. forward: the number of the forward call, or `UNKNOWN`.
     """
     if comm is None:
         yield
@@ -313,7 +324,7 @@ def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
 
 
 def published_on(group: dist.ProcessGroup) -> int:
-    """Return the number of calls that this rank has published to its peers on CPU."""
+    """Return the number of calls on `group` that this rank has published in the rendezvous of CPU ranks."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
             return meeting.calls

@@ -10,8 +10,9 @@ out of the last free buffer; `copied` counts these copies. With `count=1` result
 across the next call is an error.
 
 A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use.
-So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out,
-also in replays. The same applies to every later call that gets this buffer.
+So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out
+in every replay, and the buffer then becomes free again. Later calls may get it. Their results are copied out of this
+buffer too.
 """
 
 from __future__ import annotations

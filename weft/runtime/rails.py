@@ -1,8 +1,8 @@
 """The rendezvous of CPU ranks on several hosts, which may carry the data of a small collective.
 
-Ranks have to compare their calls before gloo moves data: it ends the process if a message is larger than expected. A
-separate rendezvous before the collective would take as long as several steps of a small collective. So the data travel
-with the rendezvous:
+Ranks have to compare their calls before gloo moves data, because gloo ends the process if a message is larger than
+expected. A separate rendezvous before the collective would take as long as several steps of a small collective. So the
+data travel with the rendezvous:
 
     1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
         host, in shared memory
@@ -14,8 +14,8 @@ agree, its ranks send no data in step 2. Receive buffers have space for the larg
 message of a different call does no harm. Its data are dropped.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each
-byte of a collective crosses the network once per host. Sums are computed in fp32 (fp64 for fp64): first within each host,
-then across hosts. Each of these two levels rounds its sum once to the dtype of the matrix.
+byte of a collective is sent to each other host only once. Sums are computed in fp32 (fp64 for fp64): first within each
+host, then across hosts. Each of these two levels rounds its sum once to the dtype of the matrix.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class Cargo(Protocol):
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         """Write the messages to other hosts.
 
-        near: the memory that each rank of this host has loaded. far: by host, the message to this rail's rank on that host.
+        near: the memory into which each rank of this host has written by `load`, in the order of ranks. far: the
+            messages to write. far[h] is the message to the rank of host h in this rail.
         """
 
     def go_on(self) -> None:
         """Do work that does not need the messages from other hosts, while they are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        """Compute the result. received: by host, the message from this rail's rank on that host."""
+        """Compute the result. received: received[h] is the message from the rank of host h in this rail."""
 
 
 class Rails:
@@ -90,7 +91,7 @@ class Rails:
             self.most_bytes = nbytes
 
     def close(self) -> None:
-        """Drop the views of shared memory when the communicator ends."""
+        """Drop the views of shared memory. `Meeting.close` calls this method when the communicator closes."""
         self.near.close()
 
     def exchange(
@@ -169,9 +170,9 @@ class Rails:
         return [0 if host == levels.host else size for host in range(levels.n_hosts)]
 
     def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
-        """Begin to exchange bytes along the rail. Return the works to wait for.
+        """Begin to exchange bytes along the rail. Return the `dist.Work` objects to wait for.
 
-        room: the number of bytes to receive at most from each host. sizes: the number of bytes to send to each host.
+        room: the size of the receive buffer for each host, in bytes. sizes: the number of bytes to send to each host.
         """
         if self.most_bytes > _SMALL_BYTES:
             return self.levels.exchange(received, sent, room, sizes)
@@ -183,7 +184,9 @@ class Rails:
             finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
-        """Return memory for a second message of `nbytes` to each other host, as a list of tensors in the order of hosts."""
+        """Return memory for a second message of `nbytes` to each other host, as a list of tensors in the order of
+        hosts. A collective that sends its data in two halves uses it (`begin_more`).
+        """
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
@@ -292,14 +295,16 @@ class _Sum(_Still):
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
     def _sum_of_hosts(self, received: dict[int, torch.Tensor], out: torch.Tensor) -> None:
-        """Write to `out` the sum of `_mine` and of the other hosts' sums in `received`. All hosts add in the same order."""
+        """Write the sum over all hosts to `out`. `_mine` is the sum of this host, and `received` has the sums of other
+        hosts. All hosts add in the same order.
+        """
         host = self.rails.levels.host
         parts = {host: self._mine, **{at: _like(out, data, out.shape) for at, data in received.items()}}
         _add([parts[at] for at in sorted(parts)], out)
 
 
 class ReduceScatter(_Sum):
-    """A reduce-scatter of `source` [W n, columns], which writes this rank's rows of the sum to `out` [n, columns]."""
+    """A reduce-scatter over W ranks of `source` [W n, columns], which writes this rank's rows of the sum to `out` [n, columns]."""
 
     def __init__(self, rails: Rails, source: torch.Tensor, out: torch.Tensor) -> None:
         levels = rails.levels
@@ -386,7 +391,7 @@ class _AllReduceSmall(_Sum):
 
 
 def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the cargo of an all-gather of src [n, columns] into whole [W n, columns]. Both are contiguous."""
+    """Return the cargo of an all-gather over W ranks, of src [n, columns] into whole [W n, columns]. Both are contiguous."""
     return (
         _GatherSmall(rails, src, whole)
         if whole.nbytes <= _SMALL_BYTES

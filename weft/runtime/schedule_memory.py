@@ -113,8 +113,9 @@ def _instead(step: Step, other: int) -> str:
 
 
 def _touched(step: Step, signals: bool) -> set[int]:
-    """Return the ranks in whose memory a step of fixed sizes reads, writes or, with `signals`, sets signals. Collectives and
-    sends do not count.
+    """Return the ranks whose memory a step of fixed sizes reads or writes. Ignore collectives and sends.
+
+    signals: True to include the ranks whose signals the step sets.
     """
     parts = step.inner if step.tile_kernel else () if step.meets or isinstance(step, Send) else (step,)
     places = [region.at for part in parts for region in part.regions]

@@ -144,11 +144,11 @@ class TwoLevels:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the rail and the memory when the communicator ends."""
+        """Drop the rail and the memory. The communicator calls this method when it closes."""
         _known.pop(self.comm, None)
 
     def all_gather(self, src: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Gather src [n, columns] of all ranks into whole [W n, columns]. Both are contiguous."""
+        """Gather src [n, columns] of all W ranks into whole [W n, columns]. Both are contiguous."""
         shape = (self.n_hosts, *src.shape)
         mine = self.near.own(src, *shape, deadline_s=call.deadline_s, what=call.what)
         if self.n_hosts == 2:  # gloo's all-gather would gather into new memory first, and copy
@@ -166,7 +166,7 @@ class TwoLevels:
         self.near.release()
 
     def reduce_scatter(self, source: torch.Tensor, call: Call) -> torch.Tensor:
-        """Return this rank's rows, [n, columns], of the sum of all ranks' source [W n, columns]."""
+        """Sum `source`, [W n, columns], over all W ranks. Return this rank's rows of the sum, [n, columns]."""
         parts = source.view(self.n_hosts, self.per_host, -1, source.shape[1]).transpose(0, 1)
         sums = self._sum_of_host(list(parts), call)
         came = self._scratch("came", sums.shape, sums.dtype)
@@ -177,7 +177,8 @@ class TwoLevels:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
     ) -> list[dist.Work]:  # fmt: skip
-        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the works to wait for.
+        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to
+        wait for.
 
         came, leaving: the number of rows from and to each host.
         """
@@ -198,8 +199,8 @@ class TwoLevels:
         self.near.release()
 
     def _sum_of_host(self, parts: Sequence[torch.Tensor], call: Call) -> torch.Tensor:
-        """Run a reduce-scatter within this host: return the sum of part i over its ranks, where i is this rank's index on the
-        host. Parts may differ in size.
+        """Run a reduce-scatter within this host. Return the sum of parts[i] over the ranks of this host, where i is
+        this rank's index on the host. The parts may differ in size.
         """
         starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
         own = self.near.own(parts[0], starts[-1], deadline_s=call.deadline_s, what=call.what)

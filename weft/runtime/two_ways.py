@@ -1,9 +1,9 @@
 """A measured choice between two implementations of a call, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and computes this host's data meanwhile
-(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft measures
-both. The first calls of each size use the two implementations alternately, in blocks of calls. The first call of a block
-does not count, because it allocates memory.
+(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft
+measures both. The first calls of each size (a number of rows or samples) use the two implementations alternately, in
+blocks of calls. The first call of a block does not count, because it allocates memory.
 
 Later calls use the second implementation only if both conditions hold:
 
@@ -30,7 +30,11 @@ _TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
-    """The choice between two implementations for each size, by the times of the first calls. All ranks choose the same."""
+    """The choice between two implementations for each size of a call, by the times of the first calls. All ranks choose
+    the same.
+
+    The size is the number of rows or samples of a call. Sizes with the same number of bits share a choice.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -63,8 +67,8 @@ class TwoWays:
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
-        """Record the time of a call in seconds. After the last measured call of a size, ranks exchange their times, and
-        choose by the slowest rank's time of each call.
+        """Record the time of a call in seconds. After the last measured call of a size, ranks exchange their times and
+        choose. A call's time is then that of its slowest rank.
         """
         bucket = size.bit_length()
         if bucket in self._taken:

@@ -145,8 +145,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy the bytes of `src` that `dst` has space for. Both are windows of the same sequence of bytes, and begin at its
-    offsets `src_at` and `dst_at`.
+    """Copy the bytes that `src` and `dst` have in common. Both are windows of one long sequence of bytes: `src` begins
+    at its offset `src_at`, and `dst` at its offset `dst_at`.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -1,7 +1,7 @@
 """Checks that a schedule matches the group's ranks, this rank's memory, and the CPU executor.
 
-All steps of a rank are evaluated for this rank, and checked, before anything is allocated. The error for a schedule that
-cannot run names the wrong step.
+All steps of a rank are evaluated for this rank, and checked, before anything is allocated. The error for a schedule
+that cannot run names the step that is at fault.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ class Checked:
     """A schedule, evaluated for `rank`: expressions of the rank are numbers. The constructor raises `ScheduleError` for a
     step that the executor cannot run, or that does not match its buffers.
 
-    known: True if a schedule that differs only in sizes has been checked. Then the constructor skips the check. hosts: the host
-        of each rank, if there are several hosts.
+    known: True if a schedule that differs from this one only in sizes has already been checked. Then the constructor
+        skips the check. hosts: the host of each rank, if there are several hosts.
 
     Attributes:
 
-    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread. The last lanes receive messages;
-      `receiving` is their number.
-    - setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
-    - senders: for each counter of this rank that messages set, the ranks that send the messages.
-    - channels: the channels of all ranks for messages.
+    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
+    - receiving: the number of lanes, at the end of `lanes`, that receive messages.
+    - setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
+      twice.
+    - senders: for each counter of this rank that is increased when a message arrives, the ranks that send these
+      messages.
+    - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
     - rows: for each collective of this rank, in order, the number of rows of each rank.
     - shared: the buffers to which peers or several lanes may add.
     """
@@ -99,7 +101,9 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return `schedule` with only its sets and collectives. Peers' other steps are not needed, and evaluating them is slow."""
+    """Return `schedule` with only the steps that set signals, and collectives. Peers' other steps are not needed, and
+    evaluating them is slow.
+    """
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())
 

@@ -4,8 +4,9 @@ A call has four phases: a rendezvous with the peers (`weft.runtime.meeting`), po
 notification of the peers, and a wait for the peers. After the rendezvous, every rank has a free output buffer, plans and
 batch sizes are equal, and no rank refuses the call.
 
-Memory order. `direct`: all stores of the native kernel are fenced before it returns. Then this rank sets done[rank] =
-epoch at every peer with release order, and the peer reads it with acquire order. `put`: every slice has its own flag
+Memory order. With the transport `direct`, all stores of the native kernel are fenced before it returns. Then this rank
+stores the number of the call, the epoch, into its counter at every peer with release order. The peer reads this counter
+with acquire order. With the transport `put`, every slice (some vectors of one sample) has its own flag
 (csrc/embedding_all_to_all.hpp). A buffer is written again only after its owner has offered it in the rendezvous of a
 later call.
 """
@@ -42,10 +43,10 @@ _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the description of this rank's features for `_core.embedding_all_to_all`, its argument `slots`: int64
-    [features, 6].
+    """Describe the features of this rank's tables for native code. Return int64 [features, 6], the argument `slots` of
+    `_core.embedding_all_to_all`.
 
-    weights: this rank's tables. key_of_slot: for each feature, its index in the jagged input.
+    weights: the weights of this rank's tables. key_of_slot: for each of these features, its index in the jagged input.
     """
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
@@ -67,10 +68,12 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts.
+    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts: of bad indices (with the
+    first of them), slices sent, flags set, and events in the timeline.
 
-    table: the result of `slot_table`. outputs: the address of each rank's output buffer. flags: the address of this
-        rank's flags in each rank's memory, for `put`. timeline: an array for events; None for no timeline.
+    table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
+    flags: with the transport `put`, the address in each rank's memory of the flags that this rank sets; else empty.
+    timeline: an array for events; None for no timeline.
     """
     starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)
     np.cumsum(batch_sizes, out=starts[1:])
@@ -225,7 +228,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
         """Return the address, in the memory of each rank, of the flags that this rank sets. Allocate more flags if needed.
 
-        The memory of rank r has `batch_sizes[r] * slices_per_sample[s]` flags for each source rank s, in the order of s.
+        Every slice that rank s sends to rank r has a flag in the memory of rank r. There are `batch_sizes[r] *
+        slices_per_sample[s]` such flags for each s, in the order of s.
         """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)

@@ -84,8 +84,8 @@ class FarFirst:
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that warns of
-        bad indices; None if there are none.
+        """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that
+        warns of bad indices, or None if no index is bad.
         """
         with ending_the_group(self.comm, _NAME):
             return self._run(weights, jagged, checked, turn)
@@ -126,10 +126,11 @@ class FarFirst:
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Pool the samples of `phase`: the number of a piece, or None for this host's samples. Return the vectors, [samples,
-        columns], in the order of ranks, and the native kernel's counts.
+        """Pool the samples of `phase`: the number of a piece, or None for this host's samples. Return the vectors,
+        [samples, columns], in the order of ranks, and the native kernel's counts of bad indices (`run_native`).
 
-        table: the result of `slot_table`; None if this rank has no tables. cuts: the bounds of each rank's pieces.
+        table: the result of `slot_table`; None if this rank has no tables. cuts: piece i of rank r has the samples
+            cuts[r][i] to cuts[r][i + 1] of the rank.
         """
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
@@ -152,7 +153,7 @@ class FarFirst:
         """Begin to exchange the vectors of `phase`: the number of a piece, or None for this host's samples. Return three values:
         the work handle, or None if there is nothing to wait for; the receive buffer; the number of elements from each rank.
 
-        sent: this rank's vectors, from `_pool`. cuts: the bounds of each rank's pieces.
+        sent: this rank's vectors, from `_pool`. cuts: as for `_pool`.
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
@@ -177,6 +178,6 @@ class FarFirst:
 def _rows(cut: list[int], phase: int | None) -> slice:
     """Return the slice of a rank's samples that `phase` exchanges: piece number `phase`, or all samples for None.
 
-    cut: the bounds of the rank's pieces.
+    cut: piece i has the samples cut[i] to cut[i + 1].
     """
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])

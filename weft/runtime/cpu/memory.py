@@ -12,13 +12,14 @@ its lanes have ended the previous run. So the following happen in this order:
     the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
     a lane in run e, this rank       takes its job from the queue
 
-So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. A wait for a
-set of the previous run (`Wait.previous`) is already satisfied when a run begins. No schedule reads values that an earlier
-run has left in memory.
+So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. A wait
+for a signal of the previous run (`Wait.previous`) is already satisfied when a run begins. No schedule reads values that
+an earlier run has left in memory.
 
-Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the value of each
-counter of this rank at the end of the current run. All sets of earlier runs are done when a run begins. So if a counter
-is n above its value at the end of the previous run, it has been set n times in the current run.
+Counters only grow. All schedules share one array of counters, and each schedule uses counters from the beginning of the
+array. `Mapped.sets` is the value of each counter of this rank at the end of the current run. When a run begins, all
+earlier runs have finished increasing the counters. So if a counter is n above its value at the end of the previous run,
+it has been set n times in the current run.
 
 All ranks grow the memory together, because they make executors in the same order, and the schedules determine the size.
 At its next run, each other executor replaces the addresses in its steps by addresses in the new memory (`MemoryUser.map`).
@@ -55,9 +56,11 @@ class Mapped:
     """One version of the group's memory. When the memory grows, a new version replaces it. During a run, a reference to this
     object keeps the version mapped.
 
-    version: the number of the version, from 1. owners: objects that keep the memory of this host's ranks mapped.
+    version: 1 for the first version of the memory, and 1 more for each later version.
+    owners: objects that keep the memory of this host's ranks mapped.
     addresses: the address of each rank's memory, which begins with the counters; 0 for ranks on other hosts.
-    nbytes, buffers_at: the bytes of each rank's buffers, and their offset from the address.
+    nbytes: the size of the buffers in each rank's memory. buffers_at: the offset of these buffers from the address, in
+        bytes.
     sets: for each counter of this rank, the value at the end of the current run. scratch: this rank's private memory.
     """
 
@@ -125,8 +128,8 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Put addresses in `mapped` into the steps of `program`, which runs next. If more than `BOUND` programs have views of
-        memory, make the program that has not run for longest drop its views.
+        """Put addresses in `mapped` into the steps of `program`, which runs next. If more than `BOUND` programs would
+        then have views of memory, make the least recently run program drop its views.
         """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
@@ -186,8 +189,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread itself is the caller: its
-        garbage collection may close the communicator.
+        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread itself is the caller:
+        a garbage collection that runs on this thread may close the communicator.
         """
         with self._ending:
             self._ended = True

@@ -1,9 +1,9 @@
 """Messages between CPU ranks, by gloo: the sends of a schedule (`weft.schedule.messages`).
 
-A lane that sends to a rank has a channel: a gloo group of only these two ranks, for this direction. A message is a broadcast
-in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. (A wait for a receive of gloo cannot:
-when it times out, gloo closes all connections of the group. And in a group with data in both directions, gloo may send in
-one direction after the other.)
+A lane that sends to a rank has a channel: a gloo group of only these two ranks, for this direction. A message is a
+broadcast in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. Messages do not use
+gloo's send and receive, because a receive that times out closes all connections of its group. Each direction has its
+own group, because in one group gloo may send in one direction after the other.
 
 When a run begins, ranks have synchronised, and no lane reads memory of the previous run any more. So the receiver begins to
 receive all messages of the run at once. A sender need not wait until the receiver is ready. gloo cannot cancel a receive, so
@@ -46,8 +46,8 @@ _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 
 
 class Channels:
-    """The gloo groups of the channels of `comm`, which the communicator frees when it closes. A channel is (sender, number of
-    its lane, receiver).
+    """The gloo groups of all channels between ranks of `comm`. A channel is (sender, number of its lane, receiver).
+    When the communicator closes, it frees the groups.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -70,7 +70,7 @@ class Channels:
         self._known.update(new)
 
     def close(self) -> None:
-        """Drop the groups when the communicator ends."""
+        """Drop the groups. The communicator calls this method when it closes."""
         _channels.pop(self.comm, None)
 
     def begin(self, channel: Channel, data: torch.Tensor) -> dist.Work:
@@ -127,7 +127,9 @@ class Arrival:
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Begin to receive the message. Do nothing if another message carries this signal."""
+        """Begin to receive the message. Do nothing if this object stands for a signal that the previous message on the
+        channel also carries.
+        """
         if not self._joined:
             target = torch.empty(1, dtype=torch.uint8) if self._target is None else self._target
             self._data = torch.empty(target.shape, dtype=target.dtype)

@@ -27,7 +27,10 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """The memory of one rank's buffer, a matrix [rows, cols]: `flat` is a flat view of it, and strides are in elements."""
+    """The memory of one rank's buffer, a matrix [rows, cols].
+
+    flat: the same memory as a tensor of one dimension. row_stride, col_stride: the strides of the matrix, in elements.
+    """
 
     flat: torch.Tensor
     row_stride: int
@@ -59,9 +62,10 @@ def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_strid
 class Places:
     """The addresses of the buffers and counters that this rank's steps of `schedule` use.
 
-    setters: for each counter of this rank, the ranks that set it in a run, one entry per set.
+    setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
+        twice.
     shared: the buffers to which several ranks or lanes may add at the same time.
-    senders: for each counter of this rank that messages set, the ranks that send them.
+    senders: for each counter of this rank that is increased when a message arrives, the ranks that send these messages.
 
     Attributes. known: the `Place` of each buffer, by (buffer, rank). scratch_bytes: the bytes of private memory that the
         schedule needs.
@@ -125,15 +129,15 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (index of the counter, number of sets in a run) for each counter of this rank that is set."""
+        """Return (index of the counter, amount by which it grows in a run) for each counter of this rank that a run increases."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:
-        """Return the ranks that set the counter of `wait`, one entry per set."""
+        """Return the ranks that increase the counter of `wait` in a run. A rank that increases it twice occurs twice."""
         return self._setters[wait.signal, value(wait.index)]
 
     def senders(self, wait: Wait) -> tuple[int, ...]:
-        """Return the ranks whose messages set the counter of `wait`."""
+        """Return the ranks whose messages increase the counter of `wait` when they arrive."""
         return self._senders.get((wait.signal, value(wait.index)), ())
 
     def is_updated_elsewhere(self, region: Region) -> bool:

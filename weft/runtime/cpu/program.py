@@ -36,8 +36,8 @@ from weft.schedule.steps import substitute, variables_of
 class Bound:
     """A step, and `call`, the function that runs it.
 
-    name: of the span in timelines. sent_bytes: the bytes that the step moves between ranks. rows: for a collective, the
-        number of rows of each rank. dynamic: True if the step is evaluated in each run.
+    name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks. rows: for a
+        collective, the number of rows of each rank. dynamic: True if the step is evaluated in each run.
     """
 
     step: Step
@@ -101,8 +101,8 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps that use only the group's memory, unless they are bound to this version of it already. `bind` binds
-        the steps on a caller's tensors.
+        """Bind the steps that use only the group's memory. Do nothing if they are already bound to `mapped`. `bind`
+        binds the steps on a caller's tensors.
         """
         if self._version == mapped.version:
             return
@@ -126,8 +126,8 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps on the caller's tensors. Return "". If a tensor does not match its buffer, return an error text, and
-        change nothing.
+        """Bind the steps on the caller's tensors, and return "". But if a tensor does not match its buffer, change
+        nothing, and return an error text.
 
         If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all these steps again.
         """
@@ -151,8 +151,10 @@ class Program:
         return ""
 
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
-        """Run a step that is evaluated in each run. known: the contents that its lane has read, by buffer. A `Read` step adds
-        to it.
+        """Run a step that is evaluated in each run.
+
+        known: the dynamic sizes that the step's lane has read so far, by the buffer that contains them. A `Read` step
+            adds the contents of its buffer.
         """
         step = bound.step
         if isinstance(step, Read):
@@ -170,7 +172,9 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
-        """Check and allocate the caller's buffers with a dynamic number of rows, as far as the number is known now.
+        """Check or allocate those of the caller's buffers whose dynamic number of rows is now known.
+
+        known: as for `_run_dynamic`.
 
         Allocate outputs by the functions that the caller passed for them. Raise `ScheduleError` if an input has too few
         rows. It may have more rows, such as padding.

@@ -59,8 +59,9 @@ class Run:
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Begin a run: wait in the rendezvous until every rank begins it.
 
-        sets: for each counter of this rank, its value at the end of the previous run. This method adds the sets of this run.
-        of_run: pairs (index of a counter, number of sets in this run).
+        sets: for each counter of this rank, its value at the end of the previous run. This method updates the list to
+            the values at the end of this run. of_run: pairs (index of a counter, amount by which the counter grows in
+            this run).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
@@ -90,7 +91,9 @@ class Run:
             raise (causes or errors)[0]
 
     def lanes_ended(self) -> None:
-        """Begin the deadline of messages, because only lanes that receive messages have not ended."""
+        """Start the deadline of all messages that have not arrived. Call this method when all lanes that do not receive
+        messages have ended.
+        """
         self._lanes_late = time.monotonic() + self.deadline_s
 
     def is_late(self, source: int) -> bool:
@@ -102,8 +105,10 @@ class Run:
     def wait(
         self, address: int, number: int, offset: int, name: str, peer: int | None, sources: tuple[int, ...] = ()
     ) -> None:
-        """Wait until this rank's counter number `number`, at `address`, reaches E + `offset`. E is the value of the counter at
-        the end of this run, and `offset` is at most 0.
+        """Wait until one of this rank's counters reaches E + `offset`. E is the counter's value at the end of this run.
+        `offset` is at most 0: for example, it is -1 to wait for all but the last set of the run.
+
+        address, number: the counter's address, and its index among the counters of this rank.
 
         name: the signal, for error texts. peer: the rank that sets the counter; None if several ranks set it; this
             rank if messages set it. sources: the senders of these messages.

@@ -43,8 +43,8 @@ class CpuSchedule(Executor):
     `OutOfSharedMemoryError`.
 
     what: the call, for error texts if ranks make different calls.
-    kind: a key for schedules that differ only in sizes, and are correct for all sizes. Ranks compare and check only the
-        first schedule with each key. None: compare and check this schedule.
+    kind: a key that is equal for schedules that differ only in sizes. If one schedule with a key is correct, all must
+        be. So ranks compare and check only the first schedule with each key. None: compare and check this schedule.
     """
 
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
@@ -85,7 +85,7 @@ class CpuSchedule(Executor):
             output with a dynamic number of rows, pass a function that gets the number of rows and returns a tensor.
         deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
         timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
-            share. Sets have no duration.
+            share. Steps that set signals have no duration.
 
         Raises `RefusedError` on every rank if a tensor on any rank does not match its buffer. Then no step has run, and the
         group stays usable. Any other error makes the group fail on all ranks. It is a `DisagreementError` if ranks make

@@ -22,8 +22,10 @@ _MOST_ROWS = 1 << 47
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Evaluate a step with `values`, the contents that its lane has read. Yield it, or for a tile kernel the steps of its
-    tiles in order. Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
+    """Evaluate the expressions of a step. Yield the evaluated step, or for a tile kernel the steps of its tiles in
+    order. Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
+
+    values: the dynamic sizes that the step's lane has read, by the buffer that contains them.
 
     size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """
@@ -81,7 +83,10 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
-    """Evaluate the expressions `indices` for each of `count` tiles. Return an array [tiles, indices]."""
+    """Evaluate the expressions `indices` for each of `count` tiles. Return an array [tiles, indices].
+
+    values: the value of each variable in the expressions, a number or an array with a number for each tile.
+    """
     found = [n.evaluated_over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
 

@@ -55,14 +55,17 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     the kernel's tiles. A registered function applies to exactly this kernel class, not to its subclasses. A schedule with a
     kernel of a subclass is refused (`inherited_kernel`).
 
-    kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters. known: the
-        contents that the lane has read, by buffer.
+    kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters.
+    known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
-    """Evaluate a step with `known`, the contents that the lane has read, and run it. Tiles run one after another."""
+    """Evaluate the expressions of a step, and run it. Tiles run one after another.
+
+    known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
+    """
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()
 
@@ -78,7 +81,8 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the kind of the base class whose implementation would run the tiles of `step`.
+    """Return the kind of the kernel class from which the kernel of `step` would inherit its implementation. A check
+    refuses such a kernel, because the implementation of a base class may be wrong for it.
 
     Return "" if the kernel's class has its own implementation, or if the tiles run one after another.
     """
@@ -208,8 +212,8 @@ def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Ca
     """Compute a matrix, and add it to `region` with atomic additions, because peers and other lanes may add to the same
     elements at the same time.
 
-    make: a function that returns a function which computes the matrix into a given tensor. This tensor is allocated in each
-        run, because many executors would keep too much memory.
+    make: a function that gets a tensor, and returns a function that computes the matrix into it. The tensor is
+        allocated anew in each run. Otherwise every executor would keep such a tensor, which takes too much memory.
     """
     rows, cols = size(region)
     made = torch.empty(rows, cols, dtype=place.flat.dtype)
