@@ -56,11 +56,12 @@ class Attempt:
         """Return the entry with which this rank replaces its own when it gives up because of `error`. The entry is a dict:
 
         - gave_up: the text of the error.
-        - met: the names of the attempts that this rank had seen. These ranks raise the error too.
+        - met: the names of all attempts whose entries this rank had read. The ranks of these attempts raise the error
+          too.
         - cause: the name of the attempt that failed first. Every other rank raises the error once, even a rank that
           arrives later. After a missed deadline or a lost peer, `cause` is empty, and only ranks in `met` raise.
-        - refused: True for a `RefusedError`, which every rank finds in the entries by itself. Its `cause` is rank 0's
-          attempt.
+        - refused: True for a `RefusedError`. Every rank finds such an error by itself, because all ranks compare the
+          same entries. So that each rank raises it once, all of them give the name of rank 0's attempt as the `cause`.
         """
         found = isinstance(error, DeadlineError | PeerLostError | RefusedError)
         cause = self.cause if found else self.name

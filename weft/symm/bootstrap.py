@@ -16,8 +16,8 @@ A rank that fails during the bootstrap writes the reason into its entry and clos
 the failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every
 other rank also raises an error with this reason once, even a rank that arrives later.
 
-Ranks do not wait for a dead peer: its entry contains the pid, and `ended` reports peers that other groups know to have
-ended.
+Ranks do not wait for a dead peer. They find its death by the pid in its entry, or because other groups of this process
+know that the peer has ended (the argument `ended` of `connect`).
 
 Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not
 enough. A connection that has not identified itself delays no rank, because a rank polls its listener and all
@@ -96,6 +96,7 @@ def connect(
 
     ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". If a
         rank died before it published its entry, its peers do not know its pid and wait until the deadline.
+    calls: the number of calls that this rank has begun on the group. It must be equal on all ranks.
 
     Raises:
 

@@ -245,7 +245,7 @@ class Communicator:
         self._control.rounds.begin()
 
     def absent_in_round(self) -> list[int]:
-        """Return the peers from which no message says that they have begun this rank's round.
+        """Return the peers that have not told this rank that they have begun its round.
 
         The first call in a round asks all peers, whose answers arrive later. So call it repeatedly during a wait. Raise
         `PeerLostError` if one of the returned peers has left.

@@ -393,7 +393,7 @@ class Control:
         self._release()
 
     def _compare_calls(self) -> None:
-        """Send the peers a digest of this rank's calls, and compare their digests."""
+        """Send the peers a digest of this rank's calls, and compare their digests with those of this rank."""
         made = self._calls.made
         if (
             self._word.value or self.health.looked_at < self._compared_at + _TICK_S

@@ -79,8 +79,8 @@ class CudaRegion:
 class _Slab:
     """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
 
-    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device. free: the
-        intervals without a region on this rank.
+    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device. free:
+        the intervals (first byte, end) of the slab that no region of this rank uses.
     """
 
     def __init__(self, comm: SharingRanks, nbytes: int) -> None:

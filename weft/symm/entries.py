@@ -22,8 +22,10 @@ from weft.words import by_rank
 
 @dataclass(frozen=True)
 class Entry:
-    """The entry of one rank. name: the name of the rank's attempt, which is also that of its listening socket. token: the
-    rank's secret. host: the host's name.
+    """The entry of one rank.
+
+    name: the name of the rank's attempt to set up the group. The rank's listening socket has the same name.
+    token: the rank's secret. host: the host's name.
     """
 
     rank: int

@@ -116,7 +116,7 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
 def backend_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device type that the group's backend uses: cuda for NCCL, cpu for other backends.
 
-    If the tensors of a bad call do not determine a device type, the communicator of this type sends the refusal to the
-    peers.
+    A rank that refuses a call notifies its peers over the communicator of one device type. If the call's tensors do not
+    determine this type, for example because they are on different devices, weft uses the result of this function.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

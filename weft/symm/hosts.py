@@ -1,11 +1,12 @@
 """The bootstrap between hosts: this host's addresses, a control port, and a proof that both ends belong to the group.
 
 If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. The shared secret is
-the listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C
-connects and L listens, and code(x) is the HMAC-SHA256 of x with L's token as the key:
+the listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C is the
+rank that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with L's token as the key:
 
     L -> C    nonce of L                                       32 random bytes
-    C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes. L reads no more, and checks the code first
+    C -> L    C's rank and attempt, nonce of C, and            84 bytes. L reads no more, and checks the code first
+              code(nonce of L, rank, attempt, nonce of C)
     L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code

@@ -42,7 +42,8 @@ NOTHING = Noted((0, 0), ())
 class Layers:
     """The options of layers whose forward began on this rank since the group's last call.
 
-    counts: the group's `GroupCalls`, whose `has_layers` this object sets.
+    counts: the record of the group's calls (`GroupCalls`). Its field `has_layers` is True while this object has options
+        that no call has compared yet.
     """
 
     def __init__(self, counts: _core.CallCounts) -> None:
@@ -88,8 +89,10 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if two ranks have called layers with different options. mine, theirs: the words that `MadeLayers.add` returned
-    on the two ranks.
+    """True if this rank and a peer have called layers with different options.
+
+    mine, theirs: the digests of the options of all layers so far, on this rank and on the peer (results of
+        `MadeLayers.add`).
     """
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
@@ -98,8 +101,9 @@ def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 class MadeLayers:
     """The option texts of all layers that this rank has called, and those that peers have sent.
 
-    Two 64-bit words summarise the options: a word for each record of `Noted`. A word has 48 bits of a digest, and 16 bits
-    that count the calls with options. Only words with equal counts are compared.
+    Ranks compare digests of the options of all calls so far: one for layers whose forward needs all ranks, and one for
+    other layers, as in `Noted.records`. A digest is a 64-bit word: 48 bits of a hash, and 16 bits that count the calls
+    with options. Only words with equal counts are compared.
     """
 
     def __init__(self) -> None:
@@ -109,7 +113,10 @@ class MadeLayers:
         self._of_peers: dict[int, list[str]] = {}
 
     def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
-        """Add the options of a call. Return the new words, one per record. words: the words up to the previous call."""
+        """Add the options of a call. Return the two digests of the options up to this call.
+
+        words: the two digests of the options up to the previous call. noted: the options of this call.
+        """
         for text in noted.texts:
             if text not in self._known:
                 self._known.add(text)

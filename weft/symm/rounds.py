@@ -55,6 +55,6 @@ class Rounds:
 
     @property
     def absent(self) -> list[int]:
-        """The peers from which no message says that they have begun this rank's round."""
+        """The peers that have not told this rank that they have begun its round."""
         with self._lock:
             return [peer for peer, known in self._known.items() if known < self._number]

@@ -1,14 +1,15 @@
 """Calls that CPU ranks of several hosts begin before the rendezvous has ended, and the exchanges of such calls.
 
-Between hosts, a rendezvous takes as long as several steps of a small collective. A call that computes first can compute
-during the rendezvous, and send the results. They are returned to the user only if all ranks made the same call.
+Between hosts, a rendezvous takes as long as several steps of a small collective. A call that computes before it
+communicates can compute, and begin to send its results, during the rendezvous. The user gets the results only if the
+rendezvous shows that all ranks made the same call.
 
 gloo ends the process if a message is larger than expected. Before the rendezvous has ended, the following rules prevent
 such messages:
 
 - These exchanges (`Early`) use their own gloo groups, so they never receive messages of other collectives.
-- A rank receives up to `capacity_bytes` from each rank. A rank with more data sends one row instead, and a number in the
-  rendezvous that says so. All ranks then repeat the exchange after the rendezvous.
+- A rank receives up to `capacity_bytes` from each rank. If a message would be larger, its sender sends one row instead,
+  and reports this in the rendezvous by `Begun.number`. All ranks then repeat the exchange after the rendezvous.
 - If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For
   the same reason, `Early` has its own memory for exchanges within a host.
 """
@@ -42,10 +43,10 @@ class Begun(Protocol):
         """Run the steps that do not wait for other ranks, and yield between them. They compute, and begin to send."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not run,
-        run its steps too.
+        """Run the remaining steps, and return the results. The caller knows that all ranks make this call. If `alone`
+        has not run, run its steps too.
 
-        numbers: the `number` of each rank; None if the ranks had already synchronised before the call.
+        numbers: the attribute `number` of each rank's call; None if the ranks had already synchronised before the call.
         """
 
 

@@ -76,7 +76,7 @@ def all_reduce_(
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rendezvous between hosts that can carry a sum of `x` (`weft.runtime.rails`); None if there is none. Equal
-    on all ranks.
+    """Return the rendezvous between hosts with which the data of a reduction of `x` can travel (`weft.runtime.rails`).
+    Return None if there is no such rendezvous. The choice is equal on all ranks.
     """
     return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

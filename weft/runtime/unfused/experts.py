@@ -1,8 +1,8 @@
 """Expert parallelism without overlap: MoE dispatch with GEMMs, and GEMMs with MoE combine.
 
     counts    all_to_all_single of splits: received [ranks, local experts]. The CPU waits for them
-    tokens    all_to_all_single with these sizes. They arrive by source rank, and from each source by expert
-    order     index_select: by expert, and for each expert by source rank
+    tokens    all_to_all_single with these sizes. Tokens arrive ordered by source rank, and then by expert
+    order     index_select, which reorders the tokens by expert, and then by source rank
     y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
 
 Combine, which sends rows back to the ranks of their tokens:
@@ -61,14 +61,16 @@ def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn = STRAIGHT, *, return_x: bool = False, most: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Send tokens to the ranks of their experts, and multiply them there. Return y and, with return_x, the received tokens,
-    else None.
+    """Send tokens to the ranks of their experts, and multiply them there by the experts' weights. Return two values:
 
-    y: [received rows, N], or [max_rows, N], without the rows that do not fit.
-    received tokens: [received rows, K], ordered by source rank, and then by expert.
-    most: an upper bound on the number of tokens of any rank, equal on all ranks. Between hosts, the choice between two
-        implementations depends on it if the ranks have already synchronised. Otherwise the ranks exchange their numbers of
-        tokens.
+    - The products, [received rows, N], sorted by expert. With `max_rows`, [max_rows, N], without the rows that do not
+      fit.
+    - With `return_x`, the received tokens, [received rows, K], ordered by source rank, and then by expert; else None.
+
+    w: the weights of this rank's experts, [experts, K, N].
+    most: an upper bound on the number of tokens of any rank, equal on all ranks. Used only between hosts, to choose
+        between two implementations, and only if the ranks have already synchronised. Otherwise the ranks exchange their
+        numbers of tokens.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows

@@ -69,11 +69,13 @@ class FarFirst:
     ) -> tuple[bool, Callable[[], None]]:
         """Return two values: True if this call must send rows for other hosts first, and a function to call at its end.
 
-        Measurements of earlier calls decide (`weft.runtime.two_ways`). With `early`, the call always sends these rows first,
-        unless the links are too fast for a gain. All ranks must make the same calls of this method.
+        Measurements of earlier calls decide (`weft.runtime.two_ways`). With `early`, the call always sends these rows
+        first, unless the links are too fast for a gain. All ranks must make the same calls of this method.
 
-        key: calls with equal keys share a decision for each size. size: an upper bound on the rows of any rank, equal on
-            all ranks. row_bytes: the size of a row in bytes. early: the result of `early`, for a call that may use it.
+        key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
+            separately.
+        size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
+        early: the result of the method `early`; None for a call that begins only after its rendezvous.
         """
         if self._memory is None:
             return False, lambda: None
@@ -133,20 +135,24 @@ class FarFirst:
         """Return a call of `experts.matmul_all_to_all`, with the same arguments, that this rank has not begun yet.
 
         ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
-        key: equal for calls whose largest messages are similar.
+        key: the kind and the size of the call. Calls with equal keys have largest messages of similar size, so either
+            all or none of them fit the exchanges of `early`.
         """
         return Combine(self, h, w, sizes, rows, turn, ended, name, key)
 
     def early(self, key: Hashable) -> Early | None:
-        """Return the exchanges that may begin before a rendezvous has ended; None if calls with this key cannot use them, or
-        not yet. Equal on all ranks.
+        """Return the exchanges that may begin before a rendezvous has ended. Return None if they do not exist yet, or
+        if messages of calls with this key are too large for them. The choice is equal on all ranks.
+
+        key: as for `combine`.
         """
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
     def make_early(self, key: Hashable) -> None:
-        """Construct the exchanges that `early` returns, if calls with this key can use them. All ranks must make this call.
+        """Construct the exchanges that `early` returns, unless messages of calls with this key are too large for them.
+        All ranks must make this call.
 
-        key: as for `early`.
+        key: as for `combine`.
         """
         if self._has_rails and key not in self._never_early and self.early(key) is None:
             try:
@@ -161,7 +167,7 @@ class FarFirst:
     def of_far(self, table: Cells, part: Cells) -> list[int]:
         """Return the number of rows of each rank for the experts in `part`: 0 for ranks of this host.
 
-        table: the number of rows of each cell, [ranks, experts].
+        table: the number of rows of each rank for each expert, [ranks, experts].
         """
         rows = np.zeros(len(table), dtype=np.int64)
         rows[self.far] = table[np.ix_(self.far, part)].sum(1)
@@ -320,26 +326,29 @@ def _pieces(experts: int) -> list[Cells]:
 
 
 def _by_rank(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], in rows that are ordered by rank, then by expert.
+    """Return where the rows of each rank for each expert begin, [ranks, experts], if rows are ordered by rank, then by
+    expert.
 
-    table: the number of rows of each cell, [ranks, experts].
+    table: the number of rows of each rank for each expert, [ranks, experts].
     """
     flat = table.ravel()
     return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
 
 
 def _by_expert(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], in rows that are ordered by expert, then by rank.
+    """Return where the rows of each rank for each expert begin, [ranks, experts], if rows are ordered by expert, then
+    by rank.
 
-    table: the number of rows of each cell, [ranks, experts].
+    table: the number of rows of each rank for each expert, [ranks, experts].
     """
     return _by_rank(table.T).T
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of all rows of some cells, one cell after the other. If the cells are adjacent, return a slice.
+    """Return the indices of all rows of some cells, one cell after the other. If the cells are adjacent, return a
+    slice. A cell is the rows of one rank for one expert.
 
-    starts, counts: the first row and the number of rows of each cell.
+    starts: the index of each cell's first row. counts: the number of rows of each cell.
     """
     has = counts > 0
     starts, counts = starts[has], counts[has]
@@ -352,18 +361,20 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of some cells, one cell after the other. If the cells are adjacent, return a view.
+    """Return the rows of some cells, one cell after the other. If the cells are adjacent, return a view. A cell is the
+    rows of one rank for one expert.
 
-    starts, counts: the first row and the number of rows of each cell.
+    starts: the index of each cell's first row in `rows`. counts: the number of rows of each cell.
     """
     found = _runs(starts.ravel(), counts.ravel())
     return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy rows of some cells, which follow each other in `rows`, to their places in `out`.
+    """Copy the rows of some cells, which follow each other in `rows`, to their places in `out`. A cell is the rows of
+    one rank for one expert.
 
-    starts, counts: the first row of each cell in `out`, and its number of rows.
+    starts: the index of each cell's first row in `out`. counts: the number of rows of each cell.
     """
     found = _runs(starts.ravel(), counts.ravel())
     if isinstance(found, slice):
@@ -382,8 +393,8 @@ def _multiply(
 ) -> Iterator[None]:  # fmt: skip
     """Multiply the rows of each expert by its weights. Yield after each expert.
 
-    A cell is the rows that one rank dispatches to one expert. counts: the number of rows of each cell, [ranks,
-    experts]. x_at, out_at: the first row of each cell in x and in `out`.
+    counts: the number of rows of each rank for each expert, [ranks, experts]. x_at, out_at: where these rows begin in x
+        and in `out`, [ranks, experts].
     """
     for expert, weights in enumerate(w):
         of = counts[:, expert]

@@ -1,4 +1,4 @@
-"""The order of tokens on the rank of their experts: tokens arrive by source rank, and are multiplied by expert."""
+"""The order of tokens on the rank of their experts: tokens arrive sorted by source rank, but GEMMs need them sorted by expert."""
 
 from __future__ import annotations
 

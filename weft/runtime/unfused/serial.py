@@ -74,8 +74,8 @@ class Unfused:
 
     @property
     def only_scales(self) -> set[str]:
-        """The names of buffers that only scaled GEMMs read, as their scales. Such a tensor may also be one element of any
-        shape.
+        """The names of the buffers that are used only as scales of scaled GEMMs. For such a buffer, a caller may also
+        pass a tensor of any shape with one element.
         """
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):

@@ -78,8 +78,8 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(sizes: Sizes) -> None:
-    """Remember the copy on the CPU of a dispatch's `splits` and `received` (`all_to_all_matmul`), so that `sizes_of` finds it
-    in the combine that follows (`matmul_all_to_all`).
+    """Keep the CPU copy of a dispatch's `splits` and `received` for the combine that follows. So the combine
+    (`sizes_of` in `matmul_all_to_all`) does not wait for a second copy from the device.
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
@@ -87,9 +87,9 @@ def remember(sizes: Sizes) -> None:
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the `Sizes` of these tables. Reuse the copy on the CPU from the dispatch that returned `received`, if any.
+    """Return the `Sizes` of these tables. If a dispatch returned `received`, reuse its CPU copy of the tables.
 
-    If either table has changed since the dispatch, or if a graph is being captured, do not reuse the copy.
+    Do not reuse the copy if either table has changed since the dispatch, or if a graph is being captured.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (

@@ -1,9 +1,10 @@
 """Deadlines, timelines and, on CPU, a rendezvous before each collective, for unfused calls of NCCL, gloo and cuBLAS.
 
 CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds.
-If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error names the
+If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes a different call, the error names the
 rank. Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different calls
-it would abort, or compute on wrong bytes. The wait for the collective has the same deadline, and checks the group.
+it would abort, or compute on wrong bytes. The wait for the collective has the same deadline, and raises if the group
+fails.
 
 GPU ranks do not synchronise, because a rendezvous would take longer than the call. On GPUs a `Turn` only fills a
 timeline, and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`,
@@ -41,8 +42,8 @@ class Turns:
     """The rendezvous before each collective of one operator and shape, for CPU ranks. All ranks must construct it. A `Turn`
     uses this object to run one call.
 
-    what: the operator and shape, for error texts. details: further text that ranks compare. arguments: for error texts,
-        the caller's name of each buffer.
+    what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
+    arguments: the name of the user's argument for each buffer, by the buffer's name. Error texts use the user's names.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Turns:
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
-        """Wait until all ranks have reached a collective. Return the largest `number` of all ranks."""
+        """Wait until all ranks have reached a collective. Return the largest `number` of all ranks, such as the most
+        tokens of any rank.
+        """
         extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
         return max(_NUMBER.unpack(extra)[0] for extra in extras)
 
@@ -160,12 +163,13 @@ class Turn:
 
     @property
     def comm_between_hosts(self) -> Communicator | None:
-        """The communicator of CPU ranks on several hosts; otherwise None."""
+        """The communicator, if it connects CPU ranks on several hosts; otherwise None."""
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks. Then begin the
-        collective by the turn `met`, which does not synchronise again.
+        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the
+        most tokens of any rank. Afterwards, begin the collective itself with `met.begin`, which does not synchronise
+        the ranks a second time.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)

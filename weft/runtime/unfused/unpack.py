@@ -1,4 +1,6 @@
-"""Permutations for collectives of columns. Collectives of torch concatenate rows, so a copy must rearrange the result."""
+"""Permutations for collectives that concatenate or split columns. torch's collectives concatenate or split rows, so a
+copy must rearrange the data.
+"""
 
 from __future__ import annotations
 
