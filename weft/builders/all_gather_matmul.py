@@ -22,12 +22,15 @@ Shards are sent by puts, not gets. A put reads the caller's tensor directly. A g
 symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
 two ranks send to the same rank at once.
 
-If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk is exposed. So the last chunk should be
-small, as in chunks="3:1". But GPUs are inefficient at small GEMMs, so the other chunks should be large, as in "2:1:1". The first
-chunk need not be small, because it arrives while the rank computes its own shard.
+`arrived` tells a rank that a peer's shard is in its box. `credit` tells the peer that its shard has been read.
 
-Sources: torch's asynchronous tensor parallelism and distributed GEMM fetch shards this way; "Design Space Exploration of DMA
-based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based overlap.
+If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk overlaps with no transfer. So
+the last chunk should be small, but only the last, because GPUs are inefficient at small GEMMs: for example
+chunks="3:1". The first chunk may be large, because it arrives while the rank computes its own shard.
+
+Sources: torch's asynchronous tensor parallelism and distributed GEMM also overlap shard by shard, but with gets;
+    "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based
+    overlap.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ dispatch_sorted), and only tokens for peers are copied. Three orders of computat
                         share tiles of an expert's GEMM, which is faster if each source sends few tokens for each expert
 
 Copies by kernel read their sizes on the device. Copy engines get sizes from the CPU, which has to wait for the splits
-and cannot enqueue other work while it waits. If the result has exactly as many rows as arrive (`exact`), the CPU always
-reads the sizes. With copies by kernel, the CPU reads them while the GEMMs run.
+and cannot enqueue other work while it waits. If the problem is `exact`, the result has exactly as many rows as arrive,
+so the CPU always reads the sizes. With copies by kernel, the CPU reads them while the GEMMs run.
 
-No schedule pads tokens to static sizes. Blocks with room for all tokens that a rank may send to one peer would multiply
-the data by the number of ranks. Smaller blocks would drop tokens. The benchmark of all_to_all_matmul measures padded
-blocks with NCCL (variant `padded`), with just enough room for its tokens.
+No schedule pads the tokens for each peer to a static size. If the size had room for all tokens of a rank, padding would
+multiply the data by the number of ranks. With a smaller size, some tokens would have to be dropped. The benchmark of
+all_to_all_matmul has a variant `padded`: NCCL with the smallest static size that fits the benchmark's tokens.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
     before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
@@ -187,11 +187,13 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Return the index of the first token for a local expert, among the tokens that `source` sends to this rank."""
+        """Return the index of the first token for this rank's expert `expert`, among the tokens that `source` sends to
+        this rank.
+        """
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
-        """Return the first row of y with results for the tokens from `source` for a local expert."""
+        """Return the first row of y with results for the tokens that `source` sends to this rank's expert `expert`."""
         if (experts_before := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
             self._before[expert] = experts_before
@@ -206,8 +208,7 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append the copy into the caller's buffer `received`: the number of tokens from each rank for each local
-        expert.
+        """Append the copy that fills the caller's buffer `received` with the number of tokens from each rank for each local expert.
         """
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
@@ -224,7 +225,7 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the index, in the flattened `counts`, of the tokens that `source` sends to this rank's first expert."""
+        """Return the index, in the flattened `counts`, of the number of tokens that `source` sends to this rank's first expert."""
         return source * self._all + RANK * self.p.experts
 
 
@@ -388,7 +389,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first inbox row of the slot for a source rank, which is `distance` places before the inbox's rank in
-        the ring.
-        """
+        """Return the first row of the inbox slot for a source rank, `distance` places before the inbox's rank in the ring."""
         return (self.world_size - 1 - distance) * self.p.most

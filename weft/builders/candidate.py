@@ -23,7 +23,9 @@ class Candidate:
 
     @property
     def pieces_grow(self) -> bool:
-        """True if the schedule cuts each shard into W pieces for W ranks, so that each rank sends W (W - 1) pieces."""
+        """True if the schedule cuts each shard into W pieces for W ranks. Each rank then sends W (W - 1) pieces, which
+        is slow to plan for many ranks.
+        """
         return ("steps", 0) in self.parameters
 
     @property

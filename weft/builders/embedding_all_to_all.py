@@ -37,9 +37,9 @@ _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A slice of each sample: the vectors of a rank's tables number first .. end - 1.
+    """One slice of a rank, the same for every sample: the pooled vectors of the rank's tables with index first .. end - 1.
 
-    They are columns column .. column + width - 1 of the output.
+    These vectors are columns column .. column + width - 1 of the output.
     """
 
     first: int
@@ -49,7 +49,9 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices of one sample. slots: (first column, number of columns) of each of the rank's tables."""
+    """Return the slices into which a rank cuts each sample. slots: (first output column, number of columns) of each
+    table of the rank.
+    """
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
         last = units[-1] if units else None
@@ -63,8 +65,8 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
 def usual_slice_size(p: EmbeddingAllToAll) -> int:
     """Return the default number of vectors per slice: as many as fill about 2 KiB, but at least 4 and at most 32.
 
-    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs a longer
-    slice leaves room for fewer samples in the staging area, so each table is visited more often.
+    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs longer
+    slices are slower: fewer samples fit in the staging area, so each table is visited more often.
     """
     mean_dim = p.columns / sum(map(len, p.slots))
     return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
@@ -125,8 +127,8 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
     """Pool slices into staging areas, and copy them from there to peers.
 
-    The schedule has a staging area for each slice. The kernel needs only as many areas as slices run concurrently. The
-    arguments are those of `direct`.
+    The schedule declares a staging area for each slice. The kernel needs fewer: one for each slice that it pools at the
+    same time. The arguments are those of `direct`.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size, p.found_in_cache)
@@ -159,10 +161,9 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 
 
 class _Slices(Draft):
-    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions of the
-    tile's index `t`.
+    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller.
 
-    Each tile is one slice of one sample. The expressions are the tile's sample, tables and columns.
+    Each tile is one slice of one sample. The sample, tables and columns of tile `t` are expressions of `t`.
     """
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
@@ -185,8 +186,9 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return the expression for `numbers[rank][unit]`: `rank` is this rank, and `unit` is the index of tile `t`'s
-        slice.
+        """Return the expression for a number that belongs to tile `t`'s slice, such as its first column.
+
+        numbers: for each rank, the number of each slice of a sample.
         """
         return _formula(numbers, RANK, self._unit)
 
@@ -210,7 +212,9 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Append the sets of `ready`, by which this rank allows other ranks to write to its output. Return the lane."""
+        """Create the only lane, and append the sets of `ready`, which allow other ranks to write to this rank's output.
+        Return the lane.
+        """
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -227,9 +231,9 @@ class _Slices(Draft):
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean number of rows that a bag of slice `unit` reads, weighted by columns.
+        """Return the number of table rows that a bag of slice `unit` reads: the mean over the slice's tables, weighted by columns.
 
-        The result is at least 1, because steps on empty regions are removed.
+        Return at least 1: a step that reads an empty region would be removed from the schedule.
         """
         if not self.p.rows_read:
             return 1

@@ -6,7 +6,8 @@ need a second copy. With gets, the producer only signals that a chunk is ready, 
 
 A rank copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and
 so on around the ring. So no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter of the
-time of copying a peer's rows over NVLink. With `apart`, a second copy engine copies the own rows concurrently.
+time of copying a peer's rows over NVLink. A second copy engine can copy the own rows concurrently (argument `apart` of
+`fetch`).
 
 A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. The others wait
 for this signal before they write to that memory in the next run, even if other signals already order these accesses.
@@ -45,7 +46,7 @@ class Fetched:
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Append a wait until peer `peers[number]` has copied all of this rank's chunks of the previous run."""
+        """Append a wait until rank `peers[number]` has copied all of this rank's chunks of the previous run."""
         lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:

@@ -9,9 +9,9 @@ schedules:
                       step, while chunks are travelling
     fused | unfused   each step has one GEMM for the chunks of all ranks, or one GEMM per rank
 
-Chunks arrive where the GEMM of their step reads them. Only in uniform fused steps, the rank's own chunk has to be
-copied to this place. The paper copies all chunks of such a step, concurrently with communication and GEMMs. This is why
-it finds a higher contention loss for uniform schedules (V-B). This loss does not occur here.
+Chunks arrive where the GEMM of their step reads them. Only a uniform fused step has to copy a chunk to this place: the
+rank's own chunk. In the paper such a step copies all chunks, concurrently with communication and GEMMs. So the paper
+reports a higher contention loss for uniform schedules (V-B). This loss does not occur here.
 
 The output rows of a fused GEMM are contiguous in y only in uniform 2D schedules. In the others, a kernel copies them from scratch
 memory into y. Each step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs
@@ -203,7 +203,7 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
     """Return (world size, rows of a shard, chunks). Raise NotApplicableError if FiCCO does not support the problem.
 
-    extent: the rows or columns of a shard. A chunk is (first, count) of these rows or columns.
+    extent: the number of rows (1D) or columns (2D) of a shard. A chunk is a range (first, count) of these rows or columns.
     """
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
@@ -231,7 +231,10 @@ def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signal
 
 
 def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
-    """Yield (lane for copies to the peer, distance, rank) for each peer. The lane already waits until the peer's box is free."""
+    """Yield (lane for copies to the peer, distance from this rank in the ring, rank) for each peer.
+
+    Each lane begins with a wait until the peer's box is free.
+    """
     for distance in range(1, world):
         to = peer(world, distance)
         yield d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True), distance, to

@@ -5,9 +5,9 @@
     tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
 Each rank's product is in symmetric memory. Every rank copies every product, its own too, into its result
-(`weft.builders.fetched`). Concatenating rows takes as many copies as concatenating columns. All ranks get the same bits.
-The GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and every rank needs the
-product.
+(`weft.builders.fetched`). Columns are concatenated by the same copies, with other destinations. All ranks get the same
+bits. The GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and every rank needs
+the product.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is
     configured like a reduce-scatter, without updates.

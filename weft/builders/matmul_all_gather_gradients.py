@@ -2,7 +2,7 @@
 its output.
 
     serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
-    direct    copy engines send each rank's part, chunk by chunk, into slots on that rank, which reduces and multiplies it
+    direct    copy engines send each part to its rank, chunk by chunk, into slots. That rank reduces and multiplies the part
 
 `own` is this rank's part of the reduced gradient. The chunks of `own` are rows, because rows of x's gradient need only
 the same rows of `own`. The weight's gradient needs all rows. Accumulating the weight's gradient chunk by chunk would

@@ -7,8 +7,8 @@
     chunked    a GEMM for each chunk of all rows. Every rank reduces a part of each chunk, and the others copy it, while later
                chunks are computed
     tracked    like two_shot, with one GEMM kernel for all rows. A chunk is sent when all its tiles are stored
-    collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. Needs no mapped memory:
-                for ranks on several hosts
+    collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. For ranks on several
+                hosts, which cannot access each other's memory
 
 The rank that reduces a row also adds the bias and the residual, before it rounds the row. Every rank computes the RMSNorm itself.
 In one_shot the reducing kernel also computes the norm. In schedules that copy sums, the norm runs after the GEMMs, chunk by chunk,

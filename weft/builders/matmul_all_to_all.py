@@ -13,8 +13,8 @@ rows from a peer with NaN if the peer's table differs from its own (`weft.schedu
 One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel reads rows of h in place and
 writes the rows for one rank contiguously. Two orders of computation overlap the exchange:
 
-    combine            source by source: first the rows of rank r + 1, then of rank r + 2, and so on, the own rows last. So no two
-                       ranks send to the same rank at once, and rows travel while the own rows are multiplied
+    combine            source by source: rank r multiplies the rows of rank r + 1, then of rank r + 2, and so on, its own rows
+                       last. So no two ranks send to the same rank at once, and rows travel while the own rows are multiplied
     combine_by_expert  expert by expert, a few experts at a time for all sources. Every weight is read once, but the rows of the
                        last experts are sent after all GEMMs
 
@@ -119,7 +119,7 @@ class _Combine(Draft):
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
         """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`.
 
-        also_to: further regions into which `received` is copied.
+        also_to: further regions into which `received` is copied, such as regions of peers that compare it with their own table.
         """
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):

@@ -7,7 +7,7 @@
     ring      partial sums go around the ring: each rank adds its product to the sum from the left, and sends the sum to the right
     pulled    a ring without copies: each GEMM reads the sum from the left neighbour's memory, adds its product, and stores locally
     collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed.
-              For ranks on several hosts, because it needs no mapped memory
+              For ranks on several hosts, which cannot access each other's memory
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) support only the schedules serial, scatter and direct with
 add=reduce. Products are sent and reduced in the result's dtype.

@@ -129,7 +129,7 @@ class PartialProducts:
     ) -> int:
         """Append `multiply` as one tracked GEMM, which signals finished tiles. Return the number of tiles.
 
-        told: the sets that each tile performs. All ranks must own equal numbers of rows.
+        told: the signals that each tile sets when it is stored. Call this method only if all ranks own equal numbers of rows.
         """
         tiles = TrackedTiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols

@@ -16,8 +16,9 @@ from weft.words import counted, kind
 class Problem:
     """The sizes and options of an operator's call, for builders and the planner.
 
-    Every problem has a builder `serial`: NCCL and cuBLAS calls, one after the other. It is the baseline, and its steps define the
-    undivided GEMM and collective."""
+    Every problem has a builder `serial`: NCCL and cuBLAS calls, one after the other. It is the baseline. Its GEMM and
+    its collective are the undivided operations, with which the pieces in other schedules are compared.
+    """
 
     world_size: int
     name: ClassVar[str]
@@ -76,8 +77,8 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size) of the family that is used for choices by measurement. Its problems may differ in more than one
-        size.
+        """(key, size): like `family`, for choices by measurement. Such a family may be larger: its problems may differ
+        in other sizes too, and share the choice.
         """
         return self.family
 
@@ -99,10 +100,10 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """(problem, ratio): a problem that takes about as long, but in which all ranks do the same work. None if none
-        is known.
+        """(problem, ratio): a problem that takes about as long, but in which all ranks do the same work. None if no
+        such problem is known.
 
-        ratio: the number of rows of that problem, divided by the number of rows of this problem.
+        The other problem is faster to simulate. ratio: its number of rows, divided by the number of rows of this problem.
         """
         return None
 
@@ -113,12 +114,12 @@ class Problem:
     def between_hosts(self, rails: int) -> tuple[str, ...]:
         """Return the names of the schedules to time, in addition to serial, if ranks are on several hosts.
 
-        rails: the number of hosts if all have the same number of consecutive ranks, at least two; otherwise 0.
+        rails: the number of hosts, if each host has the same number of consecutive ranks, and at least two. Otherwise 0.
         """
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed on machines without a model.
+        """True if `candidate` should be timed on machines without a model, such as CPUs, where times cannot be predicted.
 
         Select few candidates, because each delays the first call.
         """

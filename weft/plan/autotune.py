@@ -36,7 +36,7 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions, and the candidates of the builders in `_ALWAYS`.
+    """Return the candidates to run: the `count` with the fastest predictions, and all candidates of the builders in `_ALWAYS`.
 
     Candidates that round at every step (`Row.rough`) do not count among the fastest. In mode "graph", neither do
     candidates that cannot be captured.
@@ -120,8 +120,8 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
     """Return the cached times of candidates that still exist, for `choose(..., measured=...)`.
 
-    Return None if serial was not measured. If no graph was timed, mode "graph" uses the times of "queued" calls: the
-    work is the same, and in both modes the CPU does not delay the device.
+    Return None if serial was not measured. If no times were measured in mode "graph", this mode uses the times of mode
+    "queued": the work is the same, and in both modes the CPU does not delay the device.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:

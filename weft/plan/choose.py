@@ -288,7 +288,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the CPU time of `row` is longer than its own device time, serial's device time and serial's CPU time.
+    """True if the CPU time of `row` is longer than each of these: its own device time, serial's device time and serial's CPU time.
 
     In a loop of such calls the CPU would always delay the device, so the loop would be slower than a loop of serial
     calls.

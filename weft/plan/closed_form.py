@@ -2,7 +2,7 @@
 
 A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
 
-    arrived(s) = (s + 1) copy + signal        copy = latency + the longer of (engine, fullest link)
+    arrived(s) = (s + 1) copy + signal        copy = latency + max(time of the copy engine, time of the fullest link)
     end(0) = own shard's GEMM (hetero) or 0
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival
@@ -12,9 +12,8 @@ Until the last piece has arrived, steps take `slowdown` times as long, because c
 numbers are from the machine file; none is fitted to schedules or GEMMs.
 
 The formulas do not include the memory bandwidth that copies and GEMMs share, or the signals by which ranks free buffers
-between calls. On eight
-MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by less.
-docs/studies/ficco.md compares the choices.
+between calls. On eight MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two
+schedules' times by less. docs/studies/ficco.md compares the choices.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
 """

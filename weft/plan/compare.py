@@ -163,7 +163,9 @@ def comparison(
 
 
 def _hosts_of(model: Model, ranks: int) -> int:
-    """Return the number of hosts of the topology `hosts`, if all have the same number of ranks, at least two; otherwise 0."""
+    """Return the number of hosts of the topology, if each host has the same number of ranks, and at least two.
+    Otherwise return 0.
+    """
     dims = model.wiring.of(ranks).dims
     return dims[1] if model.wiring.builder is hosts and dims and dims[0] > 1 else 0
 

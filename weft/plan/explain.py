@@ -219,8 +219,8 @@ def explain(
         options: the operator's own options. `weft plan OP --help` lists them.
 
     Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, and for a size below 1. Also
-    raise it if M or `experts` is not divisible by `ranks`, and for mode "graph" if experts have no `max_rows`, because
-    a graph cannot capture such calls.
+    raise it if M or `experts` is not divisible by `ranks`. For MoE operators, mode "graph" needs the option `bounded`:
+    otherwise the CPU reads sizes, which a graph cannot capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 

@@ -14,7 +14,7 @@ machine file. So the heuristic compares the GEMM's time at the peak rate with a 
 support the problem, the planner's choice applies.
 
 M is the number of gathered rows. For experts, M is the number of tokens of all ranks, counted once for each of their
-experts. All ranks are assumed to receive equally many. N is the number of columns that one GPU computes.
+experts. All ranks are assumed to receive equal numbers of tokens. N is the number of columns that one GPU computes.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
 """

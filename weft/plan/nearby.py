@@ -100,8 +100,8 @@ def names_near(
 ) -> tuple[str, ...]:
     """Return the name of the schedule for `problem` in each of `modes`.
 
-    base: the model without the GEMMs that this process has timed. `base` is the cache key, so choices stay valid when
-        more GEMMs are timed.
+    base: the model without the GEMM times that this process has measured. Choices are cached by `base` instead of
+        `model`, so they stay cached when more GEMMs are timed.
     itself: True to choose for exactly this size, not for its bucket.
     """
     family, base = problem.family[0], base or model

@@ -122,12 +122,15 @@ class Row:
     def host_us(self) -> float:
         """The approximate CPU time to issue a run, in us.
 
-        The unit is the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes, each step
-        (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more. These
-        numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit 6ab48730).
-        Today's file has 84 other shapes for which a schedule other than serial was chosen. Their CPU time divided by
-        serial's is 0.83 to 1.07 times the predicted quotient (medians of five operators). The times themselves are 1.5 to
-        2.5 times the predicted times. Steps with dynamic sizes are issued from Python and cost `Model.host_late_us`.
+        Costs are multiples of the CPU time of a cuBLAS GEMM: 1.5 for a collective and, in schedules with several lanes,
+        another 0.1 for each step (such as a signal or a copy). A run of a schedule other than serial costs 0.6 more.
+        These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
+        6ab48730).
+
+        Today's file has 84 other shapes for which a schedule other than serial was chosen. The measured ratio of their
+        CPU time to serial's is 0.83 to 1.07 times the predicted ratio (medians of five operators). The measured times
+        are 1.5 to 2.5 times the predicted times. Steps with dynamic sizes are issued from Python, and each takes
+        `Model.host_late_us`.
         """
         if self.model is None:
             return 0.0
@@ -159,8 +162,8 @@ class _Priced:
 class _Built:
     """A candidate with its schedule. If it has no schedule, `row.why_not` has the reason.
 
-    lanes: for each lane of rank 0, {step: number of occurrences}. even: True if sizes are known to be equal on all
-        ranks.
+    lanes: for each lane of rank 0, {step with the sizes of its operands: number of occurrences}. even: True if sizes
+        are known to be equal on all ranks.
     """
 
     row: Row
@@ -170,7 +173,10 @@ class _Built:
 
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0, most_us: float = math.inf) -> float:
-    """Return the time of one run in us, but at least `at_least_us`; infinite if the first run takes longer than `most_us`."""
+    """Return the time of one run in us, but at least `at_least_us`.
+
+    If the first run takes longer than `most_us`, stop the simulation and return infinity.
+    """
     return max(at_least_us, run_us(schedule, model, mode, most_us))
 
 
@@ -313,7 +319,10 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
 
 
 def _stages(step: Step) -> bool:
-    """True if the step is a tile kernel whose tiles compute and copy, or multiply and set signals."""
+    """True if the step is a kernel that sends or signals while it computes (`Row.stages`).
+
+    The tiles of such a kernel compute and copy, or multiply and set signals.
+    """
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 
@@ -321,7 +330,7 @@ def _stages(step: Step) -> bool:
 class _Counts:
     """The number of occurrences of each distinct step in the lanes of rank 0. Steps on empty regions are not counted.
 
-    Most steps have the same few sizes, and each size is evaluated once.
+    Steps that differ only in offsets are not distinct, so a large schedule has few distinct steps.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -395,8 +404,8 @@ def _times(
 ) -> dict[str, float | str]:
     """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    A candidate is skipped if its lower bound is far above the best time so far. For a graph, capturable candidates are
-    compared only with capturable candidates.
+    A candidate is not simulated if its lower bound is far above the best time so far. In mode "graph", the best time
+    for capturable candidates is that of a capturable candidate.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
@@ -464,12 +473,12 @@ def _lanes_us(built: _Built, model: Model) -> float:
 
     Latencies of copies by kernel are not included, because one kernel may do several copies.
 
-    For more than `_MANY_RANKS` ranks, the bound is at least the time for which a kind of resource, such as links, is
-    busy. Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks.
+    For more than `_MANY_RANKS` ranks, the bound is also at least the time for which a resource, such as a rank's links,
+    is busy. Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks.
 
-    If sizes are equal on all ranks (`built.even`), all ranks behave alike. So each resource of a kind is busy, on
-    average, for the sum of all uses of the kind by rank 0. Otherwise only rank 0's uses of its own resources are
-    summed.
+    If sizes are equal on all ranks (`built.even`), all ranks behave alike. So the average busy time of a kind of
+    resource is the sum of all uses of this kind by rank 0, on any rank. Otherwise only rank 0's uses of its own
+    resources are summed.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

@@ -88,8 +88,9 @@ class OutputMap:
 
     rows: the number of rows of the output of all ranks.
     chunks: the number of chunks of these rows; a multiple of the world size.
-    order: for chunk 0, 1, ..., its position in the output: `owner * chunks_per_rank + piece`. Default: the staggered
-        order. Chunks that this rank does not compute, as in an all-gather, have numbers too.
+    order: for each chunk, in the order of computation, its position in the output of all ranks. The chunks of rank 0's
+        rows have positions 0 .. chunks / ranks - 1, the chunks of rank 1's rows follow, and so on. Default: the
+        staggered order. `order` also lists the chunks that this rank does not compute, as in an all-gather.
     entries: the entries so far.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
@@ -247,6 +248,9 @@ def ring_reduce_scatter(
 ) -> OutputMap:  # fmt: skip
     """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel around the ring, and each rank adds its product.
 
+    rows, world: the number of rows of all ranks together, and the number of ranks. per_rank: the number of chunks of
+        each rank's rows.
+    rank: the rank that follows the map. The default is an expression, so that one map describes all ranks.
     to: the rank to which a rank sends sums. "left": rank - 1, as in the paper. "right": rank + 1.
     first: the sender of the first chunk, which gets no updates. "store": the GEMM stores it in the neighbour's memory.
         "dma": a copy engine sends it, like the other chunks.
@@ -272,6 +276,7 @@ def direct_reduce_scatter(
 ) -> OutputMap:
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
+    by: the sender of the chunks (`Sender`). rows, world, per_rank, rank: as in `ring_reduce_scatter`.
     sliced: True to compute the first chunk for every peer, then the second chunk for every peer, and so on. All links
         are then busy from the start. False to compute all rows for one peer before the rows for the next.
     """
@@ -281,7 +286,9 @@ def direct_reduce_scatter(
 def all_to_all(
     rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """Return the map of an all-to-all (section 7.1): the direct reduce-scatter without the reduction."""
+    """Return the map of an all-to-all (section 7.1): `direct_reduce_scatter` with stores in place of updates. The
+    arguments are the same.
+    """
     return _to_owners(rows, world, per_rank, by, "store", sliced, rank)
 
 
@@ -308,7 +315,10 @@ def ring_all_gather(
 
 
 def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
-    """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every peer."""
+    """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every peer.
+
+    The arguments are those of `direct_reduce_scatter`.
+    """
     made = OutputMap(rows, world * per_rank)
     for chunk in range((world - 1) * per_rank, world * per_rank):
         made = made.local(chunk)

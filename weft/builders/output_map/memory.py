@@ -18,17 +18,16 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 
 
 class SharedMemory:
-    """The buffers and signals of an output map's schedule, which are the same on all ranks, and the last readers of
-    slots.
+    """The buffers and signals of an output map's schedule. All ranks have the same.
 
-    A node is a pair (rank, place of a chunk). A place is a chunk's position in the output of all ranks
-    (`weft.builders.output_map.routes`). A slot is a part of the buffer `box` for a chunk from another rank. The buffer
-    `made` has chunks that this rank's GEMM stores for later steps. Buffers consist of parts of m rows.
+    A node is a pair (rank, place): the chunk at position `place` in the output of all ranks, as `rank` computes or
+    receives it (`weft.builders.output_map.routes`). Buffers are divided into slots of m rows. The buffer `box` has the
+    chunks from other ranks. The buffer `made` has the chunks that this rank's GEMM stores for later steps.
 
     m: the number of rows that a rank owns.
-    times: for each node, the time at which its chunk may be forwarded (`Routes.times`).
-    slots: for each node, the first part of `box` that is reserved for what other ranks send to the node.
-    made_slots: for each node, the part of `made` for its product.
+    times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk (`Routes.times`).
+    slots: {node: its first slot in `box`}. A node has a slot for each rank that sends to it.
+    made_slots: {node: its slot in `made`}.
     """
 
     def __init__(
@@ -86,10 +85,9 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) for each lane that frees slots which `rank` fills.
+        """Return (index of a credit signal, lane) for each lane that tells `rank` when it may fill slots again.
 
-        The signal tells `rank` that it may fill the slots again. distance: the distance in the ring from `rank` to the
-        rank that has the slots and the lanes.
+        The slots and the lanes are on another rank, the reader. distance: the distance in the ring from `rank` to the reader.
         """
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
@@ -117,7 +115,9 @@ class SharedMemory:
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """Return the name of the lane on which copy engines of `rank` send to rank `to`. Targets take lanes round-robin."""
+        """Return the name of the lane on which copy engines of `rank` send to rank `to`. Lanes are assigned to targets
+        round-robin.
+        """
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
@@ -143,10 +143,13 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign a range of parts to each node. Return ({node: its first part}, the largest number of parts on a rank).
+        """Assign consecutive slots of a buffer to each node. Return ({node: its first slot}, the largest number of
+        slots on a rank).
 
-        counts: the number of parts of each node. Chunks of the same owner's rows get the same range: a part of m rows
-        has room for all of them.
+        A slot has m rows, so it has room for all chunks of an owner's rows. All these chunks share the same slots, at
+        different rows.
+
+        counts: the number of slots that each node needs.
         """
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in routes.ranks:

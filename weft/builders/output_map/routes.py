@@ -8,8 +8,9 @@ other before a schedule is built from them. Errors name the chunk, the value and
     all_gather       a rank computes its own chunks, and each chunk is stored on every other rank exactly once
     all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
-Here a chunk is identified by its place, the position in the output of all ranks: `owner * per_rank + piece`. In maps a
-chunk is identified by its number in the order of computation.
+Here a chunk is identified by its place, the position in the output of all ranks: place `owner * per_rank + i` is the
+i-th of the `per_rank` chunks of rank `owner`'s rows. In maps a chunk is identified by its number in the order of
+computation. A node is a pair (rank, place): a chunk as one rank computes or receives it.
 """
 
 from __future__ import annotations
@@ -175,7 +176,10 @@ class Routes:
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the evaluated node that represents (rank, place)."""
+        """Return the node at which the results for (rank, place) are stored.
+
+        If all ranks are alike, results are stored only for rank 0: the node is the corresponding chunk of rank 0.
+        """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
     def _renumbered(self, rank: int, place: int) -> int:
@@ -205,9 +209,11 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return (before, least). before: {node: the nodes that it waits for}.
+        """Return (before, least), from which `_times` computes the times.
 
-        least: {node: its index in its rank's order of computation, or 0 if the rank does not compute the chunk}.
+        before: {node: the nodes that it waits for}.
+        least: {node: the time before which its rank cannot have computed the chunk}: the chunk's index in the order of
+            computation. 0 if the rank does not compute the chunk.
         """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
@@ -439,11 +445,11 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return how far `number` is after the first place of the rank that evaluates it, modulo `count`.
+    """Return the distance in the ring from a rank to the rank or place `number`, if the distance is the same on all ranks.
 
-    number: an expression for a place, with `count` = the number of chunks; or for a rank, with `count` = the number of
-        ranks. In the second case, a rank counts as its own first place. Return None if the distance is not the same on
-        all ranks, or if `number` is not in 0 .. count - 1 on some rank.
+    For a rank, `count` is the number of ranks, and the distance is `number` - rank, modulo `count`. For a place,
+    `count` is the number of chunks, and the distance counts from the rank's first place. Return None if the distance
+    differs between ranks, or if `number` is not in 0 .. count - 1 on some rank.
     """
     ranks = np.arange(world)
     try:

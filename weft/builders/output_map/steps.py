@@ -85,7 +85,8 @@ def _resource(lane: str) -> Resource:
 class _RankLanes:
     """The lanes of one rank, to which `write` appends the steps of the rank.
 
-    at: a function that returns the expression for a rank: a number, or a distance from the rank that runs the step.
+    at: a function that returns the expression for a rank number. If one schedule describes all ranks, lanes are written
+        for rank 0, and rank d becomes "d places after this rank in the ring".
     """
 
     def __init__(
@@ -199,7 +200,10 @@ class _RankLanes:
         compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
     def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
-        """Return the expression for the rank of tile t. ranks: the rank of each chunk, in the order of computation."""
+        """Return the expression of the tile's index t for the rank that belongs to tile t's chunk.
+
+        ranks: a rank for each chunk, in the order of computation: its owner or its destination.
+        """
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
         if self.routes.alike:

@@ -125,9 +125,9 @@ class AllGatherMatmul(Problem):
     def takes(self, candidate: Candidate) -> bool:
         """Return False for schedules that are planned for at most 32 ranks, if there are more ranks.
 
-        These schedules cut shards into W pieces, or their ranks compute different parts. Planning such schedules for
-        more ranks would take longer than planning all other schedules together: each rank sends more than a thousand
-        pieces, or each rank has to be simulated.
+        Some of these schedules cut shards into as many pieces as there are ranks, so each rank would send more than a
+        thousand pieces. In the others ranks compute different parts, so each rank would have to be simulated. Planning
+        either kind for more ranks would take longer than planning all other schedules together.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")

@@ -24,17 +24,18 @@ class EmbeddingAllToAll(Problem):
     """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one
     rank.
 
-    slots: for each rank, a pair (first column in `out`, number of columns) for each of its tables, in ascending order
-        of columns.
-    rows_read: the average number of rows per bag of each slot, in the same order; (): one row per bag.
-    ids: for each rank, a pair (rows of the table, exponent of Zipf's law for its ids) per slot. Only the simulator uses
-        ids. (): unknown, so no read finds its row in a cache.
+    slots: the place of each table's vectors in `out`: for each rank, a pair (first column, number of columns) for each
+        of its tables, in ascending order of columns.
+    rows_read: for each rank, the average number of rows that a bag of each table reads, in the order of `slots`. ():
+        one row per bag.
+    ids: for each rank, a pair (number of rows, exponent of Zipf's law for its ids) for each table. Only the simulator
+        uses this. (): unknown, so no read finds its row in a cache.
 
     Buffers:
 
-        bags     in, [sum(batch_sizes), slots]: an element represents the ids of a bag; a rank has the ids of its own slots
-        tables   in, [most rows read, columns]: the tables of all slots side by side; a rank has its own tables. A region stands
-                 for the rows that a bag reads: it has their average number, but not their positions
+        bags     in, [sum(batch_sizes), tables]: an element represents all ids of one bag; a rank has the bags of its own tables
+        tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. It is not
+                 known which rows a bag reads, so a region that a step reads has only their average number
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
@@ -103,8 +104,8 @@ class EmbeddingAllToAll(Problem):
         rows: Annotated[float | None, "Rows of each table. Default: unknown, so that no row is read again from a cache."] = None,
         zipf: Annotated[float | None, "Exponent of Zipf's law for ids, with rows. Default: 0, which is uniform."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
-        """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan is the choice of
-        transport="auto". serial pools, calls NCCL's all-to-all, and orders the columns.
+        """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The planned choice is the
+        schedule that `transport="auto"` uses. serial pools, calls NCCL's all-to-all, and orders the columns.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 
@@ -192,5 +193,7 @@ class EmbeddingAllToAll(Problem):
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return True for candidates without parameters: the caller chooses order and slice size."""
+        """Return True for candidates without parameters: order and slice size are the caller's arguments, not the
+        planner's choice.
+        """
         return not candidate.parameters

@@ -28,7 +28,8 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem with M replaced by the number of parts, so that it does not depend on M.
+        """(key, size): the key is the problem without M: M is set to the number of parts, a valid M that is the same
+        for the whole family.
 
         The size is the number of rows of a part, rounded up.
         """

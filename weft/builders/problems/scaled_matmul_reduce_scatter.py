@@ -51,7 +51,9 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @property
     def scaled(self) -> Scaled:
-        """The scales, biases and dtypes of the GEMM as a `Scaled`, which all problems with scaled GEMMs have."""
+        """The scales, biases and dtypes of the GEMM. Every problem with scaled GEMMs has a property or field of this
+        name and type.
+        """
         return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
 
     @property
