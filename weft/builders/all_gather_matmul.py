@@ -28,8 +28,8 @@ If sending takes longer than the GEMM of this rank's own shard, the GEMM of the 
 the last chunk should be small, but only the last, because GPUs are inefficient at small GEMMs: for example
 chunks="3:1". The first chunk may be large, because it arrives while the rank computes its own shard.
 
-Sources: torch's asynchronous tensor parallelism and distributed GEMM also overlap shard by shard, but with gets;
-    "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based
+Sources: torch's asynchronous tensor parallelism and distributed GEMM also overlap shard by shard, but with gets.
+    "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B, calls this shard-based
     overlap.
 """
 

@@ -208,8 +208,7 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append the copy that fills the caller's buffer `received` with the number of tokens from each rank for each local expert.
-        """
+        """Append the copy that fills the caller's buffer `received`: the number of tokens from each rank for each local expert."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 

@@ -9,8 +9,8 @@ vectors.
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)
 
-Ids follow Zipf's law: row r of R has probability ((r + 2)^q - (r + 1)^q) / ((R + 1)^q - 1) with q = 1 - exponent, as in
-`weft.bench.ops.embedding_presets.Zipf`. Exponent 0 is uniform.
+Ids follow Zipf's law, as in `weft.bench.ops.embedding_presets.Zipf`. Exponent 0 is uniform. Row r of R rows has
+probability ((r + 2)^q - (r + 1)^q) / ((R + 1)^q - 1) with q = 1 - exponent.
 
 Source: Che, Tung and Wang, "Hierarchical Web Caching Systems: Modeling, Design and Experimental Results" (IEEE JSAC
     2002).

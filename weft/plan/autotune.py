@@ -120,8 +120,8 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
     """Return the cached times of candidates that still exist, for `choose(..., measured=...)`.
 
-    Return None if serial was not measured. If no times were measured in mode "graph", this mode uses the times of mode
-    "queued": the work is the same, and in both modes the CPU does not delay the device.
+    Return None if serial was not measured. If nothing was measured in mode "graph", return the times of mode "queued"
+    for it. The work is the same, and in both modes the CPU does not delay the device.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:

@@ -45,8 +45,8 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest in the first mode, the other modes take it too, without planning: times in
-    different modes differ by only a few microseconds per run.
+    If a long schedule is clearly the fastest in the first mode, the other modes take it too, without planning. The
+    times of a run in different modes differ by only a few microseconds.
     """
     found: list[Choice] = []
     for mode in modes:

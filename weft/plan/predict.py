@@ -122,8 +122,8 @@ class Row:
     def host_us(self) -> float:
         """The approximate CPU time to issue a run, in us.
 
-        Costs are multiples of the CPU time of a cuBLAS GEMM: 1.5 for a collective and, in schedules with several lanes,
-        another 0.1 for each step (such as a signal or a copy). A run of a schedule other than serial costs 0.6 more.
+        Costs are multiples of the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes,
+        each step (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more.
         These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
         6ab48730).
 

@@ -8,9 +8,9 @@ other before a schedule is built from them. Errors name the chunk, the value and
     all_gather       a rank computes its own chunks, and each chunk is stored on every other rank exactly once
     all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
-Here a chunk is identified by its place, the position in the output of all ranks: place `owner * per_rank + i` is the
-i-th of the `per_rank` chunks of rank `owner`'s rows. In maps a chunk is identified by its number in the order of
-computation. A node is a pair (rank, place): a chunk as one rank computes or receives it.
+Here a chunk is identified by its place, the position in the output of all ranks. The rows of each rank have `per_rank`
+chunks, so place `owner * per_rank + i` is chunk i of rank `owner`'s rows. In maps a chunk is identified by its number
+in the order of computation. A node is a pair (rank, place): a chunk as one rank computes or receives it.
 """
 
 from __future__ import annotations
