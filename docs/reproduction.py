@@ -251,10 +251,10 @@ table or the text. weft's numbers come from recorded runs. *Simulated* numbers c
 `weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
 A claim counts as reproduced if the deviation is within a limit. The limit is {ratio:g}% of the number. For percentages it is
-{points:g} points, but at most half of the paper's percentage and at least {least:g} point. A study may set
-another limit. A claim without a number counts as reproduced if it also holds here. Numbers that the papers show
-only in pictures are not compared. "(Used to derive ...)" marks a number of the paper from which the model derives one of its
-own numbers, so its agreement proves nothing."""
+{points:g} points, but at most half of the paper's percentage and at least {least:g} point. Only the study of T3's hardware sets
+other limits, for some claims (`weft reproduce t3` prints them in the column "allowed"). A claim without a number counts as
+reproduced if it also holds here. Values that would have to be read off a plot in a paper are not compared. "(Used to derive
+...)" marks a number of the paper from which the model derives one of its own numbers, so its agreement proves nothing."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:

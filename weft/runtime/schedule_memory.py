@@ -57,8 +57,8 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
     for rank, (theirs, _) in enumerate(found):
         if theirs != mine:
             raise DisagreementError(
-                f"rank {comm.rank} runs schedule {mine[0]} ({mine[1][:8]}), but rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
-                f"pass the same shapes, dtypes and schedule on every rank"
+                f"rank {comm.rank} runs schedule {mine[0]} (hash {mine[1][:8]}), but rank {rank} runs {theirs[0]} "
+                f"(hash {theirs[1][:8]}): pass the same shapes, dtypes and schedule on every rank"
             )
     if faults := [fault for _, fault in found if fault]:
         raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
