@@ -1,16 +1,18 @@
 """Comparisons across ranks at every call. (`weft.operator.together` compares the first call of a shape.)
 
-    on CPU     tables of counts, in a rendezvous (`weft.runtime.meeting`), before data is sent
-    on GPUs    a digest of the calls, off the critical path (`weft.symm.calls`)
-    WEFT_CHECK_CALLS=1, on both    tables of counts, and values that must be equal on all ranks. The CPU waits for the GPU
+    on CPU     tables of row counts, in a rendezvous (`weft.runtime.meeting`), before data is sent
+    on GPUs    a digest: a hash of all calls so far. A background thread compares it (`weft.symm.calls`)
+    WEFT_CHECK_CALLS=1, on both    also tables of row counts, and the values of tensors that must be equal on all
+                                   ranks, such as a bias. To read these values, the CPU waits for the GPU
 
-A table of counts says how many rows this rank sends to each peer, and how many it expects from each. Tables agree if
-every rank sends each peer as many rows as the peer expects.
+Each rank has two tables of row counts: the rows that it sends to each peer, and the rows that it expects from each
+peer. Tables agree if every rank sends each peer as many rows as the peer expects.
 
 To compare tables cheaply, each rank contributes one 64-bit number. The number is the weighted sum of the counts that
-the rank sends, minus the weighted sum of the counts that it expects. A weight depends on sender, receiver and position
-in the table. If the tables agree, the numbers of all ranks add up to 0 (mod 2^64). If the tables differ, the total is 0
-only with a probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
+the rank sends, minus the weighted sum of the counts that it expects. A weight depends on sender, receiver and, if each
+pair of ranks has a count for each expert, on the expert. If the tables agree, the numbers of all ranks add up to 0 (mod
+2^64). If the tables differ, the total is 0 only with a probability of 2^-64. If the total is not 0, ranks exchange the
+tables to find the difference.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class AcrossRanks:
     """The comparison, across ranks, of all calls of one shape.
 
     what: the operator and shape, for error texts.
-    said: the text that ranks compared at the first call.
-    fingerprint: the 64-bit number that stands for a call in the digest of calls (default: the hash of `said`).
+    said: the full description of the call, which ranks compared at the first call.
+    fingerprint: the 64-bit number that a call adds to the digest of calls (default: the hash of `said`).
     """
 
     def __init__(
@@ -63,10 +65,10 @@ class AcrossRanks:
         """Compare this rank's call with the calls of its peers, as the table at the top of this file says.
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
-        While a CUDA graph is captured (`capturing`), only add the call to the digest.
+        While a CUDA graph is captured (`capturing`), only add the call to the digest that ranks compare later.
 
-        begun: the part of the call that needs no other rank, or None. On CPU this rank runs it while it waits for its
-            peers. Ranks also exchange `begun.number`.
+        begun: a call whose first part needs no other rank (`weft.runtime.unfused.begun`), or None. A CPU rank runs this
+            part while it waits for its peers. Ranks also exchange the number `begun.number`, for the rest of the call.
 
         Return `begun.number` of each rank if CPU ranks have synchronised in this method; otherwise None.
         """
@@ -139,18 +141,18 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the fingerprint of a call with `size` rows, for a problem family that ranks have compared before.
-
-    The fingerprint is equal on all ranks, and is computed without the text of the call.
+    """Return the fingerprint of a call that runs without a comparison of texts, because ranks have compared calls of its
+    problem family before. Only the family and the call's number of rows (`size`) determine the fingerprint.
     """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return a random 64-bit weight for each count: [sender, receiver, position]. All ranks get the same weights.
+    """Return random 64-bit weights [sender, receiver, width], one for each count in a table. All ranks get the same
+    weights.
 
-    width: the number of counts for each pair of sender and receiver, such as one for each expert.
+    width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.
     """
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
 

@@ -3,11 +3,13 @@
 |               | `CpuAgreement`: CPU processes                     | `GpuAgreement`: GPUs                                   |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
 | first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
-| later calls   | a rendezvous before each (`weft.runtime.meeting`) | a digest, off the critical path (`weft.symm.calls`)    |
-| bad input     | published in the rendezvous: every rank refuses   | sent to every peer. A peer that has not made the call  |
-|               |                                                   | refuses it. If a peer has made it, the group fails     |
-| other errors  | before the rendezvous: as bad input. After it:    | the group fails                                        |
-|               | the group fails                                   |                                                        |
+| later calls   | a rendezvous before each (`weft.runtime.meeting`) | a hash of all calls, compared by a background thread   |
+|               |                                                   | (`weft.symm.calls`)                                    |
+| bad input     | The rank publishes it in the rendezvous, and      | The rank notifies every peer. A peer that has not made |
+| on a rank     | every rank refuses the call                       | the call refuses it too. If a peer has already made    |
+|               |                                                   | the call, the group fails                              |
+| other errors  | before the rendezvous: the same as for bad input. | The group fails                                        |
+| of a rank     | After the rendezvous: the group fails             |                                                        |
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from weft.words import by_rank
 Check: TypeAlias = Callable[[], tuple[str, str, int]]
 """A function that checks this rank's call.
 
-It returns (text, details, number). Text and details must be equal on all ranks. The number may differ: every rank gets
-the numbers of all ranks. The function raises `ValueError` to refuse the call.
+It returns (text, details, number). The text is a short description of the call for messages, and the details are its
+full description. Both must be equal on all ranks. The number may differ: every rank gets the numbers of all ranks. The
+function raises `ValueError` to refuse the call.
 """
 
 _NUMBER = struct.Struct("<qq")
@@ -48,9 +51,11 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Run `check` on every rank, and compare the ranks' texts and details (`weft.operator.together.agree`).
+        """Run `check` on every rank, and compare the short and the full descriptions of the ranks' calls
+        (`weft.operator.together.agree`).
 
-        Return, for each rank, the number that the rank's `check` returned. hint: advice for the error text.
+        Return, for each rank, the number that the rank's `check` returned. hint: advice to append to the error text if
+        the ranks' calls differ.
         """
         return [check()[2]]
 
@@ -68,7 +73,7 @@ class Agreement:
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the digest of the group's calls; None if this protocol has no digest."""
+        """Return the digest of the group's calls, a hash that ranks compare later; None if this protocol has none."""
         return None
 
     def exchange_numbers(
@@ -83,7 +88,7 @@ class Agreement:
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Count a call that every rank refuses after ranks have synchronised for it."""
+        """Record that every rank refuses the current call, although ranks have already synchronised for it."""
 
 
 class CpuAgreement(Agreement):
@@ -195,7 +200,9 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return the form of `details` that ranks exchange: a digest if they have several lines, which may be long."""
+    """Return `details` for the exchange between ranks: a hash in their place if they have several lines, because long
+    texts take long to send.
+    """
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
@@ -210,6 +217,6 @@ def _disagree(comm: symm.Communicator, text: str) -> NoReturn:
 def _first_call_deadline_s(deadline_s: float | None) -> float | None:
     """Return the deadline for the comparison of a first call: `deadline_s`, or `WEFT_SETUP_DEADLINE_S` if it is None.
 
-    The comparison may have a short deadline, because ranks compile only after it.
+    The short `WEFT_SETUP_DEADLINE_S` is enough, because ranks compile only after the comparison.
     """
     return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -1,10 +1,10 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
-Between hosts, a rank cannot address a peer's memory. So only schedules that send data by collectives or messages run there. On CPU,
-the first call of a problem family times the candidates in `Problem.between_hosts`. Candidates that cannot gain enough
-according to the measured links are not timed (`worth_timing`). For a size that differs by more than a factor of two
-from all timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster than serial, calls
-run unfused.
+A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives or messages
+run there. On CPU, the first call of a problem family times the candidates in `Problem.between_hosts`. Candidates that
+cannot gain enough according to the measured links are not timed (`worth_timing`). For a size that differs by more than
+a factor of two from all timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster
+than serial, calls run unfused.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def needed_us(serial_us: float) -> float:
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
     """True if the measured links (`network`) allow `schedule` to be clearly faster than serial.
 
-    Only the times of collectives and messages are compared. In the schedule's best case, its GEMMs hide all of them
-    except the shortest. Serial hides none. But the data of a small collective of serial are sent together with the
-    messages by which ranks synchronise (`weft.runtime.rails`). This saves a round trip.
+    Only the times of collectives and messages are compared. In the best case, the schedule's GEMMs hide all its
+    transfers except the shortest. The serial schedule hides no transfer. But serial saves a round trip if its
+    collectives are small: weft then sends their data in the messages by which ranks synchronise (`weft.runtime.rails`).
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
@@ -114,7 +114,10 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 
 
 def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) -> list[float]:
-    """Return the predicted time of each collective of rank 0 in microseconds. two_levels: True if ranks form rails."""
+    """Return the predicted time of each collective of rank 0 in microseconds.
+
+    two_levels: True if collectives run first within each host and then between hosts (`weft.runtime.two_levels`).
+    """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
     wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]

@@ -62,8 +62,9 @@ E = TypeVar("E", bound=Entry)
 class Known(NamedTuple, Generic[E]):
     """The compiled operator for one signature: for calls that differ only in the addresses of their tensors.
 
-    places: for each input buffer, (its name, the index of the call's field, the index in the field's list or None).
-        None if a buffer is not itself a tensor of the call. differentiated: True if gradients are wanted.
+    places: where to find each input buffer in a new call: (buffer name, index of the call's field, index in the field's
+        list or None). None if some buffer is not itself a tensor of the call, so that `Operator.inputs` must make it.
+    differentiated: True if gradients are wanted.
     """
 
     prepared: E
@@ -77,7 +78,7 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return where `call` holds this tensor object: (index of the field, index in the field's list or None).
+    """Return where to find this tensor object in `call`: (index of the field, index in the field's list or None).
 
     Return None if the tensor occurs twice: the next call may pass two different tensors.
     """
@@ -95,10 +96,10 @@ class _OfGroup(Generic[E]):
     not change the count.
 
     Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
-    sequence length without padding. So on GPUs, once `PASSING` compiled sizes of a family have not recurred, a new size
-    runs unfused, without compilation and without synchronisation of the CPUs. The size is compiled when it recurs. If
-    all sizes recur, as in a warm-up and capture of each batch size, each size is compiled at its first call. All ranks
-    make the same calls, so their counts are equal.
+    sequence length without padding. So on GPUs each problem family counts its compiled sizes that have been called only
+    once. From a count of `PASSING` (16) on, the first call with a new size runs unfused, without compilation and without
+    synchronisation of the CPUs. The second call compiles the size. If all sizes recur, as in a warm-up and capture of
+    each batch size, each size is compiled at its first call. All ranks make the same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:
@@ -115,11 +116,12 @@ class _OfGroup(Generic[E]):
         """Return the latest compiled operator of the family if this call shall run unfused without compilation,
         otherwise None.
 
-        The caller copies the returned operator for the call. A size is identified by its family and the rows of its
-        first tensor. The memory layout does not count: layouts may differ between ranks, and all ranks must compile the
-        same sizes.
+        For the call, the caller makes an operator from a copy of the returned operator. A size is identified by its
+        family and the number of rows of its first tensor. The memory layout does not count: layouts may differ between
+        ranks, and all ranks must compile the same sizes.
 
-        capturing: True while a graph is captured. A size that has run unfused is then captured unfused.
+        capturing: True while a graph is captured. Compilation is impossible then, so a size that has already run
+            unfused is also captured unfused.
         """
         size = family, rows
         if size in self._served:

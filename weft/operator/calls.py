@@ -184,7 +184,9 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key that is equal for calls that differ only in tensor contents. None: do all checks of this call."""
+    """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Such calls
+    share checks. Return None if the call must run all checks.
+    """
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
     if READER is None or plan.pinned(schedule) is not None:
@@ -210,8 +212,8 @@ def prepared_for(
 
     The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients.
 
-    wanted: for each differentiable field, True if its gradient is wanted. None in backward, because ranks have compared
-        it in forward.
+    wanted: for each differentiable field, True if its gradient is wanted. In backward None, because ranks have already
+        compared the wanted gradients in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
@@ -237,7 +239,8 @@ def prepared_for(
     def check() -> tuple[str, str, int]:
         """Return (text for messages, details, number), as `weft.operator.agreement.Check`.
 
-        The number is twice the size of the call, plus one if this rank has cached times for the problem.
+        The number encodes two values that all ranks need from this rank. It is twice the size of the call
+        (`Operator.size`), plus one if this rank has cached times for the problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
@@ -351,10 +354,11 @@ def gradients_of_call(
 
     Autocast is disabled, because it would affect only some of the torch calls.
 
-    found: a function that returns the compiled operator, and the object that `Operator.beside` returned for the call.
-        Peers are notified if it raises.
+    found: a function that returns the compiled operator, and the non-tensor state that forward kept for backward
+        (`Operator.beside`). Peers are notified if the function raises.
     saved, grads: the tensors of `Operator.saved`, and the gradients of the results.
-    number: the number of rendezvous after the forward call (`weft.runtime.meeting.Meeting.forward`).
+    number: the number that identifies the forward call, so that ranks can check that they run the same backward
+        (`weft.runtime.meeting.Meeting.forward`).
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

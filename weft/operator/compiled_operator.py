@@ -70,7 +70,8 @@ class CompiledOperator:
 
         pinned: the name of the schedule that the user has chosen; None to let weft choose.
         remembered: True if any rank has cached times of schedules for exactly this problem.
-        said: the text that CPU ranks compare at every call. shown: the same, shortened for error texts.
+        said: the full description of the call, which CPU ranks compare at every call. shown: a short description, for
+            error texts.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
@@ -206,8 +207,8 @@ class CompiledOperator:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule that calls with this layout use under CUDA graph capture. It may differ from the schedule
-        that has just run.
+        """Warm up the schedule for calls that a CUDA graph captures, which may differ from the schedule that has just run.
+        The warm-up is done once for each memory layout of the inputs.
         """
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
@@ -227,9 +228,11 @@ class CompiledOperator:
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Record that ranks have compared calls with these options (`Operator.given`) and wanted gradients.
+        """Record that ranks have compared calls with these options and wanted gradients. Later calls with both skip the
+        comparison of a first call.
 
-        said: the text that ranks compared. shown: the same, shortened for error texts.
+        given: the options as text (`Operator.given`). said: the full description of the call, which ranks compared.
+        shown: a short description, for error texts.
         """
         self.agreed.add((given, wanted))
         if self.comm is not None and given not in self._across:
@@ -244,10 +247,11 @@ class CompiledOperator:
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return an operator for one unfused call of `p`, another size of this operator's problem family. It is not
-        cached.
+        """Return a copy of this operator for one unfused call of another size, which is not worth compiling
+        (`weft.operator.cache`). The copy is not cached.
 
-        rows: the number of rows of the call's first tensor.
+        p: the problem of the call, from this operator's problem family. rows: the number of rows of the call's first
+            tensor.
         given, wanted, said, shown: as for `agree`.
         """
         made = copy.copy(self)
@@ -260,17 +264,21 @@ class CompiledOperator:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the `AcrossRanks` that compares this call. Ranks must already have agreed on calls with its options."""
+        """Return the `AcrossRanks` that compares this call between ranks. `agree` must have recorded the options of the
+        call.
+        """
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
-        """True if `executor` has run with inputs of these strides on a GPU. The next run then skips the checks."""
+        """True if `executor` has run with inputs of these strides on a GPU. The next run then skips the checks of the
+        tensors.
+        """
         return (id(executor), layout) in self._ran
 
     @property
     def in_steps(self) -> bool:
-        """True if an unfused call has run the serial schedule step by step, because the spec does not override
-        `unfused`.
+        """True if an unfused call has run the serial schedule step by step, because the operator has no own unfused
+        implementation (`Operator.unfused`).
         """
         return bool(self._steps)
 
@@ -343,7 +351,7 @@ class CompiledOperator:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
-        """Return the `Turn` for an unfused call, or for a backward: the deadline, the timeline, and on CPU the
+        """Return the options of an unfused call or of a backward as a `Turn`: the deadline, the timeline, and on CPU the
         rendezvous before each collective.
         """
         # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.

@@ -3,9 +3,9 @@ raise.
 
 Autograd cannot differentiate a backward that calls collectives. The result of backward depends on the incoming
 gradients and on the saved inputs. If the graph lacked either dependence, second derivatives would silently lack a term.
-`torch.autograd.function.once_differentiable` is not enough: it does not connect the saved inputs, and
-`torch.autograd.grad` skips its node. So this module connects the results to all inputs with an autograd node that
-raises in its own backward.
+`torch.autograd.function.once_differentiable` is not enough: its node, which raises, is not connected to the saved
+inputs. So `torch.autograd.grad` with respect to these inputs does not reach the node and raises nothing. This module
+therefore connects the results to all inputs with an autograd node that raises in its own backward.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 def require_no_tangents(operator: str) -> None:
     """Raise `ValueError` inside a forward-mode derivative.
 
-    Kernels of torch's dispatcher call this function, because they cannot see whether a tensor has a tangent.
+    The kernels that weft registers with torch's dispatcher call this function, because they cannot see whether a tensor
+    has a tangent.
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)

@@ -29,9 +29,10 @@ _NAME = "embedding_all_to_all"
 
 
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if there is more than one transport to choose from.
+    """True if weft must choose a transport; False if "auto" always means "direct".
 
-    Always true for groups of several GPUs: only some ranks may have a machine file, but all ranks must decide alike.
+    Always true for groups of several GPUs. Whether a rank has a performance model may differ between ranks, but all
+    ranks must return the same value.
     """
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
@@ -84,10 +85,9 @@ is collective, to choose a transport. This takes one or two milliseconds.
 
 
 def _is_for_all(known: Mapping[int, Transport]) -> bool:
-    """True if all size buckets that have been planned, among them the smallest and the largest, have the same
-    transport.
+    """True if all planned size buckets have the same transport, so that other buckets need no plan.
 
-    known: the transport of each planned size bucket.
+    known: the transport of each planned size bucket. If there are several, the smallest and the largest are included.
     """
     return len(known) > 1 and len({*known.values()}) == 1
 
@@ -133,7 +133,10 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 
 
 def _transport_of(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
-    """Return the transport of `choice`. Warn once if it is "serial", which overlaps nothing."""
+    """Return the transport that the planner has chosen. Warn once if it is "serial", which overlaps nothing.
+
+    choice: the planner's result for `p`. names: the transport of each candidate, by the candidate's name.
+    """
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]

@@ -67,7 +67,8 @@ def rows_of_ranks(
 ) -> list[int] | None:
     """Return the number of matrix rows on each rank; None if all ranks have the same number.
 
-    rows: the size of `gather_dim` on each rank, or None. An eager call checks it here; a traced call when it runs.
+    rows: the size of `gather_dim` on each rank, or None. In an eager call, this function checks `rows`. In a traced
+        call, the check runs with the operator.
     """
     if rows is None:
         return None

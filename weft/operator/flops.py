@@ -29,7 +29,7 @@ _formulas: dict[Any, Any] = {}
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register the FLOP formulas of `op` and of its backward, as far as torch's dispatcher has them as operators."""
+    """Register the FLOP formula of `op` and, if its backward is also an operator of torch's dispatcher, of its backward."""
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:

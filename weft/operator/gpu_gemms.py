@@ -1,5 +1,5 @@
-"""A timer for GEMMs, which `weft.plan.gemms.measure` uses. It runs on the GPU and on the tensors of a call, before the
-call.
+"""A timer for GEMMs on the GPU, which `weft.plan.gemms.measure` uses. It runs before a call and uses the call's tensors
+as operands, to save memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class GemmTimer:
     - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
     - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
       rows, the timer allocates memory.
-    - Left operand: random numbers. Nothing has been gathered yet, and with zeros the GPU would run at a higher clock.
-      The numbers are stored in the gathered x if the call returns x. Otherwise they take new memory of the same size,
-      which is freed with this object. The serial schedule needs the same amount.
+    - Left operand: random numbers, because the gathered x does not exist before the call. (Zeros would draw less power,
+      so the GPU would run at a higher clock.) If the call returns x, the numbers are stored in the memory of x.
+      Otherwise they take new memory of the same size, which is freed with this object. The serial schedule needs the
+      same amount.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:

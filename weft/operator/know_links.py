@@ -51,10 +51,9 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return two values: False if WEFT_SELF_CALIBRATION=0, and the saved links.
+    """Return (True if this rank may measure links: WEFT_SELF_CALIBRATION is not 0, the saved links or None).
 
-    The second value is None if no links are saved, and on all ranks except the first, which alone looks for saved
-    links.
+    Only the first rank looks for saved links. Other ranks return None as the second value.
     """
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None

@@ -2,8 +2,9 @@
 sharded.
 
 If a model shards activations along the sequence, some parameters are replicated on all ranks: a norm's weight, an
-embedding, the bias of a row-parallel layer. Each rank's gradient covers only its own positions, so the true gradient is
-the sum over ranks. If each rank stepped with its own gradient, the copies would silently diverge.
+embedding, the bias of a row-parallel layer. Each rank's gradient covers only its own positions in the sequence, so the
+true gradient is the sum over ranks. If each rank updated its copy with its own gradient, the copies would silently
+diverge.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tells_peers(forward: F) -> F:
-    """Decorate `forward` of a module with a `group_name`: notify peers of errors that only this rank raises.
+    """Decorate a module's `forward`, so that this rank notifies its peers of errors that only this rank raises. The
+    module must have the attribute `group_name`.
 
     Such errors occur before the first collective (bad input) or between two collectives (in an activation). The peers'
     next call raises `RefusedError` (`weft.operator.together.tell`). Under torch.compile the decorator does nothing.
@@ -133,8 +135,8 @@ def compare_options(
 ) -> None:
     """Record the options of a layer's call. Ranks compare them at the group's next call (`weft.symm.layers`).
 
-    The layer's operators do not see these options. Each layer calls this function after its input checks and before its
-    first operator.
+    The comparison of the layer's operators does not cover these options. Each layer calls this function after its input
+    checks and before its first operator.
 
     is_collective: True if the layer's forward needs all ranks.
     options: numbers, flags, functions and modules. A function is compared by name, a module by type and eps. Omit

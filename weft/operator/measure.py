@@ -100,7 +100,10 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which executors of a problem family share memory; "" for users' builders."""
+    """Return the name under which the executors of a candidate share memory for all sizes of a problem family.
+
+    Return "" for a schedule of the user's own (`weft.builders.builder`), whose executors do not share memory.
+    """
     return "" if plan.from_outside(p, candidate) else candidate.name
 
 
@@ -117,7 +120,8 @@ def measured(
     """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
     (`weft.plan.autotune`). All ranks must make this call.
 
-    For a group on several hosts, times are cached for these hosts only, since times on one host would be far too short.
+    For a group on several hosts, times are cached under the names of the hosts. Between hosts a call takes much longer
+    than within one host, so the times must not be mixed.
 
     serial: a function that runs the operator unfused, to be timed. None: an executor runs the serial schedule.
     rounds: how often each schedule is timed.

@@ -1,9 +1,9 @@
 """The fast path for repeated calls, without checks, normalisation and lookups.
 
 A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
-hold. Four things are known: the compiled operator, the tensor for each buffer, the shapes of the results, and the form
-of the returned value. A replay only has to count the call, add it to the digest that ranks compare, allocate results
-and run the schedule. It also reports errors to peers (`weft.operator.together`).
+hold. Four things are known: the compiled operator, the argument for each buffer, the shapes of the results, and the
+structure of the returned value. A replay only has to count the call, add it to the hash of calls that ranks compare,
+allocate results and run the schedule. It also reports errors to peers (`weft.operator.together`).
 
 One native call (`csrc/replay.cpp`) makes a replay. A *recipe* tells native code how to make a value, such as an
 argument of torch's GEMM, from the arguments of the new call. Unfused calls on GPUs run no Python function of weft:
@@ -75,8 +75,8 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path, recorded for replay.
 
-    results: the results in the order of the output buffers. apply: the `apply` of the autograd Function if gradients
-        are wanted; `inputs` is then None.
+    results: the results in the order of the output buffers. apply: the method `apply` of the operator's
+        `torch.autograd.Function` if gradients are wanted, otherwise None. If gradients are wanted, `inputs` is None.
     """
 
     op: Operator[Any]
@@ -101,8 +101,8 @@ def seen(*what: Any) -> None:
 class _Known:
     """The calls of a public function that can be replayed.
 
-    calls: recorded calls by signature; None for signatures that must take the slow path. families: recorded unfused
-        calls for any number of rows.
+    calls: recorded calls by signature; None for signatures that must take the slow path.
+    families: recorded unfused calls for any number of rows, by a signature that omits the number of rows.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,9 @@ class _UnlikeError(Exception):
 
 
 class _Short:
-    """The base class of recorded calls, with the fields and methods that native code (`_core.KnownCall`) uses."""
+    """The base class of calls that are recorded for the fast path. Native code (`_core.KnownCall`) uses its fields and
+    methods.
+    """
 
     any_rows = differentiated = notes = False
     fingerprint, what = 0, ""
@@ -222,8 +224,10 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe `returned` for a function's results. If `Operator.averages` is True for the call, add the
+        """Return the recipe `returned`. If the public function averages (`Operator.averages`), return the recipe with a
         division of the first result by the number of ranks.
+
+        returned: the recipe that makes the return value of the public function.
         """
         if not self.op.averages(call):
             return returned
@@ -273,8 +277,8 @@ class Replay(_Short):
         return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor has run with these strides, and its memory still exists. Otherwise the call takes the
-        slow path.
+        """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise the
+        call takes the slow path.
         """
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
@@ -345,7 +349,9 @@ class Passing(_Short):
         return known
 
     def begin(self, rows: int) -> int | None:
-        """Return the fingerprint of a call with `rows` rows; None if the call must take the slow path."""
+        """Return the number that a call with `rows` rows adds to the hash of calls that ranks compare; None if the call
+        must take the slow path.
+        """
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
         return passing_fingerprint(self.op.name, self._family, rows)
@@ -370,10 +376,11 @@ def _native_call(
 ) -> _core.KnownCall:  # fmt: skip
     """Return the native object that replays a call.
 
-    of: the Python object for the rest of the work.
-    steps: the unfused call as torch calls, if native code runs it. inputs: the input buffers.
-    given: the arguments. returned: the recipe of the returned value.
-    is_serial: (for calls, for captured calls) True if native code runs `steps`.
+    of: the recorded call, whose methods native code calls for the work that remains in Python.
+    steps: the unfused call as a list of torch calls, which native code runs; None if Python runs the call.
+    given: the tensor arguments of the recorded call. inputs: the tensor of each input buffer in the recorded call.
+    returned: the recipe that makes the return value of the public function.
+    is_serial: two flags, for calls and for calls under CUDA graph capture: True if native code runs `steps`.
     """
     plain, recipe = None, None
     if steps is not None:
@@ -394,8 +401,10 @@ class _Given:
     The path ("given", 0) is the first positional argument, ("given", 1, 0) the first entry of the list that is the
     second argument, and ("named", "x") the keyword argument x.
 
-    strided: which views of an argument a recipe may make. True: any strides (slow in autograd). False: only reshaped
-        views. None: only reshaped views of tensors without a dimension of size `rows`.
+    strided: the views of an argument that a recipe may make. True: views with any strides, which are slow in autograd.
+        False: only reshaped contiguous tensors.
+        None: as False, but only tensors without a dimension of size `rows`. None is for calls whose number of rows
+        changes, because the recipe of a view has a fixed shape.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -417,7 +426,8 @@ class _Given:
         """Return a recipe that makes `value` from the call's arguments. `value` is a tensor, a list of tensors, or a
         constant.
 
-        is_scale: True if `value` may be a tensor of one element in another shape.
+        is_scale: True if `value` is a scale. If it has one element, an argument with one element in any shape is used
+            without a view.
         """
         if isinstance(value, torch.Tensor):
             return self._place(value, is_scale)
@@ -428,7 +438,8 @@ class _Given:
     def returned(self, value: Any, *, views: bool) -> Place:
         """Return a recipe that makes `value`, the return value of the public function, from the operator's results.
 
-        views: False to raise `_UnlikeError` if `value` contains a view of a result, because views have fixed sizes.
+        views: True if `value` may contain views of results. Pass False if the shapes of results may change, because the
+            recipe of a view has a fixed shape: such a `value` then raises `_UnlikeError`.
         """
         if isinstance(value, torch.Tensor):
             place = self._place(value, False)

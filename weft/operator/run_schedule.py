@@ -58,9 +58,10 @@ def run_schedule(
     tensors: this rank's tensor for every input and output buffer, by name. Each is [rows, columns] with the buffer's
         dtype, and all are on one device. Rows must be contiguous. A tensor that only GEMMs use may also be the
         transpose of a tensor with contiguous rows. An output must not overlap any other tensor in memory. Outputs are
-        overwritten, and autograd is notified as for torch's out= tensors. For an output with a dynamic number of rows,
-        pass a function that takes the number of rows and returns a new tensor. On GPUs you can also pass a tensor with
-        at least this number of rows. An input may have more rows than its dynamic number; these rows are not read.
+        overwritten, and autograd is notified as for torch's out= tensors. If an output's number of rows is dynamic (known
+        only during the run), pass a function that takes the number of rows and returns a new tensor. On GPUs you can
+        also pass a tensor with at least this number of rows. If an input's number of rows is dynamic, you can pass a
+        tensor with more rows, which are not read.
     group: the process group, or its name. All ranks must make the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank. On GPUs the call then synchronises with the device.
@@ -85,7 +86,7 @@ def run_schedule(
     - `ValueError` for bad input if the group has one rank, and for a bad group.
     - `DisagreementError` if ranks pass different schedules.
     - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is
-      impossible or exceeds the rows of an input.
+      negative, is too large, or exceeds the rows of an input.
     - `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step's function. The group then
       fails on all ranks.
     """
@@ -143,7 +144,7 @@ def _run(
 
 
 class _Compiled:
-    """The executor of a schedule on a group, with the attributes that the cache needs."""
+    """The executor of a user's schedule on a group, with the attributes of a cache entry (`weft.operator.cache.Entry`)."""
 
     family, came_back, called_at, key = None, False, 0, None
 

@@ -1,7 +1,7 @@
 """The choice of a schedule for a call.
 
     pinned by name       this schedule
-    "heuristic"          the choice of FiCCO's heuristic
+    "heuristic"          the pick of the static heuristic in the FiCCO paper (`weft.plan.heuristic`)
     default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
     "autotune"           by measurement on every machine
 
@@ -17,9 +17,9 @@ the slowest rank's times.
 On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the CPU
 get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because in a replay the CPU does
 not delay the device either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine
-file). If a graph slows down collectives, the times therefore favour serial. weft does not capture graphs for timing:
-after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine, single calls are
-timed, including CPU time.
+file). A graph may slow down collectives, which most of all slows down serial. Then the times make serial look faster
+than it is in a graph. weft does not capture graphs for timing: after a capture, NCCL or cuBLAS may launch differently
+until the process ends. On an unknown machine, single calls are timed, including CPU time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return the text about schedules that ranks compare: the pinned name, or the names of users' registered builders."""
+    """Return a text about the wanted schedule, which must be equal on all ranks: the pinned name or, without a pinned
+    name, the names of the builders that the user has registered (`weft.builders.builder`).
+    """
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said

@@ -1,11 +1,13 @@
 """Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers they use.
 
-A group measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A group that uses only
-pinned schedules never measures. Ranks exchange the numbers that they have. The first rank's source decides:
+The measured numbers are rates and times for the planner. A group measures at most once, at its first choice of a
+schedule, where ranks synchronise anyway. A group that uses only pinned schedules never measures. The decision depends
+on the numbers that the first rank has for its GPU:
 
-    a calibration, or a machine file    no rank measures
-    a self-calibration                  every rank uses it
-    neither                             all ranks measure, if every rank can, and use the first rank's numbers
+    a calibration (`weft plan calibrate`), or a machine file    no rank measures
+    a saved self-calibration                                    every rank uses it
+    neither                                                     all ranks measure, if every rank can, and use the first
+                                                                rank's numbers
 
 A rank cannot measure:
 
@@ -57,7 +59,7 @@ MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[
 
 
 class _Stand(NamedTuple):
-    """The state of a rank before the self-calibration: its GPU, and on the first rank the calibration that it has."""
+    """The facts about a rank that decide if the ranks measure. Ranks exchange them first."""
 
     name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host

@@ -98,23 +98,25 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the problem: the sizes of the call without a schedule. Raise `ValueError` if the call is invalid.
+        """Return the problem: the sizes, dtypes and options of the call, for which weft then chooses a schedule. Raise
+        `ValueError` if the call is invalid.
 
-        world: the number of ranks. most: the largest `size` of all ranks.
+        world: the number of ranks. most: the largest result of the method `size` on any rank.
         """
 
     def size(self, call: C) -> int:
-        """Return a size of the call that may differ between ranks, such as the number of tokens. `said` must not
-        contain it.
+        """Return a size of the call that may differ between ranks, such as the number of tokens. The text of the method
+        `said` must not contain this size, because all ranks must have the same text.
 
-        `problem` gets the largest size of all ranks as `most`.
+        The method `problem` gets the largest size of all ranks as `most`.
         """
         return 0
 
     def said(self, call: C, world: int) -> str:
         """Return the description of the call that must be equal on all ranks. Raise the errors of `problem`.
 
-        If the text has several lines, messages show the first line and the first later line "name: value" that differs.
+        The text may have several lines. Lines after the first have the form "name: value". If the ranks' texts differ,
+        the error shows the first line, and of the later lines the first that differs.
         """
         return str(self.problem(call, world, self.size(call)))
 
@@ -134,17 +136,17 @@ class Operator(ABC, Generic[C]):
         """Return two tables of row counts: the rows that this rank sends to each rank, and those that it expects from
         each.
 
-        Both are int64 [world, n]: row r is about rank r, for example with a count for each of n experts. The n numbers
-        that a sender has for a receiver must equal the numbers that the receiver expects from the sender. Return None
-        for an operator without such tables.
+        Both are int64 [world, n]. Row r of the first table has the n counts of rows that this rank sends to rank r, such
+        as a count for each of n experts. Row r of the second table has the counts that this rank expects from rank r.
+        weft checks that sender and receiver have the same counts. Return None for an operator without such tables.
         """
         return None
 
     def key(self, call: C) -> Hashable:
         """Return the key in the cache of compiled operators. Calls with equal keys share a compiled operator.
 
-        If two calls have different keys, their `said` must differ too. Otherwise a shape could be new on some ranks
-        only.
+        If two calls have different keys, their texts `said` must differ too. Otherwise ranks could make calls with
+        equal texts, for which only some ranks have to compile an operator.
         """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
@@ -247,12 +249,13 @@ class Operator(ABC, Generic[C]):
     def beside(
         self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Tensors | None
     ) -> Any:
-        """Start work for backward right after the call. Return an object, which `gradients` receives as `beside`.
+        """Start work for backward right after the call. Return any object, which `gradients` receives as `beside`.
 
-        The object exists as long as the autograd graph. If autograd must watch a tensor for in-place changes, return
-        the tensor from `saved`, and do not refer to it in the object.
+        The object exists as long as the autograd graph. Do not keep tensors in it that autograd must watch for in-place
+        changes: the method `saved` must return these tensors instead.
 
-        inputs: the inputs of the call; None for a compiled call, which runs this method at the start of its backward.
+        inputs: the input buffers of the call, by name; None for a compiled call, which runs this method at the start of
+            its backward.
         """
 
     def require_backward(self, beside: Any) -> None:
@@ -291,11 +294,10 @@ class Operator(ABC, Generic[C]):
     def own_executors(
         self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
-        """Return the executors of calls with this call's `key`, for an operator that has its own kernels. All ranks
-        must make this call.
+        """Return the executors of calls with this call's `key`. All ranks must make this call.
 
-        The default is for operators without own kernels: the planner chooses a schedule, and an executor of schedules
-        runs it. An operator that overrides this method must obey these rules:
+        Override this method only for an operator with its own kernels. For other operators, the planner chooses a
+        schedule, and an executor of schedules runs it. An operator that overrides this method must obey these rules:
 
         - Options of the call choose the executor. Users cannot pin a schedule.
         - Two calls with equal `key` can use the same executor.
@@ -307,11 +309,14 @@ class Operator(ABC, Generic[C]):
     # --- benchmarks ---
 
     def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
-        """Return a call of `p` with random numbers, on the generator's device."""
+        """Return a call of the problem `p` with random tensors on the generator's device, for benchmarks."""
         raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement drawn()")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
-        """Return the results of a rank in float64. calls: the calls of all ranks."""
+        """Return the correct results of a rank in float64, against which benchmarks check the operator's results.
+
+        calls: the calls of all ranks, since results may depend on the tensors of every rank.
+        """
         raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement expected()")
 
     # --- derived from these ---

@@ -173,8 +173,9 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    The error becomes the refusal of this rank's next call, and is raised by the peers' next call. On CPU the group
-    stays usable. On GPUs the group fails if a peer has already made its next call.
+    In place of the layer's next call, this rank counts a call that it refuses. The peers' next call pairs with this
+    refused call, so it raises `RefusedError` with the text of `error`. On CPU the group stays usable. On GPUs the group
+    fails if a peer has already made its next call.
 
     what: the layer, for error texts.
     like: as for `together`.
@@ -206,9 +207,10 @@ def agree(
     ranks must make this call.
 
     Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
-    details differ. If only details differ, the error shows them, or their first line that differs.
+    details differ. If only details differ, the error shows the details, or the first line that differs.
 
-    check: a function that returns (text, details, number), as `weft.operator.agreement.Check`.
+    check: a function that checks this rank's call, and returns (a short text that describes the call, the full
+        description, called details, and a number), as `weft.operator.agreement.Check`.
     hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:
