@@ -1,4 +1,4 @@
-"""The errors of weft. Faults between ranks have named errors, whose texts give the values.
+"""The errors of weft. Their texts name the values, ranks and files that are involved.
 
 Bad arguments raise `ValueError` or `TypeError`, and bad files `UnreadableError`. Errors that involve other ranks are
 subclasses of `WeftError`.

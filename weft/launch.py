@@ -3,8 +3,8 @@ workers.
 
 Importing torch takes seconds in each new interpreter. A fork server imports torch once, and forks each rank in
 milliseconds. The fork server has no threads and no CUDA context, so that the fork is safe even if the calling process
-has both. Ranks find each other by a file in a private temporary directory. So no ports can collide, and no rank serves
-the others.
+has both. Ranks find each other by a file in a private temporary directory. So they need no TCP server, and no ports
+can collide.
 
 The function must be importable by name (a top-level function). Its arguments and results must be picklable; tensors are
 copied. If a rank raises, dies or exceeds the time limit, all workers are killed, and the next run starts new ones.
@@ -209,8 +209,8 @@ class Pool:
         """Wait for all ranks, and fill `results` with their return values or errors. Return the errors in order of
         arrival.
 
-        timeout_s: the time limit for all ranks. grace_s: the time that other ranks get after the first error. Without
-            `grace_s`, ranks that wait for the failed rank in a collective would wait until its deadline.
+        timeout_s: the time limit for all ranks. grace_s: the time limit for the other ranks after the first
+            error. Some of them may be in a collective with the failed rank, where they would wait until a deadline.
         """
         until = time.monotonic() + timeout_s
         failed: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The only reader of JSON and TOML files. Files may come from other users, so it enforces limits.
+"""The only reader of JSON and TOML files. Files may come from other users, so the reader enforces limits.
 
     files      regular files only: a pipe or a device is refused at once, without waiting for it
     size       bytes, nesting and number of values are checked before parsing

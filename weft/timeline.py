@@ -1,7 +1,8 @@
 """A record of each rank's work over time. Every executor can fill a `Timeline`, and `weft.trace` draws it.
 
-A span is one piece of work on one lane of one rank, such as pooling, a copy, or a wait. Times are in microseconds, on a
-clock that all ranks of a timeline share.
+A span is one piece of work of one rank, such as pooling, a copy, or a wait. A lane is the resource on which spans run
+one after the other, such as a CUDA stream, a copy engine or a CPU thread. Times are in microseconds, on a clock that
+all ranks of a timeline share.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def gradients_of_call(
 
     Autocast is disabled, because it would affect only some of the torch calls.
 
-    found: a function that returns the compiled operator, and the non-tensor state that forward kept for backward
+    found: a function that returns the compiled operator, and the object that forward kept for backward
         (`Operator.beside`). Peers are notified if the function raises.
     saved, grads: the tensors of `Operator.saved`, and the gradients of the results.
     number: the number that identifies the forward call, so that ranks can check that they run the same backward

@@ -85,8 +85,8 @@ def run_schedule(
       fails instead if a peer has already begun its run.
     - `ValueError` for bad input if the group has one rank, and for a bad group.
     - `DisagreementError` if ranks pass different schedules.
-    - `ScheduleError` if `verify` finds a fault, if the device cannot run a step, or on CPU if a dynamic size is
-      negative, is too large, or exceeds the rows of an input.
+    - `ScheduleError` if `verify` finds a fault, or if the device cannot run a step. CPU ranks also raise it if a dynamic
+      size is negative, is too large, or exceeds the rows of an input.
     - `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step's function. The group then
       fails on all ranks.
     """

@@ -72,8 +72,8 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return a text about the wanted schedule, which must be equal on all ranks: the pinned name or, without a pinned
-    name, the names of the builders that the user has registered (`weft.builders.builder`).
+    """Return a text about the wanted schedule, which must be equal on all ranks: the pinned name. Without a pinned name,
+    return the names of the builders that the user has registered (`weft.builders.builder`).
     """
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):

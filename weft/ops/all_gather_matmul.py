@@ -66,11 +66,11 @@ def all_gather_matmul(
         differ, the call raises `DisagreementError` before it sends anything.
     gather_dim: any dimension except the last.
     group: a process group, or its name.
-    return_A: True to return the gathered A too, which costs its memory and a copy of the arrived rows.
+    return_A: True to return the gathered A too. This needs memory for A, and copies the rows that arrive into it.
     schedule: the name of a schedule, such as "serial" or "shard[chunks=1,send=in_turn,by=dma]". `weft.plan.explain`
         lists the names. "autotune" times schedules at the first call of a shape, and caches the fastest
-        (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If the picked schedule cannot run,
-        weft warns with the reason and uses its default choice.
+        (docs/planning.md). "heuristic" takes the pick of the static heuristic in FiCCO (the paper in "Source"). If the
+        picked schedule cannot run, weft warns with the reason and uses its default choice.
     rows: the size of `gather_dim` on every rank, if ranks differ. Pass the same list on every rank.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
@@ -89,7 +89,8 @@ def all_gather_matmul(
         group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
         A. When it has grown, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured.
         After it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has
-        its own memory. Backward needs up to three times the size of A; on GPUs this is separate memory.
+        its own memory. Backward needs up to three times the size of A; on GPUs backward does not share the memory of
+        forward.
 
     Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
     ranks, not means.
@@ -105,7 +106,7 @@ def all_gather_matmul(
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 
-    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap" (FiCCO).
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -124,7 +125,8 @@ def all_gather_matmul(
 class _Call(NamedTuple):
     """The arguments as matrices.
 
-    rows: the number of rows of each rank's shard, if they differ. outer: the dimensions of A_shard (`outer_of`).
+    rows: the number of rows of each rank's shard, if the numbers differ. outer: the dimensions of A_shard before it was
+        reshaped to a matrix, which ranks compare (`outer_of`).
     """
 
     x: torch.Tensor

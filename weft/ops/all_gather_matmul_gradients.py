@@ -101,7 +101,7 @@ def partial_of(
 ) -> torch.Tensor:
     """Return sum_i grads[i] @ wts[i]: this rank's term of the gradient of x, which is a sum over ranks.
 
-    gathered: a tensor of the result's shape to add, the gradient of the gathered x that forward returned.
+    gathered: the gradient of the gathered x, if forward returned x. It is added to the result, and has its shape.
     """
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):

@@ -70,20 +70,23 @@ def all_gather_scaled_matmul(
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
         warning.
     A_scale: fp32. As in torch's op, the shape determines the meaning. The first case that applies counts:
-        - A_shard's shape with a last dimension of 1: a scale for each row of this shard. It is gathered with the rows.
+        - A_shard's shape with a last dimension of 1: a scale for each row of this shard. Scales are gathered with the
+          rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - If some rank has a single row (with uneven `rows`): one element in the shape of that rank's scales, such as
-          [1, 1]. It is the scale of every row of this shard.
-        - One element otherwise, such as a scalar: one scale for all of A. Pass the same value on every rank; weft does
-          not check it.
-    B_scales: fp32, one element each. With row-wise A_scale also [1, N_i], a scale for each column.
+        - One element in the shape of a row-wise scale for one row, such as [1, 1], if some rank has only one row
+          (possible with uneven `rows`): the scale of every row of this shard. The rank with one row cannot distinguish
+          it from row-wise scales, so all ranks treat it as row-wise.
+        - One element in any other case, such as a scalar: one scale for all of A. Pass the same value on every rank;
+          weft does not check it.
+    B_scales: for each B, its fp32 scale: one element. With row-wise A_scale also [1, N_i], a scale for each column.
     biases: for each B, [N_i] or None. A bf16 or fp16 result needs a bias of its own dtype, an fp8 result needs a bf16
         bias, and an fp32 result cannot have a bias. None: no biases.
-    result_scales: None, or a list of None. Scale B_scales instead.
-    out_dtypes: for each B, torch.bfloat16, float16 or float32. If A_scale and B_scales have one element each, also
-        float8_e4m3fn (or None in the list, which means the same). fp8 results saturate at the largest fp8 number. If
-        out_dtypes is None: bfloat16 for all.
+    result_scales: must be None, or a list of None: scales of results are not supported. Multiply B_scales by them
+        instead.
+    out_dtypes: the dtype of each result: torch.bfloat16, float16 or float32. If A_scale and B_scales have one element
+        each, also float8_e4m3fn; an entry None means float8_e4m3fn too. fp8 results saturate at the largest fp8 number.
+        If the whole argument is None, all results are bfloat16.
     use_fast_accum: for each B, True for faster, less exact accumulation. None: False for all.
     return_A: True to return the gathered A too, as torch's op always does. False allows more schedules and saves a
         copy.
@@ -113,7 +116,8 @@ class _Call(NamedTuple):
     """The arguments as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's names of the results' dtypes. rows: the number
-        of rows of each rank, if they differ. outer: the dimensions of A_shard (`outer_of`).
+        of rows of each rank, if they differ. outer: the dimensions of A_shard before it was reshaped to a matrix, which
+        ranks compare (`outer_of`).
     """
 
     x: torch.Tensor

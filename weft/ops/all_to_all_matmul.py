@@ -68,17 +68,19 @@ def all_to_all_matmul(
         They must sum to T. The values are checked on CPU only. On GPUs a check would wait for the device, and wrong
         values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
-    max_rows: an upper bound on the number of rows that this rank receives. With None, y has exactly the received rows.
-        To read their number, the CPU then waits once for the GPU, mostly while GEMMs run. With a number, y has that
-        many rows, and rows beyond the received ones are not written. The CPU then never waits, and a CUDA graph can
-        capture the call unless the schedule is "serial". The number may differ between ranks and between calls.
+    max_rows: an upper bound on the number of rows that this rank receives, or None. With None, y has exactly the
+        received rows. The CPU then waits once for the GPU to read their number. Most schedules launch the GEMMs before
+        this wait. With a number, y has that many rows, and rows beyond the received ones are not written. The CPU then
+        never waits, and a CUDA graph can capture the call unless the schedule is "serial". The number may differ
+        between ranks and between calls.
     return_received: True to return `received` too.
-    capacity: the largest number of tokens of any rank in any call, equal on all ranks. Memory suffices even if a rank
-        sends all of its tokens to one peer. Default: slightly more than the largest T at the first call of this shape.
+    capacity: the largest number of tokens T of any rank in any call, equal on all ranks. weft allocates memory for
+        arriving tokens by this number, enough even if every rank sends all its tokens to one peer. Default: slightly
+        more than the largest T at the first call of this shape.
     schedule: the name of a schedule, such as "serial" or "dispatch[by=kernel,rest=together]". "autotune" times
         schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" takes the pick of
-        FiCCO's static heuristic. If the picked schedule cannot run, weft warns with the reason and uses its default
-        choice.
+        the static heuristic in FiCCO (the first paper in "Sources"). If the picked schedule cannot run, weft warns with
+        the reason and uses its default choice.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
         which uses the timeout of the process group.
@@ -93,11 +95,12 @@ def all_to_all_matmul(
     The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) sets up memory and kernels on all ranks,
     which takes milliseconds to seconds. Make it before you capture a CUDA graph.
 
-    Memory: y, an eighth larger if it is allocated before its number of rows is known, and symmetric memory of (W - 1) x
-        capacity x K elements. CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of the
-        last 64 shapes, and of shapes that a CUDA graph has captured. Memory of large shapes that are no longer called
-        is freed sooner. Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The serial
-        schedule instead needs memory for twice the received rows, each K wide.
+    Memory: y, and symmetric memory of (W - 1) x capacity x K elements. On GPUs without max_rows, y may be allocated
+        before its number of rows is known. Its memory is then about an eighth larger than expected from earlier calls.
+        CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of the last 64 shapes, and of
+        shapes that a CUDA graph has captured. Memory of large shapes that are no longer called is freed sooner.
+        Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The serial schedule needs 2
+        x K elements for each received row, in place of symmetric memory.
 
     Differentiable once in tokens and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums
     over rows, not means.
@@ -117,8 +120,8 @@ def all_to_all_matmul(
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.
 
-    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (an
-        all-to-all before the GEMMs of experts). "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap" (FiCCO), II-A and IV-B2
+        (an all-to-all before the GEMMs of experts). "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
         Compute & Collectives", 7.1 and 7.2, where the all-to-all follows the GEMM.
     """
 
@@ -138,8 +141,8 @@ def all_to_all_matmul(
 class _Call(NamedTuple):
     """The arguments of a call.
 
-    return_x: True to return the received tokens too. The backward of `matmul_all_to_all` sets it, in a call without
-        gradients whose max_rows is the number of received rows.
+    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it. Its call needs no
+        gradients, and passes the number of received rows as max_rows.
     """
 
     tokens: torch.Tensor
@@ -285,9 +288,10 @@ class _AllToAllMatmul(Operator[_Call]):
         If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers. Backward then
         sends tokens again during one GEMM, and gradients during the other.
 
-        Forward does not save the received tokens, for two reasons. The next call overwrites them, so each call would
-        have to copy them. And calls with gradients would count as a separate shape, whose schedule and bits may differ
-        when activation checkpointing recomputes them.
+        Forward does not save the received tokens, for two reasons. First, the next call overwrites them, so each call
+        would have to copy them. Second, calls with gradients would then be a shape of their own, perhaps with another
+        schedule than calls without gradients. Activation checkpointing may run forward first without gradients, and then
+        with gradients. The two results could differ by rounding.
         """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:

@@ -92,8 +92,8 @@ def embedding_all_to_all(
         `slice_size` vectors of a sample (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools
         everything, calls NCCL's all-to-all, and reorders the columns. "auto" uses the transport with the shortest
         predicted time on this GPU (`weft.plan.explain`). Calls with similar numbers of samples share one choice. On
-        CPU, and on GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, every transport
-        is "serial".
+        CPU, and on GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, weft uses
+        "serial" for every value.
     slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of consecutive vectors that
         a thread stores. "direct" on GPUs ignores slice_size.
     order: "remote_first" pools the samples of peers before this rank's own; "natural" pools samples in the order of the
@@ -110,14 +110,14 @@ def embedding_all_to_all(
         "serial" has no such buffers: its results are ordinary tensors.
     output_dtype: "fp16" or "bf16" rounds each pooled vector, which is summed in fp32, to this dtype before sending.
         This halves the bytes sent for fp32 tables. Gradients are sent in the same dtype. "table": the tables' dtype. On
-        CPU, such calls use transport "serial".
+        CPU, calls with "fp16" or "bf16" use transport "serial".
     update: an optimizer with its states for `weights`. Backward then reduces the gradients of each row that the batch
         has read, updates the row in place, and returns no gradient of the tables. A second backward of the same call
         raises `WeftError`. Not supported under torch.compile.
     sparse: True for sparse COO gradients of tables, in which each row occurs once, in ascending order. Not supported
         with `update` or under torch.compile.
-    requires_grad: True if tables of other ranks require gradients. Pass it on ranks without tables, in calls without
-        `update`. Ranks with tables derive it from their weights.
+    requires_grad: for ranks without tables, in calls without `update`: True if the tables of other ranks require
+        gradients, so that this rank takes part in backward. Ranks with tables need not pass it: their weights show it.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). It applies in
         backward too.
     timeline: records the times of all steps, for profiling. On GPUs the call then synchronises with the device.
@@ -198,8 +198,8 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None
 class _Call(NamedTuple):
     """The arguments of a call.
 
-    keys, stride, whole: as in `JaggedInput`. The fields from `states` on are the fields of `Training`. The fields from
-        `sharding` on are the fields of `Form`.
+    keys, stride, whole: as in `JaggedInput`. The fields `states` to `deterministic` are those of `Training`, with the
+        options of backward. The fields `sharding` to `output_dtype` are those of `Form`, with the options of forward.
     """
 
     weights: list[torch.Tensor]

@@ -177,8 +177,11 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices. norm, eps: both or neither. average: True if the public function divides the sum
-    by the number of ranks. outer: the dimensions of x (`outer_of`).
+    """The arguments as matrices.
+
+    norm, eps: the weight and the epsilon of the norm; both are None without a norm. average: True if the public function
+        divides the sum by the number of ranks. outer: the dimensions of x before it was reshaped to a matrix, which
+        ranks compare (`outer_of`).
     """
 
     x: torch.Tensor

@@ -75,10 +75,10 @@ def matmul_all_to_all(
         ranks, as passed to `all_to_all_matmul`. The values of received and splits are checked on CPU only. On GPUs a
         check would wait for the device, and wrong values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
-    rows: the number of this rank's tokens, the sum of splits. With a number, the CPU never waits, and a CUDA graph can
-        capture the call unless the schedule is "serial". With None, weft uses the number from the `all_to_all_matmul`
-        call that got this same splits tensor. Without such a call, the CPU waits to read the number from the GPU. Pass
-        rows on all ranks or on none.
+    rows: the number of this rank's tokens, which is the sum of splits, or None. With a number, the CPU never waits, and a
+        CUDA graph can capture the call unless the schedule is "serial". With None, weft looks for an earlier call of
+        `all_to_all_matmul` with the same tensor object splits, which has read the number. Without such a call, the CPU
+        waits to read the number from the GPU. Pass rows on all ranks or on none.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
     schedule: the name of a schedule for forward, such as "serial" or "combine[chunks=1,by=store]". "autotune" times
@@ -99,10 +99,10 @@ def matmul_all_to_all(
     backward before you capture a CUDA graph.
 
     Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
-        `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs
-        memory for twice the received rows, each N wide. Backward needs memory for the rows of y's gradient that this
-        rank receives; twice as much if a rank has several experts. Overlapped backward also needs as much symmetric
-        memory as overlapped forward.
+        `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs 2
+        x N elements for each received row. Backward needs memory for the rows of y's gradient that this rank receives;
+        twice as much if a rank has several experts. Overlapped backward also needs as much symmetric memory as
+        overlapped forward.
 
     Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over
     rows, not means. Backward sends the gradient of y to the experts once. The transfer overlaps with GEMMs if

@@ -135,11 +135,11 @@ def matmul_reduce_scatter(
 class _Call(NamedTuple):
     """The arguments as matrices: the call computes x @ B.
 
-    average: True if the public function divides the sum by the number of ranks. outer: the dimensions of A
-        (`outer_of`).
+    average: True if the public function divides the sum by the number of ranks. outer: the dimensions of A before it was
+        reshaped to a matrix, which ranks compare (`outer_of`).
 
     To scatter columns, the call computes B^T @ A^T: the field x is then the argument B transposed, and the field B is A
-    transposed. outer is -1, followed by the leading dimensions of A.
+    transposed. outer is then [-1, leading dimensions of A], where -1 is the scattered dimension.
     """
 
     x: torch.Tensor

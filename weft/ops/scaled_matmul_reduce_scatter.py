@@ -68,8 +68,7 @@ def scaled_matmul_reduce_scatter(
         warning.
     A_scale: fp32. One element scales all of A. A tensor of A's shape with a last dimension of 1 scales each row of A.
     B_scale: fp32, one element. With row-wise A_scale it may also be [1, N], a scale for each column.
-    reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Each rank divides its own result. weft does not
-        check that reduce_op is equal on all ranks.
+    reduce_op: "sum", or "avg" (the sum divided by the number of ranks). Must be equal on all ranks.
     orig_scatter_dim: any dimension of output_shape except the last. Its size must be divisible by the number of ranks.
     scatter_dim_after_maybe_reshape: the dimension of A that contains orig_scatter_dim: orig_scatter_dim itself, or 0 if
         A is flattened to [rows, K] and output_shape has more dimensions. None: weft determines it.
@@ -81,8 +80,8 @@ def scaled_matmul_reduce_scatter(
     out_dtype: torch.bfloat16, float16 or float32, the dtype in which products are sent and reduced. None is refused: in
         torch's op it means fp8, which cannot hold sums. With row-wise scales, some GPUs support bfloat16 only.
     use_fast_accum: True for faster, less exact accumulation.
-    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so the
-        schedules "ring", with add=gemm and with tracked GEMMs are not available.
+    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot add to an existing result.
+        So the schedule "ring", schedules with add=gemm and schedules with tracked GEMMs (by=tracked) are not available.
 
     Returns this rank's part of the sum in out_dtype. Its shape is output_shape with the size of orig_scatter_dim
     divided by the number of ranks. In memory, orig_scatter_dim is the outermost dimension. Overlapped schedules round
@@ -178,8 +177,8 @@ class _Call(NamedTuple):
     """The arguments as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's name of the result's dtype. average: True if
-        the public function divides the sum by the number of ranks. outer: the leading dimensions of the product
-        (`outer_of`).
+        the public function divides the sum by the number of ranks. outer: the leading dimensions of the product before
+        it was reshaped to a matrix, which ranks compare (`outer_of`).
     """
 
     x: torch.Tensor

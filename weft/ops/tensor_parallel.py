@@ -8,8 +8,9 @@ A block needs one all-reduce in forward and one in backward. Each is fused with 
                                    optionally also RMSNorm(y)
                        backward    no collective
 
-All ranks continue with the same y, so the incoming gradient is complete and equal on every rank, as for DTensor's
-replicated tensors. (weft's operators differ: they return gradients of the sum of the ranks' losses.)
+All ranks continue with the same y. So in backward, the incoming gradient of y is complete and equal on every rank, as
+for DTensor's replicated tensors. (In weft's operators, a rank's gradient covers only its own loss, and backward sums
+over the ranks.)
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3, functions f
     and g.
