@@ -6,14 +6,14 @@ summed over the batch:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
     SGD                     w = w - lr * g
-    RowwiseAdagrad          s = s + mean(g * g)                            one number a row
+    RowwiseAdagrad          s = s + mean(g * g)                            one number per row
                             w = w - lr * g / (sqrt(s) + eps)
     Adagrad                 s = s + g * g
                             w = w - lr * g / (sqrt(s) + eps)
     Adam                    m = beta1 * m + (1 - beta1) * g
                             v = beta2 * v + (1 - beta2) * g * g
                             w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-    PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number a row
+    PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number per row
 
 t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`.
 States are float32 for tables of any dtype, and updates are computed in float32. The formulas are those of FBGEMM's
@@ -34,7 +34,9 @@ StateShape: TypeAlias = Literal["row", "element"]
 
 
 def state_shape(table: Sequence[int], shape: StateShape) -> tuple[int, ...]:
-    """Return the shape of a state of a table of shape `table`: [rows, columns] or [rows]."""
+    """Return the shape of an optimizer state of a table of shape `table`: [rows, columns], or [rows] if the state has
+    one number per row.
+    """
     return tuple(table if shape == "element" else table[:1])
 
 

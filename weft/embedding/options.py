@@ -46,7 +46,7 @@ class EmbeddingOptions:
 
     @property
     def refuses_bad_ids(self) -> bool:
-        """True if all ids are checked before anything is written. With hashing, no id is out of range."""
+        """True if calls raise for an id out of range before anything is written. With `hash`, no id is out of range."""
         return self.bounds_check == "fatal" and not self.hash
 
 

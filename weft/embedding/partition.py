@@ -1,6 +1,7 @@
 """Shardings of tables. A collection may mix table-wise, column-wise, row-wise and data-parallel tables.
 
-`EmbeddingSharding` and the operator treat each part as a separate table, so they do not depend on the kind of sharding.
+`EmbeddingSharding` and `weft.embedding_all_to_all` treat each part as a separate table, so they do not depend on the
+kind of sharding.
 
     TableWise      one part with the whole table
     ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
@@ -70,7 +71,7 @@ class DataParallel:
     """A sharding that copies the whole table to every rank.
 
     fused: True to update the table by the collection's `optimizer`. False to give it a `.grad` for a torch optimizer
-        instead: the mean over ranks, as DistributedDataParallel computes it, whatever `gradients` says. All
+        instead: the mean over ranks, as in DistributedDataParallel, even if the collection has gradients="sum". All
         data-parallel tables of a collection need the same value.
     """
 
@@ -201,7 +202,7 @@ class Partition:
 
     @cached_property
     def hashes_input(self) -> bool:
-        """True if ids are hashed before they are sent. Otherwise the operator hashes them."""
+        """True if ids are hashed before they are sent. Otherwise `weft.embedding_all_to_all` hashes them."""
         return self.hash and any(isinstance(sharding, RowWise) for sharding in self.shardings)
 
     @cached_property
@@ -249,7 +250,7 @@ class Partition:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. Ignore the field `rank` of these slots."""
+        """The blocks of output columns, in column order. The field `rank` of these slots has no meaning."""
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 
     def describe(self) -> str:

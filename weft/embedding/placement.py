@@ -143,8 +143,8 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """Return the rank of each table in the most even split into contiguous runs; None if some rank exceeds `limit` in
-    every split.
+    """Return the rank of each table in the most even split into contiguous runs; None if in every split some rank's
+    load exceeds `limit`.
 
     The most even split has the smallest sum of squared loads.
     """

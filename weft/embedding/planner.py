@@ -15,8 +15,8 @@ e bytes, and s bytes of states per row. Ids have 8 bytes. Then the bytes are
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4      2 (W - 1) / W rows (D + 1) 4
 
 share is the fraction of the table's ids that the part gets. With `rows`, the rank of a sample also reads a vector of
-each part, and sums these vectors. A replicated table with that many rows has a dense gradient of D float32 numbers and
-a float32 flag per row.
+each part, and sums these vectors. A replicated table has a dense gradient: for each of its rows D float32 numbers and a
+float32 flag.
 
 The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
 expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others

@@ -46,7 +46,7 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Call `_mark_tables` again, because `load_state_dict(assign=True)` replaces parameters by tensors without its marks."""
+    """Call `_mark_tables` for the tensors with which `load_state_dict(assign=True)` has replaced the parameters."""
     module._mark_tables()
 
 
@@ -84,12 +84,12 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         order of this list.
     group: a process group that contains this rank. There is no default: pass `dist.group.WORLD` for all ranks.
     device: the device of this rank's tables and features (default: the current GPU for an NCCL group, otherwise the
-        CPU). On "meta" the tables take no memory. Before the first call, use `to_empty(device=...)`, and then load
-        values or call `reset_parameters()`.
+        CPU). With device="meta" the tables take no memory. Before the first call, use `to_empty(device=...)`, and then
+        load values or call `reset_parameters()`.
     placement: the owner rank of each table, by name or in table order (default: balanced by
         `weft.embedding.place_tables`). `weft.embedding.ColumnWise` and `RowWise` shard a table, and `DataParallel`
-        copies it to every rank. The parameters are then the parts, with names such as "table[rows, columns]". Row-wise
-        and data-parallel tables need input="local_batch".
+        copies it to every rank. The parameters of a sharded table are its parts, with names such as "table[rows,
+        columns]". Row-wise and data-parallel tables need input="local_batch".
     rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: 1 per
         feature). Pass it if pooling factors differ, to balance the ranks.
     input: "local_batch": a rank passes all features of its own samples, as in TorchRec, and weft sends the ids to the

@@ -54,7 +54,8 @@ NAME = "ShardedEmbeddingCollection"
 
 
 class ShardedEmbeddingCollection(TrainedTables):
-    """Embedding tables that are sharded over `group`. A call returns a row for each id of each rank's own samples.
+    """Embedding tables that are sharded over `group`. On each rank, a call returns a row for each id of that rank's
+    samples.
 
     All ranks must construct the module with equal arguments, make every call, and run every backward. A call sends ids
     to the owners of their rows, and returns the rows. Backward sends the gradient of each returned row to the owner of
@@ -482,5 +483,5 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Call `_mark_tables` again, because `load_state_dict(assign=True)` replaces parameters by tensors without its marks."""
+    """Call `_mark_tables` for the tensors with which `load_state_dict(assign=True)` has replaced the parameters."""
     module._mark_tables()

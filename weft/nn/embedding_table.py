@@ -95,7 +95,7 @@ def first_values(table: EmbeddingBagConfig) -> str:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of `device` inside the context, and restore them at its end."""
+    """Seed the random number generators of the CPU and of `device` inside the context, and restore them at its end."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.default_generator.manual_seed(seed)

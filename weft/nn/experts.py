@@ -4,7 +4,7 @@
     routing         for each token its top_k experts and their weights, from the caller's router
     sort            repeat each token for each of its experts, and sort the copies by global expert
     h               weft.all_to_all_matmul: send tokens to their experts' ranks, multiply by gate_up_proj as they arrive
-    a               activation(gate) * up
+    a               activation(gate) * up, where gate and up are the halves of h
     y               weft.matmul_all_to_all: multiply by down_proj, send rows back as they are computed
     sum             the weighted sum of each token's rows
 
@@ -67,9 +67,9 @@ class ExpertParallelMLP(nn.Module):
     makes the slices from the state dict of all experts, and `weft.nn.local_state_dict` from the state dict of a whole
     model. Copies by `deepcopy` and pickle use the group with the same name.
 
-    Rows are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits. Calls
-    raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. If any rank's routing is invalid, every
-    rank raises `RefusedError`.
+    Expert outputs are weighted in x's dtype and summed in fp32, in the order of top_k, so equal calls give equal bits.
+    Calls raise the errors of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`. If any rank's routing is invalid,
+    every rank raises `RefusedError`.
     """
 
     def __init__(

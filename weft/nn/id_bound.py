@@ -45,6 +45,7 @@ def totals_of_ranks(
     CPU waits for the device.
 
     features: the features of this rank's samples. Invalid features count as 0 ids: a later check refuses them.
+        features_of_rank: the names of the features that each rank's tables read.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

@@ -70,7 +70,8 @@ def agree_on_module(
     deadline_s: float | None,
     module: str,
 ) -> tuple[EmbeddingSharding, int]:
-    """Return (the sharding, the first rank's seed) if all ranks have equal arguments. All ranks must make this call.
+    """Return (the sharding, the first rank's seed for initial values) if all ranks have equal arguments. All ranks must
+    make this call.
 
     Otherwise every rank raises `DisagreementError`, or, if a rank refused its arguments, `RefusedError` with the
     reason. said: further arguments to compare, by name. refusal: this rank's error about its own arguments. module: the

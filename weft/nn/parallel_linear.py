@@ -194,7 +194,7 @@ class RowParallelLinear(ParallelLinear):
     (`weft.matmul_all_reduce`). Backward then has no collective: ranks continue with the same result, so the incoming
     gradient must be complete and equal on all ranks.
 
-    in_features and the sequence must be divisible by the number of ranks. Other arguments are as for
+    in_features and the sequence length must be divisible by the number of ranks. Other arguments are as for
     `ColumnParallelLinear`.
 
     The parameters are `weight` [out_features, in_features/W], this rank's columns of an `nn.Linear`, and `bias`
@@ -246,7 +246,8 @@ class RowParallelLinear(ParallelLinear):
     def require_following(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None, of: nn.Module
     ) -> None:
-        """Raise `ValueError` for a residual or a norm that does not match, before the first collective of a call.
+        """Raise `ValueError` for a residual or a norm that does not fit the layer, before the first collective of a
+        call.
 
         of: the called module, whose last layer is this layer. x: the input of `of`.
         """

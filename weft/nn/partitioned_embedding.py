@@ -275,8 +275,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the pooled vectors from which the block is made. Vectors are numbered:
-        first those of all parts, and then those of data-parallel tables.
+        """For each block of output columns, the numbers of the pooled vectors from which the block is made. Numbers
+        count the vectors of all parts first, and then those of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots

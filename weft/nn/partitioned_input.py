@@ -1,8 +1,8 @@
 """The input of sharded tables: a rank's own samples, with the ids of row-wise tables sorted by the owners of the rows.
 
     given        all features of this rank's samples
-    parts        the features for the parts on all ranks. Whole tables and column-wise parts read the given features. Each part
-                 of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
+    parts        the features to send to the ranks of the parts. Whole tables and column-wise parts read the given features.
+                 Each part of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
     replicated   the features of data-parallel tables, which this rank pools itself
 
 An id out of range is sent to the nearest part, which handles it as out of range. Within each part, the ids of a bag
@@ -158,7 +158,7 @@ class _Arranging:
 
     @cached_property
     def _rows(self) -> list[torch.Tensor]:
-        """For each (row-wise table, feature), the row numbers of all its ids in the whole table."""
+        """For each (row-wise table, feature), the row of the whole table that each id reads."""
         found = []
         for table, feature in self.of.row_wise:
             ids = self.ids[self.block[feature]]

@@ -38,7 +38,7 @@ def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, A
     """Assemble parts into tables. Return each table of which this rank has parts, by table number, as a plain tensor or
     as a ShardedTensor of all ranks' parts.
 
-    own: (part, tensor) for this rank's parts. The tensors are weights, or all the same optimizer state.
+    own: (part, tensor) for this rank's parts. The tensors are the parts' weights, or one of their optimizer states.
     """
     partition: Partition = module.partition
     found: dict[int, Any] = {}

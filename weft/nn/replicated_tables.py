@@ -29,7 +29,7 @@ class ReplicatedTables:
     """The data-parallel tables of a collection, of which every rank of `group` has a copy.
 
     sharding: the tables, as if they belonged to a group of one rank.
-    weights: a function that returns this rank's copies.
+    weights: a function that returns this rank's copies of the tables.
     factor: a number by which gradients are multiplied after the sum over ranks: 1 / number of ranks for the mean.
     sparse: True if tables without an optimizer get sparse gradients.
     name: the name of the collection, for error texts.

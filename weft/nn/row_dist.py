@@ -35,8 +35,8 @@ class RowRoute:
 
     to_sent: for each id, its index among the sent ids.
     order: for each sent id, its index among the ids (the inverse permutation); None with `dedup`.
-    out, into: the numbers of ids to and from each rank.
-    counts: the number of ids by [source rank][part of this rank].
+    out, into: the numbers of ids sent to, and received from, each rank.
+    counts: the number of received ids by [source rank][part of this rank].
     """
 
     to_sent: torch.Tensor

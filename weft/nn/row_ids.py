@@ -73,7 +73,7 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attributes `places` and `rows` for `ids`, which read the sharded table number `table`."""
+        """Return (places, rows), as in the attributes of these names, of `ids` that read the sharded table number `table`."""
         partition = self._partition
         numbers = partition.parts_of(table)
         place_of = torch.tensor([self._place_of_part[n] for n in numbers], device=ids.device)

@@ -2,9 +2,9 @@
 the sequence.
 
 Every collective overlaps with the adjacent GEMM, in forward and in backward. Weights are [out, in]. B is the batch
-size, S the sequence length, W the number of ranks. Each rank has some rows of a column-parallel layer's weight, and
-some columns of a row-parallel layer's weight. A block needs two collectives in forward and two in backward, each fused
-with a GEMM:
+size, S the sequence length, H the hidden size, N the number of columns between the two layers, and W the number of
+ranks. Each rank has some rows of a column-parallel layer's weight, and some columns of a row-parallel layer's weight. A
+block needs two collectives in forward and two in backward, each fused with a GEMM:
 
     x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 

@@ -175,7 +175,7 @@ class ColwiseLinear(_DividedLinear):
 
 
 class RowwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `RowwiseParallel` has sharded. output_layout: `Replicate` or `Shard`."""
+    """An `nn.Linear` that `RowwiseParallel` has sharded. output_layout: the layout of the output, `Replicate` or `Shard`."""
 
     output_layout: Placement
     is_collective = True

@@ -21,8 +21,8 @@ def joined(
 ) -> Any:
     """Return table `number`, or one of its optimizer states, as a ShardedTensor.
 
-    module: the weft module, which provides the group and the device. own: this rank's parts. shape: the kind of state,
-        or "element" for the table itself.
+    module: the weft module, which provides the group and the device. own: this rank's parts. shape: "row" for a state
+        with one number per row, "element" for other states and for the table.
     """
     table, parts = partition.tables[number], [partition.parts[place] for place in partition.parts_of(number)]
     size, places = layout(table, parts, shape == "row")

@@ -44,10 +44,10 @@ def read_plan(
     module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
     fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
 ) -> ModulePlan:  # fmt: skip
-    """Return the plan of `module`, a collection. Raise `ValueError`, which names the table, for plans that weft does
-    not support.
+    """Convert `plan`, TorchRec's plan for the collection `module`. Raise `ValueError`, which names the table, for plans
+    that weft does not support.
 
-    config_of: converts TorchRec's config of a table.
+    config_of: a function that converts TorchRec's config of a table.
     """
     check_env(env)
     is_pooled = hasattr(module, "embedding_bag_configs")

@@ -23,7 +23,9 @@ from weft.words import kind
 
 
 class ShardedTables(FusedOptimizerModule):
-    """The base class of both sharded modules. It holds the tables, and wraps a module of weft, `weft_module`."""
+    """The base class of the sharded EmbeddingBagCollection and EmbeddingCollection. It holds the tables, and wraps a
+    module of weft, `weft_module`.
+    """
 
     weft_module: Any
     _optim: KeyedOptimizer
