@@ -1,7 +1,7 @@
 """torch's collectives under one name for all torch versions, and waits for them on CPU.
 
-Synchronous collectives call methods of the process group. `torch.distributed`'s functions call the same methods after
-their own checks. For small calls on GPUs, these checks and torch's log of collectives take as long as NCCL's launch.
+Synchronous collectives call methods of the process group directly. So they skip the checks and the log of
+`torch.distributed`'s functions, which for small calls on GPUs take as long as NCCL's launch.
 
 gloo's timeout is that of its process group, half an hour by default, and gloo cannot cancel a collective. So `finish`
 itself raises if the deadline passes, or if the group fails, during the wait. The collective then still runs. weft

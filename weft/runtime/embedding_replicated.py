@@ -2,7 +2,7 @@
 ranks' gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
-    parts      all ranks' values for a range of elements, by all_to_all_single; summed in the order of ranks
+    parts      by all_to_all_single, a rank gets all ranks' values for its range of elements, and sums them in the order of ranks
     reduced    the sums of all ranges, by all_gather
 
 So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. The bits depend on the
@@ -44,7 +44,7 @@ def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: to
     """Return this rank's gradients of all tables, flattened and concatenated in float32. A flag for each row follows: 1 if
     this rank has read the row.
 
-    grad: [samples, columns of all tables].
+    grad: the gradient of this rank's pooled vectors, [samples, columns of all tables].
     """
     device = device_code(grad.device)
     plain = replace(of, sparse=False, factor=1.0)

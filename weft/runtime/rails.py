@@ -101,7 +101,8 @@ class Rails:
         """Run one rendezvous. Return every rank's payload, by rank, and the data for `cargo.unpack`, by host.
 
         agree: a function that gets the payloads of this host's ranks, and returns True if these ranks make the same call.
-        meanwhile: work that needs no other rank, in short steps. It is complete on return.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are
+            done on return.
         """
         try:
             return self._exchange(payload, agree, cargo, deadline_s, name, meanwhile)

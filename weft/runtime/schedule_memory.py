@@ -49,8 +49,8 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
-    """Raise `DisagreementError` if ranks have different schedules. Raise `ScheduleError` if a step needs memory of a rank
-    on another host, which is not mapped. All ranks must make this call, and all raise.
+    """Raise `DisagreementError` if ranks have different schedules. Raise `ScheduleError` if a step needs memory of a
+    rank on another host, because such memory is not mapped. All ranks must make this call, and all raise.
     """
     mine = (schedule.name, fingerprint(schedule))
     found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")

@@ -63,7 +63,8 @@ class WithinHost:
     def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
         """Publish this rank's memory. Wait until all ranks of this host have published theirs.
 
-        meanwhile: work to do during the wait, in short steps. It may be incomplete on return.
+        meanwhile: work to do during the wait, as an iterator that does a short step for each item. Some steps may
+            remain on return.
         """
         self._advance()
         while self._is_missing() and next(meanwhile, self) is None:

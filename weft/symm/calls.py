@@ -101,7 +101,7 @@ class GroupCalls(_core.CallCounts):
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a peer's refusal, which says that this rank will not make the call.
+        """Return the answer to a peer's refusal. The answer says that this rank will not make the call either.
 
         Return None if this rank has already begun the call. Then it either refuses the call too, which notifies the
         peer, or it makes the call, and the group fails.

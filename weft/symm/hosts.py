@@ -120,7 +120,7 @@ def _ipv6(interface: str) -> list[str]:
 
 
 def _towards(host: str) -> str:
-    """Return the local address that the kernel would use for packets to `host`; "" if there is no route. Send nothing."""
+    """Return the local address that the kernel would use for packets to `host`; "" if there is no route. No packet is sent."""
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -222,7 +222,8 @@ def attempt_of(name: str) -> bytes:
 
 
 class Dialing:
-    """Connection attempts to all addresses of a peer's `port`, of which the first successful handshake wins.
+    """Attempts to connect to a peer's `port`, at all its addresses at once. The first connection with a successful
+    handshake is used.
 
     token: the peer's secret. rank, name: this rank, and the name of its attempt to set up the group.
     """

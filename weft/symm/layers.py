@@ -4,7 +4,7 @@ A layer may use options that its operators do not see: a rotary table, a mask, a
 layer records these options at the beginning of its forward, and the group's next call compares them:
 
     on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
-    on GPUs   in the CPUs' exchange at the first call of a shape, and later with the digests of calls (`weft.symm.calls`)
+    on GPUs   in an exchange between CPUs at the first call of a shape, and later with the digests of calls (`weft.symm.calls`)
 
 There are two records: one for layers whose forward needs all ranks, and one for other layers, such as norms, which a
 single rank may call alone. Compiled graphs record no options, so a record that is empty on a rank is not compared.
@@ -78,7 +78,7 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """True if two ranks have recorded different options. records: `Noted.records` of each rank; empty ones are ignored."""
+    """True if any two ranks have recorded different options. records: `Noted.records` of each rank; empty ones are ignored."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 

@@ -110,7 +110,7 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
-    """Return the description of calls with this plan that ranks compare in the rendezvous."""
+    """Describe calls with this plan. Ranks compare the description in the rendezvous."""
     return Topic("embedding_all_to_all", plan.said, difference=shown(comm, plan.said))
 
 

@@ -55,7 +55,7 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
     """Reorder the columns of `grad` by the rank that owns them, and convert to `dtype`. Return a flat tensor: for each
     rank, the matrix [samples, columns of its tables].
 
-    grad: [samples, columns of all tables].
+    grad: the gradient of this rank's output, [samples, columns of all tables].
     """
     samples, runs = len(grad), column_runs(sharding)
     pieces: list[list[torch.Tensor]] = [[] for _ in range(sharding.world_size)]

@@ -42,7 +42,7 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
     """Exchange the numbers of tokens. Return received [ranks, local experts], int64: the number of tokens from each rank for
     each expert of this rank.
 
-    splits: [experts of all ranks], the number of this rank's tokens for each expert.
+    splits: the number of this rank's tokens for each expert, [experts of all ranks].
     """
     world = group.size()
     if world == 1:

@@ -41,8 +41,10 @@ Cells: TypeAlias = np.ndarray[Any, Any]
 
 
 class FarFirst:
-    """Dispatch and combine of experts' rows that send the rows for other hosts first. For a communicator of CPU ranks on several
-    hosts. All ranks must construct it.
+    """The dispatch and the combine of experts' rows that send the rows for other hosts first. All ranks must construct
+    it.
+
+    comm: a communicator of CPU ranks on several hosts.
     """
 
     def __init__(self, comm: Communicator) -> None:
