@@ -62,8 +62,8 @@ def update_rows(
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
     """Group tables with similar numbers of ids. Return the groups, as lists of indices into `given`.
 
-    One call updates all tables of a group. For every table, its arrays have space for as many ids as the largest table
-    of the group has. So groups of similar tables waste little memory.
+    One call updates all tables of a group. For every table, the call's arrays have space for as many ids as the largest
+    table of the group has. So groups of similar tables waste little memory.
 
     With stochastic rounding each table is a group, because its random bits must not depend on other tables.
     """
@@ -138,8 +138,8 @@ def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) 
     """Return some of the `tables`.
 
     The random bits of stochastic rounding depend on the optimizer's seed, and on the table's index among the tables of
-    a call. A table that is alone in its call always has the index 0. So add its `number` to the seed, to give each
-    table different random bits.
+    a call. A table that is alone in its call always has the index 0. So add its `number` (`RowGradients`) to the seed,
+    to give each table different random bits.
 
     places: the indices of the tables to return, in `tables` and in `given`.
     """

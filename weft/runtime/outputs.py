@@ -11,8 +11,8 @@ across the next call is an error.
 
 A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use.
 So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out
-in every replay, and the buffer then becomes free again. Later calls may get it. Their results are copied out of this
-buffer too.
+in every replay, and the buffer then becomes free again. Later calls that get this buffer copy their results out of it
+too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return a tensor [shape] over buffer `slot`, which holds a result, for the user.
+        """Return the result in buffer `slot` for the user, as a tensor [shape] over the buffer's memory.
 
         The buffer becomes free when the user has dropped the tensor and all its views, unless the call was `captured` by a
         graph. If this was the last free buffer, return a copy instead, unless `count` is 1.

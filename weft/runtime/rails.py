@@ -6,7 +6,7 @@ data travel with the rendezvous:
 
     1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
         host, in shared memory
-    2   rank i of each host sends to rank i of each other host the payloads of its own host, and its data
+    2   rank i of each host sends the payloads of its host, and its data, to rank i of each other host
     3   if all payloads agree, the ranks use the data
 
 After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not

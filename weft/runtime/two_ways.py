@@ -1,6 +1,6 @@
 """A measured choice between two implementations of a call, for CPU ranks on several hosts.
 
-The second implementation sends the data of other hosts first, and computes this host's data meanwhile
+The second implementation sends the data of other hosts first, and works on this host's data while they are in transit
 (`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft
 measures both. The first calls of each size (a number of rows or samples) use the two implementations alternately, in
 blocks of calls. The first call of a block does not count, because it allocates memory.

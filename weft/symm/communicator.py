@@ -476,8 +476,8 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return the ids of other threads that run weft's code, or native code called by weft, except the threads of `_WATCHING`,
-    which call nothing that could abort the process at exit.
+    """Return the ids of other threads that run weft's code, or native code called by weft. Omit the threads that only
+    watch for failures (`_WATCHING`): they call nothing that could abort the process at exit.
     """
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_WATCHING)}
     return {

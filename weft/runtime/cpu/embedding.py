@@ -68,8 +68,8 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts: of bad indices (with the
-    first of them), slices sent, flags set, and events in the timeline.
+    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts: the number of bad indices
+    and the place of the first, then the numbers of slices sent, flags set, and events in the timeline.
 
     table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
     flags: with the transport `put`, the address in each rank's memory of the flags that this rank sets; else empty.

@@ -73,9 +73,9 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Describe the tables for native code, int64 [tables, 5]: the address of a table, the addresses of up to three
-    optimizer states, and the table's index among all tables of the call. Cache the result by `of.layout`, which
-    contains these addresses.
+    """Describe the tables for native code. Return int64 [tables, 5]: the address of a table, the addresses of up to
+    three optimizer states, and the table's index among all tables. Cache the result by `of.layout`, which contains
+    these addresses.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:

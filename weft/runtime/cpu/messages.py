@@ -147,7 +147,7 @@ class Arrival:
             _core.signal_add(self._counter, 1)
 
     def abandon(self) -> None:
-        """After an error, keep what gloo uses until the process ends, because the message may still arrive."""
+        """Keep what gloo uses for this message until the process ends. After an error, the message may still arrive."""
         if self._work is not None and not self._work.is_completed():
             leave(self._channels.groups, self._work, self._data)
         self._work = self._data = None

@@ -202,7 +202,7 @@ class Program:
             cast(Arrival, bound.call).begin()
 
     def abandon(self) -> None:
-        """Stop to wait for messages, after an error."""
+        """Stop waiting for messages after an error."""
         for bound in self.receives:
             cast(Arrival, bound.call).abandon()
 

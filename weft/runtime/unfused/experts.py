@@ -1,6 +1,6 @@
 """Expert parallelism without overlap: MoE dispatch with GEMMs, and GEMMs with MoE combine.
 
-    counts    all_to_all_single of splits: received [ranks, local experts]. The CPU waits for them
+    counts    all_to_all_single of `splits` gives `received`, [ranks, local experts]. The CPU waits for these counts
     tokens    all_to_all_single with these sizes. Tokens arrive ordered by source rank, and then by expert
     order     index_select, which reorders the tokens by expert, and then by source rank
     y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
