@@ -6,9 +6,9 @@ gradients to the owners.
     arrived   ids from peers, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of counts: how many ids it has for each
-part of that peer, and how many ids it has for each rank of the group. So every rank knows how many ids every rank would
-receive. If a rank would receive more than `max_ids`, all ranks raise.
+The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of counts: its number of ids for each
+part of that peer, and its number of ids for each rank. So every rank knows how many ids every rank would receive. If a
+rank would receive more than `max_ids`, all ranks raise.
 """
 
 from __future__ import annotations
