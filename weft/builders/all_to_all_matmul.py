@@ -155,8 +155,8 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 class _Dispatch(Draft):
     """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions for sizes.
 
-    The sizes follow from the buffer `counts`. counts: the role of this buffer: symmetric if peers write to it,
-    otherwise scratch.
+    The sizes follow from the contents of the buffer `counts`. Argument `counts` is the role of this buffer: symmetric
+    if peers write to it, otherwise scratch.
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
@@ -231,8 +231,8 @@ class _Dispatch(Draft):
 class Sending(_Dispatch):
     """A `Draft` (a schedule under construction) that exchanges the splits, and puts tokens into the peers' inboxes.
 
-    The splits are exchanged on the compute lane. Tokens are put on other lanes: one lane for all peers, or a lane for
-    each peer. The tokens for each peer are sent in `chunks` parts, each with a signal.
+    The compute lane exchanges the splits. Other lanes put the tokens: one lane for all peers, or a lane for each peer.
+    The tokens for each peer are sent in `chunks` parts, each with a signal.
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:

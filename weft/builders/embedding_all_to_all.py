@@ -10,8 +10,9 @@ A rank stores into a peer's output only after the peer has begun its run (signal
 caller may still read the previous result. With order="remote_first" a rank pools the samples of the next rank first,
 then continues around the ring; its own samples are last. "natural" is the order of the batch.
 
-One program pools a slice. In the paper a slice has vectors of one table for several samples. Several work-groups pool
-it, and the last work-group to finish, found by a bitmask, sends it. These schedules cannot express such slices.
+One program (thread block) of the kernel pools a slice. In the paper a slice has vectors of one table for several
+samples. Several work-groups pool it, and the last work-group to finish, found by a bitmask, sends it. These schedules
+cannot express such slices.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (other slices, flags,
 remote samples first). "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation

@@ -67,8 +67,9 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Product):
-    """A `Draft` (a schedule under construction) that overlaps. made: the symmetric buffer of this rank's product, from
-    which all ranks copy.
+    """A `Draft` (a schedule under construction) in which the all-gather overlaps with the GEMM.
+
+    made: the symmetric buffer of this rank's product, from which all ranks copy.
     """
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:

@@ -82,7 +82,9 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows that rank `owner` owns of `chunk`; of all its rows if `chunk` is None."""
+        """Return the number of rows in `chunk` of the rows that rank `owner` owns; None for all its rows. The last
+        ranks may own fewer than `m` rows.
+        """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
             return count
@@ -90,7 +92,9 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the row of x from which the first row of `owner`'s chunk is computed."""
+        """Return the index of the row of x from which the first row in `chunk` of `owner`'s rows is computed. chunk:
+        None for all rows.
+        """
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
 

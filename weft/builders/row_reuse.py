@@ -28,7 +28,7 @@ CACHES = tuple(2.0**power for power in range(18, 31))
 """The sizes of caches in bytes, from 256 KiB to 1 GiB, for which `found_in_cache` returns shares."""
 
 Table: TypeAlias = "tuple[float, float, float, int]"
-"""(rows, exponent of Zipf's law, rows a bag, bytes of a row)."""
+"""(rows of the table, exponent of Zipf's law for its ids, rows that a bag reads, bytes of a row)."""
 
 _ALONE, _GROWTH, _STEPS_OF_TIME = 16, 1.25, 2.0
 

@@ -73,7 +73,7 @@ class Comparison:
         return self.schedules[name]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the lines above the table as (label, text)."""
+        """Return the lines that are printed above the table of schedules, as (label, text)."""
         each = f"GEMMs or pooling {decimal_us(self.bound.compute_us)}, links {decimal_us(self.bound.links_us)}"
         return [
             ("operator", f"{self.problem.operator}: {self.problem.text}, {self.mode}"),

@@ -61,7 +61,7 @@ ranks.
 
 @dataclass(frozen=True)
 class Explanation:
-    """The planner's choice, with the machine and the heuristic's pick. As text it is what `explain` prints."""
+    """The planner's choice, with the machine and the heuristic's pick. `explain` returns it as a `str`."""
 
     choice: Choice
     machine: Machine
@@ -128,7 +128,7 @@ class Explanation:
         return lines
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the lines above the table as (label, text)."""
+        """Return the lines that `weft plan` prints above the table of candidates, as (label, text)."""
         p, choice = self.choice.problem, self.choice
         rows = {row.candidate.name: row for row in choice.rows}
         lines = [
@@ -239,7 +239,7 @@ def explanation(
     progress: Progress = lambda what, share: None,
     **options: Any,
 ) -> Explanation:
-    """Return the `Explanation` that `explain` prints. progress: see `weft.plan.predict.Progress`."""
+    """Return the `Explanation` that `explain` returns as text. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )

@@ -70,8 +70,8 @@ class GroupedMatmul(TileKernel):
     slot_rows: the number of inbox rows that are reserved for each peer.
     first_source, n_sources: the ranks whose rows are multiplied: `n_sources` consecutive ranks. The first is
         `first_source` ranks after this rank.
-    first_expert, n_experts: the range of local experts.
-    first_k, n_k: the range of the inner dimension k: columns of tokens, and rows of weights.
+    first_expert, n_experts: the local experts whose rows are multiplied, as (first, number).
+    first_k, n_k: the part of the inner dimension k that is multiplied, as (first, number): columns of tokens, and rows of weights.
     adds: True to accumulate into y.
     """
 

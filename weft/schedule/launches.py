@@ -11,7 +11,7 @@ Such a launch has these groups of steps, in order (a program is a thread block o
     waits        waits before the copy. All programs of the kernel poll for them
     body         the copy, and further copies. These either have the same source, with sets between them (`_fixed`), or follow
                  directly on the copy and read other parts of the same buffer (`_joins`)
-    sets         sets after a copy. The last program of the copy performs them
+    sets         sets after a copy. The last program of the copy to finish performs them
     waits_after  waits after the sets. The last program polls for them. They are included only if a delay of the sets causes no
                  deadlock: with these waits, the launch and its sets are issued only when the last of the waits is issued
 
@@ -37,9 +37,9 @@ class Launch(NamedTuple):
 
     The top of this file defines the groups of steps, `sets_before` to `waits_after`.
 
-    lane: the number of the lane.
-    first: the position of the first step in the lane.
-    steps: all steps, in order.
+    lane: the index of the lane among the rank's lanes.
+    first: the position of the launch's first step in the lane.
+    steps: all steps of the launch, in order.
     units: the number of compute units that the launch holds while it polls; 0 if it does not poll.
     continues: True if the tiles of this launch run in the persistent kernel of the previous launch.
     """
@@ -81,9 +81,9 @@ class Launch(NamedTuple):
 
     @property
     def anchor(self) -> int:
-        """The position of the step at whose turn the CPU issues the launch: the launch's last step that is not a set.
+        """The position in the lane of the launch's last step that is not a set.
 
-        At that turn, the CPU has issued all steps that the launch waits for.
+        The CPU issues the launch when the order of issue reaches this step, after all steps that the launch waits for.
         """
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
@@ -285,7 +285,7 @@ def launches_of_rank(
 ) -> list[Launch]:
     """Return the launches of all lanes of a rank, in the order of issue.
 
-    lanes: the names of the lanes, by number.
+    lanes: the names of the rank's lanes. The index of a name is the lane's number in the launches.
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 

@@ -1,7 +1,7 @@
 """T3's output map: a list of the destination of each chunk of a GEMM's output, from which a schedule is built.
 
 The GEMM before a collective computes its output chunk by chunk. The map only lists destinations;
-`weft.builders.output_map.steps` derives the waits, copies and sums.
+`weft.builders.output_map.steps` derives the waits, copies and sums. A map has three kinds of entries:
 
     local(c)                        chunk c stays on this rank
     remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`, and with local(c) locally too
@@ -112,7 +112,10 @@ class OutputMap:
             )
 
     def local(self, chunk: int) -> OutputMap:
-        """Keep the chunk on this rank, as a part of its result or as an addend. Return the extended map."""
+        """Keep the chunk on this rank, as a part of its result. Return the extended map.
+
+        In a reduce-scatter, the products of peers for the chunk are added to it.
+        """
         return self._with(Entry("local", chunk))
 
     def remote_map(self, chunk: int, *, to: Index, op: StoreOp = "store") -> OutputMap:

@@ -58,7 +58,7 @@ class Send(NamedTuple):
 
 
 Node: TypeAlias = tuple[int, int]
-"""(rank, place)"""
+"""(rank, place): the chunk at this place, as the rank computes or receives it."""
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
 """The step that sends rows to another rank by a message of the process group.
 
-A rank may send to any rank, also to a rank whose memory is not mapped (docs/hosts.md). Copies, stores and loads need mapped
-memory.
+A rank may send to any rank, also on another host (docs/hosts.md). Copies, stores and loads need memory that is mapped
+into the rank's own process, so they stay within a host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Send(Step):
     """dst = src, where dst is in the memory of another rank.
 
     The step ends when src may be overwritten. The data may arrive later. The receiver sees the data after it has waited
-    for a signal that this lane sets there after the step: the signal travels behind the data
+    for a signal that this lane sets at the receiver after the step: the signal travels behind the data
     (`weft.schedule.messages`). Signals of other lanes do not order the data.
     """
 
