@@ -119,7 +119,7 @@ def test_a_wrong_piece_is_found_on_every_rank(pool: Pool, dtype: torch.dtype) ->
         right = [found[name] for name in ("rows-8", "columns-8", "rows-64", "columns-64")]
         assert max(right) < 0.0626  # without 1/64 of the sum, the error would be 0.125
         for cut in ("rows", "columns"):
-            assert f"128 x 24 x 192 in 64 pieces by {cut} differs from the whole" in found[f"spoilt {cut}"]
+            assert f"128 x 24 x 192 in 64 pieces by {cut} differs from the undivided GEMM" in found[f"spoilt {cut}"]
 
 
 def _lanes(group: dist.ProcessGroup) -> dict:

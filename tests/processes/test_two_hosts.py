@@ -25,7 +25,7 @@ from weft.launch import Pool
 
 RANKS = 2  # ranks on each host
 END_S = 120.0
-MOST_S = 30.0
+MOST_S = 60.0
 
 pytestmark = pytest.mark.skipif(bool(two_hosts.missing()), reason=two_hosts.missing())
 

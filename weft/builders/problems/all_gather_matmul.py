@@ -71,7 +71,7 @@ class AllGatherMatmul(Problem):
         `return_gathered` also x [sum(rows), k]. `scaled` adds buffers (see `Scaled`). Source: "Design Space Exploration
         of DMA based Finer-Grain Compute Communication Overlap", II-B.
 
-    Builders: `weft.builders.all_gather_matmul`, `weft.builders.ficco`.
+    Builders: `weft.builders.all_gather_matmul`, `weft.builders.ficco` and `weft.builders.two_levels`.
     """
 
     name: ClassVar[str] = "all_gather_matmul"

@@ -19,7 +19,7 @@ class MatmulReduceScatter(GemmProblem):
     Buffers: x [m, k] and w [k, n] in; y [m / ranks, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained
     Overlap of Compute & Collectives", 4.
 
-    Builders: `weft.builders.matmul_reduce_scatter`.
+    Builders: `weft.builders.matmul_reduce_scatter` and `weft.builders.two_levels`.
     """
 
     name: ClassVar[str] = "matmul_reduce_scatter"
