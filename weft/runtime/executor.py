@@ -20,7 +20,7 @@ from weft.timeline import Timeline
 
 
 class Executor(ABC):
-    """The interface of executors. Default implementations are for executors without memory on a device."""
+    """The interface of executors. The default implementations suit executors that keep no GPU memory."""
 
     schedule: Schedule
 

@@ -47,7 +47,7 @@ class Cargo(Protocol):
     near_bytes: int
     """The number of bytes that this rank shares with the ranks of its host."""
     far_bytes: int
-    """The number of bytes for this rail's rank on each other host."""
+    """The number of bytes that this rank sends to the rank of its rail on each other host."""
 
     def load(self, memory: torch.Tensor) -> None:
         """Write the data that the other ranks of this host need into `memory`, this rank's shared memory."""

@@ -1,5 +1,5 @@
-"""One rank's attempt to set up a group. The rank publishes an entry in the group's store, reads the entries of the
-other ranks, and waits for missing entries. `weft.symm.bootstrap` describes the protocol.
+"""One rank's attempt to set up a group. The rank publishes an entry about its process and host in the group's store,
+reads the entries of the other ranks, and waits for missing entries. `weft.symm.bootstrap` describes the protocol.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Attempt:
         self.trouble: dict[int, str] = {}  # error text of each rank on another host that cannot be reached
 
     def say(self, text: str) -> bool:
-        """Publish this rank's entry. Return False if the process that served the store has ended."""
+        """Publish `text` as this rank's entry. Return False if the process that served the store has ended."""
         try:
             # Overwrite the entry instead of deleting it: a peer that has just found the entry would wait for it to
             # appear again.
@@ -71,7 +71,9 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
-        """Read the entry of `rank`, if it has published one. Raise its error if it gave up and the error applies here."""
+        """Read the entry of `rank`, if the rank has published one. If the rank gave up, raise its error, unless this
+        rank need not raise it (`last_words`) or has already raised it.
+        """
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
         entry = parse_json(text, f"the entry of rank {rank} in the store")

@@ -10,10 +10,10 @@ A rank makes calls on a group from one thread at a time. Ranks with GPUs do not 
   thread sends the newest digest to the peers, which compare it with their own digest for this call. A difference makes
   the group fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. The
   comparison takes less than a microsecond per call, and finds a difference within a quarter of a second.
-- `WEFT_CHECK_CALLS=1` finds the lines that differ. Each rank sends its peers the number and the place (operator, file
-  and line) of every call. A peer's watchdog compares the place with that of its own call of this number, and makes the
-  group fail if the places differ. By then a few more calls may have been enqueued. The messages cost some microseconds
-  of CPU time per call.
+- `WEFT_CHECK_CALLS=1` finds the source lines at which ranks make different calls. Each rank sends its peers the number
+  and the place (operator, file and line) of every call. A peer's watchdog compares the place with that of its own call
+  of this number, and makes the group fail if the places differ. By then a few more calls may have been enqueued. The
+  messages cost some microseconds of CPU time per call.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class GroupCalls(_core.CallCounts):
         """Handle a peer's refusal of a call. If this rank has already made the call, return the peer's reason: the group
         must then fail. Otherwise return "".
 
-        If this rank has refused the call too, the peer's refusal counts as its answer.
+        If this rank has refused the call too, the peer's refusal counts as the peer's answer to this rank's refusal.
         """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:

@@ -142,7 +142,8 @@ class Communicator:
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Register the method `look`, which every `check()` calls first, until the method's object is freed.
+        """Make every later `check()` call the method `look` first. When the object of the method is freed, `check()` no
+        longer calls it.
 
         An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its `look`
         then calls `poison`.
@@ -241,7 +242,9 @@ class Communicator:
     # -- rounds between hosts
 
     def begin_round(self) -> None:
-        """Begin the next round of a rendezvous between hosts (`weft.symm.rounds`). All ranks must make this call."""
+        """Begin the next round. Each rendezvous between hosts is a numbered round (`weft.symm.rounds`). All ranks must
+        make this call.
+        """
         self._control.rounds.begin()
 
     def absent_in_round(self) -> list[int]:

@@ -1,10 +1,11 @@
 """A small all-gather through shared memory, with which CPU ranks of one host agree on a call in microseconds.
 
-Every rank writes its payload into its own memory and sets its own counter to the epoch. It reads each peer's payload
-when the peer's counter has reached the epoch. Two slots per rank, used alternately, are enough. A rank that publishes
-epoch e + 1 has read all payloads of epoch e. When this rank overwrites its payload of epoch e with that of e + 2, it
-has seen every counter at e + 1. So all ranks have read epoch e. A peer is therefore at most one epoch ahead of the epoch
-that this rank reads.
+The epoch is the number of the exchange. Every rank writes its payload into its own memory and sets its own counter to
+the epoch. It reads each peer's payload when the peer's counter has reached the epoch. Each rank has two buffers for
+payloads, and uses them alternately. Two buffers are enough, for the following reason. A rank that publishes epoch e + 1
+has read all payloads of epoch e. When this rank overwrites its payload of epoch e with that of e + 2, it has seen every
+counter at e + 1. So all ranks have read epoch e. A peer is therefore at most one epoch ahead of the epoch that this
+rank reads.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread and return its result. There, torch allocates tensors on `device` from its permanent
-    pool, even if this thread uses a temporary pool, such as the pool of a graph capture.
+    """Call `make` on another thread and return its result. On that thread, torch allocates tensors on `device` from its
+    permanent pool, even if the calling thread uses a temporary pool, such as the pool of a graph capture.
 
-    Work that `make` enqueues is on this thread's current stream.
+    Work that `make` enqueues is on the calling thread's current stream.
     """
     if device.type != "cuda":
         return make()

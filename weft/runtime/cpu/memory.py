@@ -74,7 +74,9 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """The interface of an executor's program, whose steps have addresses in the group's memory."""
+    """The interface by which `Memory` uses a program, the steps of one executor. The steps contain addresses in the
+    group's memory.
+    """
 
     def map(self, mapped: Mapped) -> None:
         """Put addresses in `mapped` into the steps, unless they have them already."""

@@ -40,7 +40,7 @@ from weft.schedule.printing import describe
 from weft.symm import Communicator
 
 Channel: TypeAlias = tuple[int, int, int]
-"""(sender, number of its lane, receiver)"""
+"""A channel between two ranks: (sender, number of its lane, receiver)."""
 _LOOK_S = 0.1  # interval at which a wait checks the group
 _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 

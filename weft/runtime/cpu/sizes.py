@@ -15,10 +15,10 @@ from weft.schedule.steps import substitute, variables_of
 from weft.words import and_list
 
 Place = tuple[str, int]
-"""(buffer, rank)"""
+"""A buffer on a rank: (buffer, rank)."""
 
 _MOST_ROWS = 1 << 47
-"""The largest sum of sizes. Processors address fewer bytes than this, and sums in int64 do not overflow."""
+"""The largest allowed sum of dynamic sizes. Processors address fewer bytes than this, and sums in int64 do not overflow."""
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:

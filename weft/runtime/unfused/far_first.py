@@ -68,7 +68,8 @@ def begin_piece(
 
 
 class _Ways:
-    """Two gloo groups of all ranks: one sends to later ranks, the other to earlier ranks. All ranks must construct it.
+    """Two gloo groups of all ranks, one for each direction. In the first, ranks send to ranks with higher numbers, and
+    in the second to ranks with lower numbers. All ranks must construct it.
 
     `groups` is empty if the ranks form no rails (`ranks_per_host`), or cannot connect.
     """

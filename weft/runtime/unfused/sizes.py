@@ -74,7 +74,9 @@ class _Numbers:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each `received` that a dispatch returned: its version, the splits with their version, and the copy on the CPU."""
+"""For each tensor `received` that a dispatch returned: its version counter, the splits with their version counter, and
+the copy of both tensors on the CPU.
+"""
 
 
 def remember(sizes: Sizes) -> None:
@@ -102,7 +104,7 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
 
 
 _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For the splits of each dispatch: their version, and their sum."""
+"""For the tensor `splits` of each dispatch: its version counter, and its sum."""
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
