@@ -139,7 +139,9 @@ def no_tables_on(device: torch.device) -> str:
 
 
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """Return, for each local slot of `rank`, the index of its feature in `keys`. Raise `ValueError` if a feature is missing."""
+    """Return, for each local slot of `rank` (see `CheckedInput`), the index of its feature in `keys`. Raise
+    `ValueError` if a feature is missing.
+    """
     block_of_key = {key: block for block, key in enumerate(keys)}
     slots: tuple[Slot, ...] = sharding.local_slots(rank)
     for slot in slots:
@@ -203,8 +205,8 @@ def check_contents(
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:
-    """Return the error text for an id out of range. slot: index among the local slots of `rank`. position: index in the
-    bag.
+    """Return the error text for an id out of range. slot: index among the local slots of `rank` (see `CheckedInput`).
+    position: index in the bag.
     """
     where = sharding.local_slots(rank)[slot]
     table = sharding.tables[where.table]
@@ -218,7 +220,7 @@ def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample:
 def first_bad_index(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, *, hash: bool = False
 ) -> str | None:
-    """Return the error text for the first id out of range, by slot and then by sample; None if all ids are in range.
+    """Return the error text for the first id out of range, by feature and then by sample; None if all ids are in range.
 
     The function reads all ids of this rank's features, on any device, so only error paths and tests use it.
     """

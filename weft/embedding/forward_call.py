@@ -177,7 +177,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the position in the values where each block of bags begins, and the end of the last block."""
+    """Return the position in the values where the ids of each feature begin, and the end of the last feature's ids."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

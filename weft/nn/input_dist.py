@@ -113,7 +113,7 @@ class _Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class BegunBatch:
-    """A batch whose headers are being exchanged.
+    """A batch whose headers (batch size, numbers of ids) are being exchanged.
 
     numbers: the headers of all ranks (valid once received), this rank's own header with the count of every feature, and
         the position in the values where the first bag begins. They are one tensor, so that the CPU waits only once.
@@ -189,7 +189,7 @@ class InputDist:
         return self.arrive(self.send(self.begin(features, refusal)))
 
     def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
-        """Begin the exchange of headers. Errors about the input are raised by `send`."""
+        """Begin the exchange of batch sizes and numbers of ids. Errors about the input are raised by `send`."""
         local = None
         try:
             local = self._read(features) if refusal is None else None

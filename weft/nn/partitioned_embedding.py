@@ -118,7 +118,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         require_sharded_norm(partition, self._optimizer)
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
-        """Make the tables and the inner collection. All ranks must make this call."""
+        """Make the data-parallel tables, and the inner collection whose tables are the parts. All ranks must make this call."""
         partition, options = self.partition, {"hash": self._options.hash, **options}
         self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
         self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
@@ -193,8 +193,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the input for parts and for data-parallel tables, and the result of checking the latter. Raise
-        `ValueError` for bad input. Ranks do not communicate.
+        """Return the input for parts of sharded tables and for data-parallel tables, and the `CheckedInput` of
+        data-parallel tables. Raise `ValueError` for bad input. Ranks do not communicate.
         """
         given = self._arrange(features, self.device)
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
@@ -202,7 +202,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _joined(self, vectors: torch.Tensor | None, given: Arranged, checked: CheckedInput | None) -> KeyedTensor:
         """Pool data-parallel tables, and return the vectors of all tables.
 
-        vectors: the pooled vectors of the parts. given, checked: the results of `_arranged`.
+        vectors: the pooled vectors of the parts of sharded tables. given, checked: the results of `_arranged`.
         """
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
@@ -388,7 +388,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Ahead(NamedTuple):
-    """A prefetched batch: the result of `_arranged`, or the error about a bad batch. The inner collection distributes the ids."""
+    """A prefetched batch: the result of `_arranged`, or the error about a bad batch. The inner collection (`_parts`)
+    distributes the ids.
+    """
 
     features: Any
     arranged: tuple[Arranged, CheckedInput | None] | None

@@ -31,7 +31,7 @@ from weft.words import counted
 class Arranged:
     """The input of a call, separated by kind of table.
 
-    parts: the features for the parts on all ranks; None if all tables are data-parallel.
+    parts: the features for the parts of sharded tables, on all ranks; None if all tables are data-parallel.
     replicated: the features for data-parallel tables; None if there are no such tables.
     spans: for each key of `replicated`, the range [begin, end) of its ids in `replicated.values`.
     lengths: for each (row-wise table, feature) with mean pooling, the number of ids of each bag, [samples] float32. The
@@ -65,7 +65,7 @@ class PartitionedInput:
         """For each (row-wise table, feature), the names of the features that its parts read."""
         self.passed: dict[str, tuple[str, int | None]] = {}
         """The features that a part reads unchanged, by the name that the part uses: (the name in the input, the number
-        of rows to hash to or None).
+        of rows to which ids are hashed, or None).
         """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
@@ -81,8 +81,8 @@ class PartitionedInput:
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
-        """Return the features for parts and for data-parallel tables. Raise `ValueError` for bad input. The CPU waits
-        for the device, to read how many ids each feature has.
+        """Return the features for parts of sharded tables and for data-parallel tables. Raise `ValueError` for bad
+        input. The CPU waits for the device, to read how many ids each feature has.
         """
         jagged = as_jagged(features)
         keys = jagged.keys

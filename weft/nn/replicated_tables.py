@@ -121,7 +121,7 @@ class ReplicatedTables:
         return _Rows.apply(self, call, tuple(ids), step, parts, anchor, *inputs)  # type: ignore[no-any-return]
 
     def reduce_and_update(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
-        """Sum `flat`, this rank's gradients of all tables, over ranks. All ranks must make this call.
+        """Sum `flat`, one tensor with this rank's gradients of all tables, over ranks. All ranks must make this call.
 
         With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
         table. Otherwise return the gradient of each table. step: as for `pooled`.

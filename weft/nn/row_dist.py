@@ -31,7 +31,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class RowRoute:
-    """The routing of one batch.
+    """The routing of one batch's ids to the ranks that own their rows.
 
     to_sent: for each id, its index among the sent ids.
     order: for each sent id, its index among the ids (the inverse permutation); None with `dedup`.
@@ -57,7 +57,7 @@ class RowDist:
         self.partition = partition
         order = sorted(range(len(partition.parts)), key=lambda number: partition.parts[number].rank)
         self.place_of_part = {number: place for place, number in enumerate(order)}
-        """The *place* of each part of `partition`: its index if parts are sorted by rank."""
+        """The *place* of each part of `partition`: its index after parts are sorted by rank."""
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
