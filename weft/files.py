@@ -35,8 +35,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_no_others(folder: Path, pattern: str, names: Collection[str]) -> None:
-    """Raise `ValueError` if `folder` has files that match `pattern` and are not in `names`: other traces, which a reader of
-    the folder would take for ranks of the new trace.
+    """Raise `ValueError` if `folder` has files that match `pattern` and are not in `names`.
+
+    Call this function before you write a trace with a file for each rank. Programs that read the folder would take
+    files of an old trace for ranks of the new trace.
     """
     others = sorted(path.name for path in folder.glob(pattern) if path.name not in names)
     if others:

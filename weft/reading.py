@@ -77,8 +77,9 @@ def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
 
 
 def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
-    """Return the value of a JSON text. where: the name of the source. fix: advice for the user. Both are for the error
-    text.
+    """Return the value of a JSON text.
+
+    where: the name of the text's file or sender. fix: advice for the user. Both are for the error text.
     """
     text = _text(content, MOST_JSON_BYTES, where, fix)
     if (count := text.count(",") + text.count("[") + text.count("{")) > MOST_VALUES:  # strings count too
@@ -93,8 +94,9 @@ def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
 
 
 def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, Any]:
-    """Return the table of a TOML text. where: the name of the source. fix: advice for the user. Both are for the error
-    text.
+    """Return the table of a TOML text.
+
+    where: the name of the text's file or sender. fix: advice for the user. Both are for the error text.
     """
     text = _text(content, MOST_TOML_BYTES, where, fix)
     rest = _NO_MARKS.sub("", _TOML_TEXT.sub("", text))

@@ -1,6 +1,6 @@
 """Comparisons across ranks at every call. (`weft.operator.together` compares the first call of a shape.)
 
-    on CPU     tables of row counts, in a rendezvous (`weft.runtime.meeting`), before data is sent
+    on CPU     tables of row counts, when ranks synchronise before data is sent (`weft.runtime.meeting`)
     on GPUs    a digest: a hash of all calls so far. A background thread compares it (`weft.symm.calls`)
     WEFT_CHECK_CALLS=1, on both    also tables of row counts, and the values of tensors that must be equal on all
                                    ranks, such as a bias. To read these values, the CPU waits for the GPU

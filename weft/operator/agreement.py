@@ -1,9 +1,11 @@
 """Two protocols with which the ranks of a group agree on a call, or refuse it on all ranks.
 
+In a rendezvous, CPU ranks synchronise and exchange descriptions of their calls (`weft.runtime.meeting`).
+
 |               | `CpuAgreement`: CPU processes                     | `GpuAgreement`: GPUs                                   |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
 | first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
-| later calls   | a rendezvous before each (`weft.runtime.meeting`) | a hash of all calls, compared by a background thread   |
+| later calls   | a rendezvous before each call                     | a hash of all calls, compared by a background thread   |
 |               |                                                   | (`weft.symm.calls`)                                    |
 | bad input     | The rank publishes it in the rendezvous, and      | The rank notifies every peer. A peer that has not made |
 | on a rank     | every rank refuses the call                       | the call refuses it too. If a peer has already made    |
@@ -43,7 +45,9 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The protocol for devices without communication, such as meta: each rank checks only its own call."""
+    """The base class of protocols. It is also the protocol for devices without communication, such as meta: each rank
+    checks only its own call.
+    """
 
     meets = False
     """True if the CPUs of all ranks synchronise before every call."""

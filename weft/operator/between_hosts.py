@@ -128,7 +128,7 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) 
 
 
 def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
-    """Return the predicted time of each send of rank 0 to another host in microseconds, if all ranks of its host send."""
+    """Return the predicted time in microseconds of each send of rank 0 to another host, while all ranks of its host send."""
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     sends = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Send)]
     sizes = [

@@ -43,11 +43,11 @@ class Entry(Protocol):
 
     @property
     def light(self) -> bool:
-        """True if dropping the entry frees no memory, because its memory is shared or it has none."""
+        """True if dropping the entry frees no memory, because the entry shares its memory or has no memory."""
 
     @property
     def nbytes(self) -> int:
-        """The symmetric GPU memory in bytes."""
+        """The size of the entry's symmetric GPU memory in bytes."""
 
     def capturing(self) -> bool:
         """True while a CUDA graph is being captured."""
@@ -113,12 +113,12 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return the latest compiled operator of the family if this call shall run unfused without compilation,
-        otherwise None.
+        """Return a template for this call if it shall run unfused without compilation: the latest compiled operator of
+        the family. Return None if the call's size must be compiled or has been compiled.
 
-        For the call, the caller makes an operator from a copy of the returned operator. A size is identified by its
-        family and the number of rows of its first tensor. The memory layout does not count: layouts may differ between
-        ranks, and all ranks must compile the same sizes.
+        The caller copies the template, and sets the call's size in the copy. A size is identified by its family and the
+        number of rows of its first tensor. The memory layout does not count: layouts may differ between ranks, and all
+        ranks must compile the same sizes.
 
         capturing: True while a graph is captured. Compilation is impossible then, so a size that has already run
             unfused is also captured unfused.
@@ -228,7 +228,8 @@ class Table(Generic[E]):
     ) -> None:
         """Store `prepared` for calls with this signature.
 
-        inputs: the call's input buffers by name; None if gradients are wanted.
+        inputs: the call's input buffers by name, which show where later calls with this signature have these buffers;
+            None if gradients are wanted.
         """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None

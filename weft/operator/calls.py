@@ -55,7 +55,7 @@ dispatcher. Peers may run the same call without a mode, for example if only one 
 
 
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
-    """Return the deadline in seconds. Raise `ValueError` for invalid options, before peers are notified of the call."""
+    """Return the deadline in seconds, or None for the default. Raise `ValueError` for an invalid deadline or timeline."""
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ValueError(f"timeline={timeline!r} is not a Timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
@@ -135,7 +135,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if the schedule for `call`, made inside another call, is not serial, or if none has been chosen yet."""
+    """True if the schedule for `call`, which is made inside another call, is not serial or has not been chosen yet."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())

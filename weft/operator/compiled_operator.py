@@ -277,8 +277,8 @@ class CompiledOperator:
 
     @property
     def in_steps(self) -> bool:
-        """True if an unfused call has run the serial schedule step by step, because the operator has no own unfused
-        implementation (`Operator.unfused`).
+        """True if an unfused call has run the serial schedule step by step, because the operator has no unfused
+        implementation of its own (`Operator.unfused`).
         """
         return bool(self._steps)
 
@@ -324,20 +324,20 @@ class CompiledOperator:
 
     @property
     def light(self) -> bool:
-        """True if closing this operator frees no memory, because its memory is shared or it has none."""
+        """True if closing this operator frees no memory, because the operator shares its memory or has no memory."""
         return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
     def nbytes(self) -> int:
-        """The symmetric GPU memory in bytes."""
+        """The size of the operator's symmetric GPU memory in bytes."""
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if a schedule has been chosen, and it is serial for this call. Then also raise the group's error if the
-        group has failed.
+        """True if a schedule has been chosen, and it is serial for this call. Before this function returns True, it raises
+        the group's error if the group has failed.
 
         Executors check the group themselves. Unfused calls need this check: after a failed call, an unfused call would
         pair with a different call of the peers.

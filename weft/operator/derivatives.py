@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Return a decorator for `backward(ctx, saved, *grads)` of an autograd Function: its result has no second
-    derivative.
+    """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`. The decorated
+    function's result has an autograd graph, in which backward raises `NotImplementedError`.
 
-    The second derivative raises `NotImplementedError`. saved: the saved tensors of `ctx`.
+    saved: the saved tensors of `ctx`.
     """
 
     def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -155,9 +155,11 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value for each field of the call: from `flat` for tensor fields, otherwise from `others`.
+        """Return one value for each field of the call. A tensor field gets its value from `flat`, another field from
+        `others`.
 
-        flat: values per tensor, such as gradients. A field with a list of tensors gets a list of values.
+        flat: one value for each tensor of the call, such as its gradient. A field with a list of tensors gets a list of
+            values. others: one value for each field; the values of tensor fields are not used.
         """
         left = iter(flat)
         return [

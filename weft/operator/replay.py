@@ -93,7 +93,7 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Record a call for replay, if it was made through `replayed`. what: the fields of `Seen`."""
+    """Record a call for replay, if the caller's function is decorated with `replayed`. what: the fields of `Seen`."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
@@ -358,7 +358,7 @@ class Passing(_Short):
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return `recipe` with a division of the first result by `number`, and the number of places where it was added."""
+    """Return `recipe` with a division of the first result by `number`, and the number of divisions that were added."""
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe

@@ -60,7 +60,7 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 class _Making:
     """The caller's function for an output with a dynamic number of rows, wrapped to check the tensor that it returns.
 
-    memory: the memory of the other tensors of the run.
+    memory: the memory of the other tensors of the run, which the returned tensor must not overlap.
     """
 
     def __init__(

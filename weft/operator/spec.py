@@ -233,8 +233,8 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Override it to save
-        CPU time, which each tracked tensor adds to every call.
+        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Omit tensors that never
+        need gradients, because each tracked tensor costs CPU time in every call.
         """
         return self.tensors(call)
 

@@ -153,8 +153,8 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
     """Make the group fail after Ctrl-C or another exception that ends programs, unless peers have been notified of
     `error`.
 
-    Such an exception may arrive before the call is counted, when peers cannot know of it. If the program catches it and
-    skips this call, its next call would pair with the peers' current call.
+    Such an exception may arrive before this rank has counted the call and can refuse it. If the program then catches the
+    exception and skips the call, this rank's next call would pair with the peers' current call.
     """
     if isinstance(error, Exception) or getattr(error, _TOLD, False):
         return
