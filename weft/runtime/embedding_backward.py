@@ -177,8 +177,8 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
 
 
 def _require_tables(of: ForwardCall, tables: Tables) -> None:
-    """Raise `ValueError` if the layout of a table or optimizer state is invalid. Remember valid layouts, and skip the
-    check for them.
+    """Raise `ValueError` if the layout of a table or optimizer state is invalid. Remember valid layouts, so that later
+    calls with the same layout skip the check.
     """
     layout = layout_of([*tables.tensors, tables.step])
     known = of.plan.intact_tables.setdefault(of.rank, [])

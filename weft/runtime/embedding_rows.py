@@ -40,7 +40,8 @@ class RowGradients(NamedTuple):
 def update_rows(
     given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
-    """Update the rows in `given`. If the optimizer clips by norm, all ranks must make this call.
+    """Update the rows in `given` by the optimizer of `tables`. If the optimizer clips by norm, all ranks must make this
+    call.
 
     tables: the tables of `given`, in the same order. factor: multiplies all gradients.
     """

@@ -220,7 +220,9 @@ class Meeting:
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """Raise `DisagreementError` with `text` and `hint`, and make the group fail, for an error that every rank finds."""
+        """Raise `DisagreementError` with `text` and `hint`, and make the group fail. Use it only if every rank finds
+        the same error.
+        """
         self.comm.end(text)
         raise DisagreementError(
             f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "

@@ -80,7 +80,9 @@ class Rails:
         self.reserve(_SMALL_BYTES)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory to carry collectives of matrices of up to `nbytes` bytes. All ranks must make this call."""
+        """Reserve memory for the data of collectives (`Cargo`) of matrices of up to `nbytes` bytes. All ranks must make
+        this call.
+        """
         if nbytes > self.most_bytes:
             self.near.reserve(self._slot + nbytes + _ALIGNMENT)
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
@@ -214,8 +216,8 @@ class _Still:
 
 
 class _Gather(_Still):
-    """An all-gather. The ranks with one index on their hosts, a rail, exchange their rows. Then the ranks of a host read each
-    other's results from shared memory.
+    """An all-gather. The ranks of each rail, which have the same index on their hosts, exchange their rows. Then the
+    ranks of a host read each other's results from shared memory.
     """
 
     near_bytes = 0
@@ -267,7 +269,7 @@ class _GatherSmall(_Still):
 
 
 class _Sum(_Still):
-    """The base class of reductions: a sum of a matrix over all ranks, of which each rail computes a part.
+    """The base class of reductions, which sum a matrix over all ranks. Each rail computes a part of the sum.
 
     parts: this rank's matrix, split into one part for each rail. Rail i has the i-th rank of each host.
     """
@@ -325,8 +327,8 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce. Each rail, the ranks with one index on their hosts, sums one part of the matrix over all hosts. The ranks
-    of a host then read each other's parts from shared memory.
+    """An all-reduce. Each rail (the ranks with the same index on their hosts) sums one part of the matrix over all
+    hosts. The ranks of a host then read each other's parts from shared memory.
 
     A part is sent in two halves: ranks add the second half while the first half is in transit.
     """

@@ -48,7 +48,8 @@ class WithinHost:
         self._flat, self._counters = [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Wait until no peer reads this rank's memory. Return the memory as a tensor [shape] with the dtype of `like`.
+        """Wait until no peer reads this rank's memory any more. Return the memory, which this rank may now write, as a
+        tensor [shape] with the dtype of `like`.
 
         what: the collective's name, for error texts.
         """
@@ -61,7 +62,8 @@ class WithinHost:
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
     def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
-        """Publish this rank's memory. Wait until all ranks of this host have published theirs.
+        """Publish what this rank has written to its memory, so that peers may read it. Wait until all ranks of this
+        host have published theirs.
 
         meanwhile: work to do during the wait, as an iterator that does a short step for each item. Some steps may
             remain on return.

@@ -233,7 +233,11 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks that have left, if no remaining rank could set the awaited signal; otherwise []."""
+        """Return the ranks that have left, but only if no remaining rank can set the signal for which this rank waits.
+        Otherwise return [].
+
+        peer: the rank that sets the signal; None if any rank may set it.
+        """
         gone = self._control.gone
         if peer is not None:
             return [peer] if peer in gone else []

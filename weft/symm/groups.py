@@ -116,7 +116,7 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
 def backend_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device type that the group's backend uses: cuda for NCCL, cpu for other backends.
 
-    A rank that refuses a call notifies its peers over the communicator of one device type. If the call's tensors do not
-    determine this type, for example because they are on different devices, weft uses the result of this function.
+    weft uses this device for a call whose arguments do not determine one, for example because an argument is not a
+    tensor. The communicator on this device then sends the refusal of the call to the peers.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

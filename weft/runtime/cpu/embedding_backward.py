@@ -189,10 +189,11 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two int64 arrays for native code, which describe this rank's features and tables.
+    """Describe this rank's features and tables for native code. Return two int64 arrays:
 
-    features: [n, 4], with the table, the index in the input, the first column in the received gradients, and 1 for mean
-        pooling. tables: [n, 2], with the number of rows and columns.
+    - A row for each feature, [features, 4]: its table, its index in the input, its first column in the received
+      gradients, and 1 for mean pooling.
+    - A row for each table, [tables, 2]: its number of rows and its number of columns.
     """
     local = sharding.local_tables(rank)
     number = {index: place for place, index in enumerate(local)}

@@ -79,7 +79,7 @@ class MemoryUser(Protocol):
     """
 
     def map(self, mapped: Mapped) -> None:
-        """Put addresses in `mapped` into the steps, unless they have them already."""
+        """Give the steps the addresses of the memory `mapped`, unless they have these addresses already."""
 
     def unbind(self) -> None:
         """Drop all views of memory until the next `map`."""
@@ -130,8 +130,8 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Put addresses in `mapped` into the steps of `program`, which runs next. If more than `BOUND` programs would
-        then have views of memory, make the least recently run program drop its views.
+        """Give the steps of `program`, which runs next, the addresses of the memory `mapped`. If more than `BOUND`
+        programs would then have views of memory, make the least recently run program drop its views.
         """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
@@ -142,7 +142,7 @@ class Memory:
         program.map(mapped)
 
     def close(self) -> None:
-        """Release everything when the communicator ends. A run in progress keeps its memory mapped."""
+        """Release everything. The communicator calls this method when it closes. A run in progress keeps its memory mapped."""
         _memories.pop(self.comm, None)
         self.mapped = None
         self._bound.clear()

@@ -96,7 +96,7 @@ class Places:
         self._counters: tuple[int, ...] = ()  # address of each rank's first counter
 
     def map(self, mapped: Mapped) -> None:
-        """Assign addresses in `mapped` to the schedule's own buffers and its counters."""
+        """Assign addresses to the schedule's own buffers and its counters, in the memory `mapped`."""
         self._counters = mapped.addresses
         for buffer, offset in self._own:
             begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses) if address}
@@ -107,7 +107,7 @@ class Places:
                 self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
-        """Record the memory of this rank's buffer `buffer`, a tensor of the caller."""
+        """Record where the caller's tensor for this rank's buffer `buffer` is in memory."""
         self.known[buffer, self.rank] = place
 
     def place(self, region: Region) -> Place:

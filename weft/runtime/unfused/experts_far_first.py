@@ -63,7 +63,7 @@ class FarFirst:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Release the memory when the communicator closes."""
+        """Release the memory. The communicator calls this method when it closes."""
         _known.pop(self.comm, None)
 
     def way(

@@ -103,7 +103,7 @@ class Turns:
 
     @opaque
     def meet(self, what: str, deadline_s: float) -> None:
-        """Wait until all ranks have reached `what`."""
+        """Wait until all ranks have reached the call that `what` describes."""
         self._meeting.meet(self._topic(what), deadline_s=deadline_s)
 
     @opaque
@@ -150,8 +150,8 @@ class Turn:
         return self._turns.begin(collective, function, arguments, group, self.wait_s, self._meets)
 
     def rails_for(self, nbytes: int) -> Rails | None:
-        """Return the rendezvous between hosts (`weft.runtime.rails`) that can carry a collective of a matrix of `nbytes`;
-        None if there is none, or if its memory is too small.
+        """Return the rendezvous between hosts with which the data of a collective of `nbytes` can travel
+        (`weft.runtime.rails`). Return None if there is no such rendezvous, or if its memory is too small.
         """
         rails = None if self._turns is None or self.has_met else self._turns.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
@@ -175,7 +175,7 @@ class Turn:
         return self._turns.largest(collective, number, self.wait_s)
 
     def meet(self, what: str) -> None:
-        """Wait until all CPU ranks have reached `what`, a call without a collective. GPU ranks do not wait."""
+        """Wait until all CPU ranks have reached a call without a collective, which `what` describes. GPU ranks do not wait."""
         if self._turns is not None:
             self._turns.meet(what, self.wait_s)
 
