@@ -74,9 +74,9 @@ def all_gather_scaled_matmul(
           rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - One element in the shape of a row-wise scale for one row, such as [1, 1], if some rank has only one row: the
-          scale of every row of this shard. A rank with one row cannot distinguish it from row-wise scales, so all ranks
-          treat it as row-wise.
+        - If some rank has only one row: one element in the shape of a single row-wise scale, such as [1, 1]. It is the
+          scale of every row of this shard. The rank with one row cannot distinguish it from row-wise scales, so all
+          ranks treat it as row-wise.
         - One element in any other case, such as a scalar: one scale for all of A. Pass the same value on every rank;
           weft does not check it.
     B_scales: for each B, its fp32 scale: one element. With row-wise A_scale also [1, N_i], a scale for each column.
