@@ -44,7 +44,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """The results of the checks. seats: by rank. paths: {(lower rank, higher rank): connection of the two ranks}.
+    """The results of the checks.
+
+    seats: the host, process and device of rank 0, 1, ....
+    paths: {(lower rank, higher rank): connection of the two ranks}.
     round_trip_us: the median time of a small all-gather over the control connections.
     """
 
@@ -64,7 +67,10 @@ class GroupReport:
 
 
 def examine_group(group: dist.ProcessGroup) -> GroupReport:
-    """Return the report, equal on all ranks. All ranks must make this call. Raise the errors of the group's set-up."""
+    """Return the report, equal on all ranks. All ranks must make this call.
+
+    Errors of `weft.symm.communicator`, such as an unreachable rank, are raised unchanged.
+    """
     comm = symm.communicator(group, "cpu")
     seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
     pairs = [(low, high) for high in range(comm.world_size) for low in range(high)]

@@ -136,9 +136,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the parameter `--shape`. also: text to append to the help, about values that are not sizes, such as
-    g1.
-    """
+    """Return the parameter `--shape`. also: text to append to the help, such as the names of GEMMs that are also legal."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."
@@ -234,7 +232,8 @@ def without_collection() -> Iterator[None]:
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
     """Parse `--shape`; return (M, N, K).
 
-    ranks: not None if the text may name a GEMM of FiCCO. N of that GEMM is then divided by `ranks`.
+    ranks: if the text may also be the name of a GEMM of FiCCO, such as "g1": the number of ranks, by which N of this GEMM is
+        divided. None if the text must be sizes.
     """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:

@@ -56,8 +56,8 @@ def derived(
     """Return the numbers in `given`, and all missing numbers except the memory's capacity, derived from the numbers
     `of_base` of machine `base`.
 
-    name: the machine's name, for errors. lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if a
-        number of `GIVEN` is missing.
+    name: the machine's name, for errors. lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if `given`
+        lacks a number that the derivation needs: one of the keys in `GIVEN`.
     """
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(

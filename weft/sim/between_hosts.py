@@ -6,13 +6,14 @@
     rounds    messages that depend on each other
     copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
               of copies includes the cores and the memory bandwidth that the ranks of a host share
-    fresh     the part of the copied bytes that is written to new memory, whose pages the kernel has to map first
+    fresh     the part of the copied bytes that is written to new memory, whose pages Linux has to map first
 
-For W ranks, L on each host, H hosts, and S bytes of the whole matrix:
+For W ranks, L on each host, H hosts, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists of
+all ranks' shards. In an all-to-all, S is the number of bytes of one rank's input:
 
     collective      by gloo: far, rounds, copied, fresh                  in two levels: far, rounds, copied
     all_gather      crossings (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
-    reduce_scatter  far, rounds as all_reduce; S + S / W, S              (H - 1) S / H, 1, 2 S + S / L
+    reduce_scatter  crossings 2 (W - 1) S / W, 2 (W - 1), S + S / W, S   (H - 1) S / H, 1, 2 S + S / L
     all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W, 0                         -
 
@@ -20,9 +21,10 @@ crossings: the largest number of ranks of a host whose next rank in the ring is 
 each host are consecutive.
 
 gloo's all-gather and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo
-has a stream for each pair of ranks, which may carry one direction after the other (`exchange_both_ways` in
-`weft.runtime.collectives`). So an all-to-all has another rate. Rails (ranks with the same index on their hosts) have a
-stream for each direction, which together reach the rate of a ring.
+has a stream for each pair of ranks. This stream may carry first one direction and then the other (`exchange_both_ways`
+in `weft.runtime.collectives`). So the rate of an all-to-all differs from the rate of a ring, and is measured separately.
+Rails (ranks with the same index on their hosts) have a stream for each direction. All rails together reach the rate of
+a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
@@ -60,7 +62,7 @@ class HostNetwork:
     bytes_per_us: the rate of one stream between two hosts, in one direction.
     exchange_bytes_per_us: the rate at which bytes leave a host in an all-to-all of all ranks.
     copy_bytes_per_us: the rate at which one rank copies while all ranks copy.
-    fresh_bytes_per_us: the same rate for copies into new memory, whose pages the kernel has to map first.
+    fresh_bytes_per_us: the same rate for copies into new memory, whose pages Linux has to map first.
     """
 
     hosts: tuple[str, ...]
@@ -91,7 +93,7 @@ class HostNetwork:
         op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"; others raise `KeyError`.
         nbytes: the bytes of the whole matrix; for an all-to-all, the bytes that a rank sends, including the part that
             it keeps.
-        two_levels: True if the collective runs within each host, and between hosts along rails
+        two_levels: True if the collective runs in two levels: within each host, and along each rail
             (`weft.runtime.two_levels`).
         """
         if two_levels:

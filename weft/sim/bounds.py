@@ -1,8 +1,8 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
     bound       the larger of `compute` and `links`
-    compute     the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank. If it has none: the
-                time in which its pooling uses all of the memory's bandwidth, or all compute units, whichever is longer
+    compute     the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank. For a schedule without
+                GEMMs: the time of its pooling at full memory bandwidth, or on all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
     sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
                 links that leave it, for the slowest rank; summed over these collectives
@@ -43,7 +43,7 @@ def bound(problem: Problem, model: Model) -> Bound:
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
     """Return the lower bound for all schedules of a problem.
 
-    serial: the problem's serial schedule, lowered. gemms_us: the sum of the times of its GEMMs, each alone.
+    serial: the problem's serial schedule after `weft.sim.lower`. gemms_us: the sum of the times of its GEMMs, each alone.
     """
     works = [
         (origin.step, task)

@@ -59,9 +59,9 @@ class _Node:
 
 @dataclass
 class _Event:
-    """An increment of a counter, which `node` of `rank` makes when it ends.
+    """An increment of a signal's counter: `rank` makes the increment when its `node` ends.
 
-    arrived: the receives, on the counter's rank, that belong to the copies before the set.
+    arrived: for a counter on another rank, the nodes there that receive the copies sent before the increment.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class Trace:
     scale: int
 
     def write(self, folder: Path) -> None:
-        """Write all files into `folder`; create it if needed. Raise `ValueError` if it has traces of other ranks."""
+        """Write all files into `folder`; create it if needed. Raise `ValueError` if it contains traces of other ranks."""
         require_no_others(folder, "*.et", self.files)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
@@ -162,7 +162,10 @@ class _Export:
     def _work(
         self, lane: LaneProgram, number: int, task: Work, copied: dict[int, list[_Node]]
     ) -> tuple[_Node, tuple[int, _Node] | None]:
-        """Return (the node of a step, the peer's send). The send is (rank, node) if the step is a get, otherwise None."""
+        """Add the nodes of a step. Return (node on the lane's rank, send node on a peer).
+
+        If the step copies data from a peer, the peer has a send node: (rank of the peer, node). Otherwise this is None.
+        """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
         step = origin.step

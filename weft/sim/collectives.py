@@ -11,8 +11,11 @@ phase takes
     ring                 W - 1            S / W to the next rank, in one direction
     halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
     tree (all-reduce)    2 log2 W         S towards the root, and S back
-    by dimension         1 or size - 1    direct (1 round for each dimension) or ring (size - 1): to the ranks in the same line
-                                          of the first dimension, then of the next with the remaining bytes
+    by dimension         (see below)      direct or ring along one dimension after the other
+
+By dimension: in a reduce-scatter, the ranks on each line along the first dimension use the direct algorithm (1 round) or
+a ring (size of the dimension - 1 rounds). Then the ranks on each line along the second dimension reduce and scatter the
+results, and so on. An all-gather takes the dimensions in reverse order.
 
 The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
 its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an
@@ -49,13 +52,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The cost of an algorithm on a topology whose links are otherwise idle. Bytes count all shards together.
+    """The cost of an algorithm on a topology whose links are otherwise idle, as a function of the bytes of all shards.
 
     latency_us: the sum of the latencies of all rounds.
-    us_per_byte: the time per byte.
-    links: for each rank of the topology's period, the links that its data uses: (kind, distance to the rank that has
-        the link, time per byte).
-    sent: the bytes that a rank sends per byte of all shards.
+    us_per_byte: the time in us for each byte of the shards, in addition to the latency.
+    links: the links that carry the data of rank r, for r = 0 to the topology's period - 1. A link is (kind, distance from
+        r to the rank that has the link, time in us for which each byte of the shards occupies the link).
+    sent: the bytes that a rank sends for each byte of the shards.
     """
 
     name: str
@@ -150,8 +153,8 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
     Only the first ranks are evaluated: they represent all others (see the top of this file). Each of their links
-    represents several links, and gets the sum of their traffic. In a tree, ranks send different amounts. Then all ranks
-    are evaluated, and each link gets the mean load.
+    represents several links, and gets the sum of their traffic. In a tree, ranks send different amounts. So all ranks of
+    a tree are evaluated, and each link gets the mean load.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)

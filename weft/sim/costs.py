@@ -34,7 +34,7 @@ class Use(NamedTuple):
     how:
 
         share    the resource is divided max-min fairly among concurrent steps
-        hold     the step has its part alone while it works, at any speed
+        hold     no other step uses this part while the step works, even if the step is slower than at full speed
         disturb  the part is taken from the steps that share the resource, in proportion to this step's speed. This step is not
                  slowed
     """
@@ -79,7 +79,10 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of the topology. Arguments `source` and `target` of its methods are distances from `rank`."""
+    """The links of a topology as seen from `rank`, whose steps' costs are computed.
+
+    `source` and `target`, the two ends of a transfer, are distances from `rank`.
+    """
 
     topology: Topology
     rank: int
@@ -116,10 +119,11 @@ class Links(NamedTuple):
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Return the cost of a step of `rank`. To define the cost of a kind of step, register a function with `price.register`.
+    """Return the cost of a step of `rank`.
 
-    operands: for a copy or a collective, its source and destination. For an exchange, these are followed by the parts
-        for the ranks at distances 0, 1, .... For other steps, the regions that the step accesses.
+    operands: the regions that the step accesses. For a copy or a collective: its source and destination. An exchange (an
+        all-to-all with parts of different sizes) also has an operand for the part that it sends to the rank at distance
+        0, 1, ....
     """
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 
@@ -140,9 +144,10 @@ def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...
 
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a step. Functions for kinds of steps are registered here.
+    """Return the cost of a step.
 
-    Without a registered function, the step costs as much as a memory-bound kernel.
+    To define the cost of a kind of step, register a function with `price.register`. Other kinds cost as much as a
+    memory-bound kernel.
     """
     return _through_memory(model, links, step, operands, len(operands) - 1)
 
@@ -154,9 +159,9 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing a few counts.
+    """Return the cost of comparing the numbers of rows that peers sent with the expected numbers.
 
-    Filling outputs with NaN is not included, because it happens only in invalid runs.
+    If numbers differ, the step fills rows with NaN. This time is not included.
     """
     return merged_cost("compute", model.launch_us, 0.0, [])
 
@@ -297,9 +302,11 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective by the fastest algorithm. It takes at least `us`, the time by measured rates.
+    """Return the cost of a collective by the fastest algorithm.
 
-    memory: the bytes that the collective reads and writes. count: see `weft.sim.collectives.algorithm`.
+    us: the time at the measured rate of NCCL or RCCL. The predicted time is at least as long.
+    memory: the bytes that the collective reads and writes.
+    count: for an all-gather, the bytes of all shards; for other collectives, the bytes of one rank's input.
     """
     found = algorithm(links.topology, op, count)
     us = max(us, count * found.us_per_byte)
@@ -408,8 +415,10 @@ def kernel_cost(
 ) -> Cost:  # fmt: skip
     """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
 
-    us: the kernel's time with local operands. busy_us: the time that its work takes on all compute units together.
-        traffic: the bytes read and written.
+    us: the kernel's time with local operands.
+    busy_us: the time that the computation would take if it kept all compute units busy. The kernel uses the fraction
+        `busy_us` / `us` of the compute units.
+    traffic: the bytes read and written.
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
@@ -422,7 +431,10 @@ def kernel_cost(
 
 
 def blended(memory_us: float, compute_us: float) -> float:
-    """Return the time of work whose memory time and compute time overlap only partly."""
+    """Return the time of a kernel that needs `memory_us` for its memory traffic and `compute_us` for its computation.
+
+    Memory traffic and computation overlap only partly. So the result is between the longer time and the sum (`_BLEND`).
+    """
     if not memory_us or not compute_us:
         return memory_us or compute_us
     longer = max(memory_us, compute_us)  # the powers of large times may overflow

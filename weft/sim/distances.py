@@ -1,9 +1,9 @@
 """Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
-Two distances are equivalent if their routes have equal numbers of links, and if the links agree in kind, bandwidth,
-latency and represented ranks. Represented ranks: a lowered schedule has resources for its first ranks only, which
-represent the others (`weft.sim.lower`). On a switch, all distances are equivalent. With several hosts, there are two
-classes for each position in a host: ranks on the same host, and ranks on other hosts.
+Two distances are equivalent if their routes have equal numbers of links, and if corresponding links have the same kind,
+bandwidth and latency. The simulator must also use the same resources for these links. (If a topology looks the same from
+several ranks, the simulator has resources for only one of these ranks: see `weft.sim.lower`.) On a switch, all distances
+are equivalent. If there are several hosts, all peers on other hosts that have the same index on their hosts are equivalent.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The latency of each distance from the first `period` ranks, which are simulated, and which distances are
-    equivalent.
-    """
+    """The latencies and the classes of equivalent distances on a topology. The first `period` ranks are simulated."""
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period
@@ -50,7 +48,7 @@ class Distances:
 
 
 def distances(topology: Topology, period: int) -> Distances:
-    """Return the `Distances` of `period` simulated ranks. The schedules of a topology share them."""
+    """Return the `Distances` of `period` simulated ranks, from a cache in the topology."""
     key = ("distances", period)
     if key not in topology.known:
         topology.known[key] = Distances(topology, period)

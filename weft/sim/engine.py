@@ -6,15 +6,16 @@ lanes that can slow each other down (`weft.sim.scarce`). So the engine advances 
 of steps, and arrivals of signals. C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next
 completion.
 
-Copies by kernel and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS
+Copy kernels and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS
 GEMM keeps its units until it ends. Copies and collectives that are already running also keep their units, and the next
 GEMM gets the rest.
 
-Signals are counters that only grow. A wait ends when its counter has reached a value, which depends on the number e of
-the run, counted from 1:
+Signals are counters that only grow. A `Set` step, or a tile with a `Set`, increments a counter by 1; this is called a
+set. Each run has the same number of sets of a counter, `sets_per_run`. In run e = 1, 2, ..., a wait ends when its counter
+has reached this value:
 
-    a wait for `count` sets               (e - 1) sets_per_run + count
-    a wait for the previous run's sets    (e - 2) sets_per_run + count
+    a wait for n sets of the same run         (e - 1) sets_per_run + n
+    a wait for n sets of the previous run     (e - 2) sets_per_run + n
 
 A rank begins its next run when all its lanes have ended the last run. Ranks are not synchronized otherwise.
 """
@@ -193,7 +194,7 @@ class _Engine:
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 
     def _step(self, now: float) -> None:
-        """Advance to `now`, the next moment at which a step begins or ends, and handle its events."""
+        """Advance to `now`, the time of the next event, and handle all events of this time."""
         self.now, timed = now, self.timed
         if due := self.fluid.to(now):
             self._handle_progress(due)
@@ -207,9 +208,11 @@ class _Engine:
                 self._advance(waiting)
 
     def _handle_progress(self, due: list[tuple[int, bool]]) -> None:
-        """Handle lanes that have finished their work, or have done a part of it after which signals are set (a pulse).
+        """Continue lanes whose step has ended, and set the signals of lanes whose step has reached a pulse.
 
-        due: (number of the lane, True if the work is finished).
+        A pulse is a point in a kernel's work after which its tiles' signals are set (`weft.sim.lowered.pulses`).
+
+        due: these lanes, as (number of the lane, True if its step has ended).
         """
         for number, done in due:
             if done:
@@ -342,7 +345,10 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Give the compute units of a finished GEMM to waiting kernels, before the lane's next GEMM can take them."""
+        """Release the compute units of a finished GEMM: waiting kernels get them before any later GEMM.
+
+        units: a fraction of the rank's compute units.
+        """
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:

@@ -71,8 +71,10 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """Issue the lane's next steps: waits, then one copy, GEMM or `Read` on the CPU, then sets. Return how many were
-        issued.
+        """Issue the lane's next steps, and return their number.
+
+        The steps end with a step that occupies the lane (a copy or a GEMM, or a `Read` by the CPU) and the sets directly
+        after this step. They end earlier at a wait whose signal is not set yet.
         """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):

@@ -1,7 +1,8 @@
 """Decomposition and contention losses of a schedule.
 
     decomposition   for GEMMs: the time of the schedule's GEMMs, each alone, / the time of the undivided cuBLAS GEMMs.
-                    For communication: its time without computation / the time of the fastest undivided communication
+                    For communication: the time of the schedule's communication without computation / the time of the
+                    fastest undivided communication
     contention      the time of steps in the schedule / the time of the same steps alone
     exposed         the time in which a rank has nothing to compute
     ideal           the larger of the undivided GEMMs' time and the undivided communication's time: a perfect overlap
@@ -82,8 +83,9 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
     """Return the time in us of the serial schedule's GEMMs, each alone, on the slowest rank.
 
-    launches: True to include launches. For GEMMs of experts, return the time of torch's grouped GEMM, or of weft's
-        kernel if the kernel is faster.
+    For GEMMs of experts, this is the time of torch's grouped GEMM, or of weft's kernel if that is faster.
+
+    launches: True to include launches.
     """
     models = [model]
     if isinstance(problem, ExpertsProblem):

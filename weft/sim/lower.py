@@ -74,15 +74,16 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 
 
 class _RankItems:
-    """The items (`NumberedStep`) of a lane that are present on one rank.
+    """The items of a lane that are present on one rank. An item is a step with evaluated expressions (`NumberedStep`).
 
-    Several items may have equal keys (`NumberedStep.same`). All lists except `order` have only one of them.
+    Items that differ only in their origin have equal keys (`NumberedStep.same`). `sets`, `tiled`, `waits` and `works` have
+    only one item for each key.
 
-    order: the keys of all items.
-    sets: (item that sets signals, how often it occurs).
-    tiled: (item with tiles, how often it occurs).
-    waits: items that wait for signals.
-    works: items that take time, including items with tiles.
+    order: the key of each item of the lane, in order.
+    sets: the items that set a signal, as (item, number of items with its key).
+    tiled: the items with tiles, as (item, number of items with its key).
+    waits: the items that wait for a signal.
+    works: the items that take time, including the items with tiles.
     """
 
     __slots__ = ("order", "origins", "sets", "tiled", "waits", "works")
@@ -200,7 +201,7 @@ class _Lowering:
     # -- tasks
 
     def _set(self, item: NumberedStep, rank: int) -> int:
-        """Return the number of the counter that rank `rank` increments by `item`, a set."""
+        """Return the number of the counter that `rank` increments. item: the `Set` step of this increment."""
         distance, place = item.distance, item.place
         if distance.__class__ is not int:
             distance = int(distance[rank])  # type: ignore[index]
@@ -210,7 +211,7 @@ class _Lowering:
         return self._counters.setdefault((owner, item.signal, place), len(self._counters))
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the sets that the tiles of `item` make on `rank`, with the counters' numbers."""
+        """Return the increments of counters by the tiles of `item` on `rank`: (number of the counter, `SetBy`) for each."""
         raised = []
         for i, one in enumerate(item.tiled[rank].sets):
             owner, setter = self._owner_and_setter(rank, one.distance)
@@ -218,10 +219,10 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return the simulated ranks for a set that `rank` makes at its peer, as (owner, setter).
+        """Return (owner, setter): the ranks that represent both ends of a signal from `rank` to the peer at `distance`.
 
-        The peer is the rank at `distance` after `rank`. owner: the simulated rank that represents the peer. setter: the
-        rank at `distance` before the owner. Its set at the owner corresponds to the set of `rank` at the peer.
+        owner: the simulated rank that represents the peer. setter: the rank that sends the owner the corresponding
+            signal, at `distance` before the owner.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
@@ -313,8 +314,8 @@ class _Lowering:
     def _kind_of(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
         """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
 
-        kind: a number. distance: the distance to the peer that has operands; 0 if no peer or several peers have
-            operands.
+        kind: a number that is equal for equal steps with operands of equal sizes.
+        distance: the distance to the peer whose memory has operands; 0 for no peer or several peers.
         """
         step = item.origin.step
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))

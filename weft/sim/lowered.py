@@ -20,12 +20,12 @@ PULSES = 16
 
 
 class Raising(NamedTuple):
-    """The sets of one counter that a kernel makes while it runs.
+    """The increments of one counter by the tiles of a kernel, while the kernel runs.
 
-    The kernel makes `times` sets, spread evenly between the fractions `first` and `last` of its work.
+    The tiles make `times` increments, spread evenly between the fractions `first` and `last` of the kernel's work.
 
-    delay_us: the time from a set to the end of a wait for it.
-    at_once: True if all waits for the counter need all its sets, so that the simulator may make all sets at `last`.
+    delay_us: the time until a lane that waits for an increment continues.
+    at_once: True if no lane waits for fewer than all increments, so that the simulator may make all of them at `last`.
     """
 
     counter: int
@@ -36,7 +36,7 @@ class Raising(NamedTuple):
     at_once: bool = False
 
     def due(self, share: float) -> int:
-        """Return the number of sets that have been made when the fraction `share` of the work is done."""
+        """Return the number of increments that have been made when the fraction `share` of the work is done."""
         if share >= self.last:
             return self.times
         if self.at_once:
@@ -45,7 +45,10 @@ class Raising(NamedTuple):
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
-    """Return after which parts of a kernel's work the kernel makes sets. The work has `PULSES` parts, numbered from 1."""
+    """Return the pulses of a kernel: the numbers of the parts of its work after which counters are incremented.
+
+    The work has `PULSES` equal parts, numbered from 1.
+    """
     found = set[int]()
     for one in raises:
         if one.at_once:
@@ -121,8 +124,10 @@ class LoweredSchedule:
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """(the loads reduced to scarce resources, for each lane the number of its part). `weft.sim.scarce` defines both
-        terms.
+        """(loads, parts), from `weft.sim.scarce`.
+
+        loads: `self.loads` without the resources that never slow a lane down.
+        parts: for each lane, the number of its part: the group of lanes that can slow it down.
         """
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
         loads = scarce_only(self.loads, of_lanes)

@@ -18,9 +18,9 @@ Two effects are not fair sharing. A copy kernel holds its compute units exclusiv
 units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
 slower itself ("disturb").
 
-Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link. On a
-link, this part counts as a whole transfer. Otherwise routes would be used in different proportions, and shares would
-depend on the order of events.
+Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link. When a
+link is divided, this part counts as a whole transfer. If it counted less, steps would use links in different proportions.
+Then the solver may fail to converge (see above), and shares would depend on the order of events.
 
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is
 the same, but only the affected resources are solved again.
@@ -42,8 +42,8 @@ LEAST = MAX_MIN_LEAST
 class Load(NamedTuple):
     """The resources that one step uses at full speed: for each kind of use (`weft.sim.costs.Use`), (resource, amount).
 
-    If one rank represents several ranks, a resource represents the resources of all of them. The resource may then
-    occur several times, with the amount for each of these ranks.
+    If one rank represents several ranks, a resource represents the resources of all of them. If the step uses these
+    resources of several ranks, the resource occurs once for each of these ranks, with the amount used there.
     """
 
     share: tuple[tuple[int, float], ...]
@@ -54,7 +54,8 @@ class Load(NamedTuple):
 
 
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:
-    """Return {key: speed, from 0 to 1} of concurrent steps: `counts[key]` steps with the load `loads[key]`, for each
-    key.
+    """Return the speeds of concurrent steps, from 0 to 1: {index of a load in `loads`: speed of the steps with this load}.
+
+    counts: {index of a load: number of concurrent steps with this load}.
     """
     return dict(zip(counts, max_min_speeds([loads[key] for key in counts], list(counts.values())), strict=True))

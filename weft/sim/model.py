@@ -7,6 +7,12 @@ the fastest tile and split.
     time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
+    s             number of parts into which k is split
+    tiles         number of tiles of the result; all their parts together are `tiles s`
+    ramp          time of a tile's prologue and epilogue, in units of k
+    reduction(s)  time to add the s partial results of all tiles; 0 if s is 1
+    tile_half     a measured constant: the larger it is, the slower are small tiles
+
 A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies
 also slow down the kernels of the GPU whose memory they access, in proportion to the bytes, because they use its caches
 and memory. Copy kernels also hold compute units, and must wait while a cuBLAS GEMM keeps all units. These are the

@@ -4,7 +4,7 @@ A torus of C x R ranks looks the same from every rank. If all ranks have equal t
 the order of displacement (columns, rows), all ranks do the same at the same time:
 
     flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
-              n flows share each link of that direction. So the route is replaced by one link per direction, slower by n
+              n flows share each link of that direction. So these n links are replaced by one link with 1 / n of the bandwidth
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
     steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the
               steps for the first peer include the launch, and the steps for the second peer are used for all other
@@ -47,7 +47,10 @@ class Folded(Topology):
     """A torus as seen from rank 0: its four links represent the links of all ranks."""
 
     def paths(self, source: int, target: int) -> Paths:
-        """Return the routes from or to rank 0, each with one link per direction."""
+        """Return the routes between rank 0 and another rank.
+
+        A route has one link for each direction that it uses. This link replaces all links of the direction.
+        """
         found = self._paths.get((source, target))
         if found is None:
             columns, rows = self.dims
@@ -116,7 +119,7 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
-    """Simulate the schedule `name`, one of `NAMES`, on a torus. Rank 0 represents all ranks."""
+    """Simulate the schedule `name` ("serial", "direct" or "put") of `problem` on a torus. Rank 0 represents all ranks."""
     if name not in NAMES:
         raise ValueError(
             f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "
@@ -138,10 +141,10 @@ def orbit_us(found: Simulated, model: Model) -> float:
 
 
 class _Block(NamedTuple):
-    """Consecutive items (`weft.sim.vectorised.NumberedStep`) of a lane, written once and not for each peer.
+    """Consecutive steps of a lane (`weft.sim.vectorised.NumberedStep`) that the schedule repeats for each peer.
 
-    If `other` is empty, the rank has the items `first` once. Otherwise the rank has the items `first` for its first
-    peer, and the items `other` for each other peer.
+    first: the steps for the first peer. other: the steps for each other peer. If `other` is empty, the schedule has the
+        steps `first` only once, for no particular peer.
     """
 
     first: Sequence[NumberedStep]
@@ -173,7 +176,7 @@ class _Orbit:
         return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
 
     def _task(self, item: NumberedStep, peer: int) -> Task:
-        """Return the task of an item of rank 0 for the peer at displacement `peer`."""
+        """Return the task of rank 0 for the step `item`, with the peer at displacement `peer`."""
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
         if item.awaited is not None:
@@ -252,10 +255,10 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Group the items of a lane into blocks. items: the lane in the schedule of three ranks.
+    """Group the steps of a lane into blocks. items: the steps of the lane in the schedule of three ranks.
 
-    Adjacent items for the first and the second peer form one block if their kinds and signals are equal. Every other
-    item forms a separate block.
+    Adjacent steps for the first and the second peer form one block if their kinds and signals are equal. Every other
+    step forms a separate block.
     """
     at = 0
     while at < len(items):

@@ -62,7 +62,7 @@ class Simulated:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The timeline of all steps of all ranks except sets, sorted by start time."""
+        """The timeline of all steps of all ranks, without `Set` steps, sorted by start time."""
         spans: list[Span] = []
         for lane, number, _, start, end in sorted(self.events, key=lambda event: event[3:]):
             task = lane.tasks[number]

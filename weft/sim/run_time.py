@@ -53,8 +53,8 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
 def dynamic_steps(schedule: Schedule) -> int:
     """Return the number of copies, `Tiles` steps and collectives with dynamic sizes.
 
-    Consecutive `Tiles` steps with equal kernels count as at most `_STEPS_OF_PERMUTATION` steps. Serial has a `Permute`
-    step for each source rank, but an unfused run sorts the rows of all ranks at once.
+    Consecutive `Tiles` steps with equal kernels count as at most two steps. The serial schedule has such a step for each
+    source rank, to sort the rows from this rank. But an unfused run sorts the rows from all ranks at once, in two steps.
     """
     held = {contents.buffer for contents in schedule.contents}
     if not held:
@@ -89,8 +89,9 @@ def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
 def reading_host_us(schedule: Schedule, model: Model) -> float:
     """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes.
 
-    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. If it must wait before
-    it can issue later steps (`stops_host`), each dynamic step takes `TORCH_CALLS` torch calls.
+    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. A step with a dynamic size
+    takes `Model.host_late_us`. If the CPU must wait for sizes before it issues later steps (`Schedule.stops_host`), such a
+    step takes the CPU time of `TORCH_CALLS` torch calls instead.
     """
     if not schedule.reads_on_host:
         return 0.0

@@ -1,10 +1,11 @@
 """Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
-The sizes in a step must be equal on all ranks, but counters may have different indices. For each rank r there must be a
-one-to-one map from the counters of rank 0 to the counters of rank r. A set that every rank makes at the same distance d
-defines one entry of this map:
+The sizes in a step must be equal on all ranks, but the counters of signals may have different indices. For each rank r
+there must be a one-to-one map from the counters of rank 0 to the counters of rank r. Take a step in which every rank
+sets a signal of the rank at distance d. In this step rank -d increments a counter of rank 0, and rank r - d increments a
+counter of rank r. The map must relate these two counters:
 
-    counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
+    counter of rank 0  ->  counter of rank r
 
 All waits must be consistent with this map. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` shows if
 their links are equal too. The caller of `lower` knows if all ranks begin their runs at the same time.
@@ -43,7 +44,10 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance, index) of each set in an item. The distance must be the same on all ranks."""
+    """Yield (signal, distance to the rank that has it, index) for each signal that `item` sets.
+
+    The distance must be the same on all ranks.
+    """
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks
         yield item.signal, item.distance, item.place
@@ -52,8 +56,9 @@ def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
 
 
 def _identity(place: ByRank) -> int:
-    """Return a dict key for `place`: the id of an array, or ~place for an int. An int is never negative, so the keys of arrays
-    and ints never collide.
+    """Return a dict key for `place`, the index of a signal on all ranks: the id of an array, or ~place for an int.
+
+    An int is never negative, so the keys of arrays and ints never collide.
     """
     return ~place if isinstance(place, int) else id(place)
 
@@ -61,7 +66,8 @@ def _identity(place: ByRank) -> int:
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
     """True if ranks differ only by a renaming of the counters of one signal.
 
-    sets: (distance, index) of each set of the signal. waits: the index of each wait.
+    sets: for each step that sets the signal: (distance to the rank that has it, index on each rank).
+    waits: for each step that waits for the signal: its index on each rank.
     """
     if not sets:
         return False  # a counter that is never set has no renaming
@@ -84,7 +90,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
 
 
 def _table(places: Collection[ByRank], world: int) -> np.ndarray:
-    """Return an array `[len(places), world]`: the value of each entry of `places` on each rank."""
+    """Return the indices `places` as an array `[len(places), world]`, with a column for each rank."""
     table = np.empty((len(places), world), np.int64)
     for row, place in zip(table, places, strict=True):
         row[:] = place

@@ -54,10 +54,12 @@ Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
 
 
 class Rates(NamedTuple):
-    """The compute and memory rates of a kernel's tiles, relative to weft's kernels.
+    """The properties of a kernel on which the costs of its tiles depend.
 
+    compute, memory: the kernel's compute rate and memory rate, divided by the rates that weft's kernels reach.
     whole: True if the kernel does not cut the step's tiles: one compute unit computes each.
-    sources: the number of ranks whose rows share tiles, if each rank has few rows for an expert.
+    sources: the number of ranks whose rows the kernel puts into the same tiles, if an expert has few rows from each rank.
+        If each tile has rows from one rank only, `sources` is 1.
     found: the share of row reads of a pooling kernel that the cache supplies.
     """
 
@@ -103,8 +105,10 @@ def cost_of_tiles(
     The kernel takes as long as its busiest resource needs, because enough tiles run concurrently to hide latencies. It
     takes at least as long as its longest tile alone.
 
-    parts: (step, operands, number of tiles). read_bytes: the bytes that matmuls read from this rank's memory. Each byte
-        counts once, because consecutive tiles find a shared operand in the cache. of_kernel: see `rates`.
+    parts: the work of the tiles: (a step of a tile, its operands, number of tiles with this step and these operands).
+    read_bytes: the bytes that matmuls read from this rank's memory. Each byte counts once, because consecutive tiles find a
+        shared operand in the cache.
+    of_kernel: the kernel's properties, from `rates(kernel, model)`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[ResourcePlace, float] = {HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}

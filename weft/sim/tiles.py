@@ -27,9 +27,11 @@ Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
 
 
 class SetBy(NamedTuple):
-    """The sets of one counter by the tiles of one rank: `times` sets of `signal[place]` of the rank at `distance`.
+    """The increments of one counter by the tiles of one rank.
 
-    first, last: where the tiles that set the counter begin and end, as fractions of all tiles.
+    signal, distance, place: the counter: element `place` of the signal, on the rank at `distance`.
+    times: the number of increments.
+    first, last: where the tiles that increment the counter begin and end, as fractions of all tiles.
     """
 
     signal: str
@@ -41,10 +43,11 @@ class SetBy(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """The tiles of one rank, summarised by counts.
+    """A summary of a kernel's tiles on one rank.
 
-    parts: (index in `Tiles.work`, sizes and ranks of the operands, number of tiles with these values).
-    sets: the sets of all tiles.
+    parts: (index of a step in `Tiles.work`, sizes, number of tiles) for all sizes with which tiles execute the step. sizes:
+        the rows and columns of each operand, and the distance to the rank that has it.
+    sets: the increments of counters by all tiles.
     read_bytes: the bytes that matmuls read from the rank's own memory. A region that several tiles read counts once.
     """
 
@@ -54,10 +57,10 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if an expression in the body depends on both tile and rank.
+    """True if an expression in the body depends on both the tile and the rank that executes the step.
 
-    An expression for a rank is replaced by the distance from the step's rank. So an expression for a rank depends on
-    both if it depends on the tile.
+    An expression for a peer counts as the distance from the executing rank to the peer. So it depends on the executing rank,
+    and on both if it depends on the tile.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -104,7 +107,7 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """The largest number of representatives that `of` returns for the expressions that `Tables` evaluates."""
+        """The largest number of tiles for which `Tables` evaluates an expression; used to limit memory."""
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]
@@ -113,7 +116,7 @@ class DifferentTiles:
         return max((len(self.of(one).at) for one in numbers), default=1)
 
     def of(self, numbers: Sequence[Index]) -> _Tiles:
-        """Return representatives of all tiles with respect to the expressions `numbers` (`_Tiles`)."""
+        """Return tiles that represent all tiles in the evaluation of the expressions `numbers`."""
         key = tuple(map(text_of, numbers))
         if key not in self._found:
             self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])
@@ -176,7 +179,10 @@ class Tables:
         self._parts = parts
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
-        """Return the `Tiled` of each rank, or a list with one `Tiled` if all ranks are equal."""
+        """Return a summary of the tiles of each rank, or a list with only one summary if all ranks are equal.
+
+        item_bytes: {buffer: bytes of an element}.
+        """
         parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # [step][rank, or a single entry for all ranks]
         sets = [self._sets(inner) for inner in self._tiles.inner_sets]
         for place, inner in enumerate(self._tiles.work):
@@ -206,9 +212,10 @@ class Tables:
         return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """Return the sets that `step` makes in all tiles: a list for each rank, or one list if all ranks are equal.
+        """Return the increments of counters by `step` in all tiles: a list for each rank, or one list if all ranks are equal.
 
-        Tiles run in order, so a counter that only the first tiles set is complete when these tiles have ended.
+        Tiles run in order. So if only the first tiles increment a counter, it has its final value when these tiles have
+        ended.
         """
         (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []

@@ -55,9 +55,10 @@ class NumberedStep(NamedTuple):
     numbers: for each operand, the number of rows and columns, and the distance to the rank that has the operand.
     tiled: the summary of the tiles of each rank, if the step has tiles.
     signal, place: the name and index of the signal that the step sets or waits for.
-    distance: the distance to the rank whose signal the step sets; None if the step sets no signal.
-    awaited: the number of sets that the step waits for, in the previous run if `previous`; None if it does not wait.
-    same: a key that is equal for items that differ only in their origin.
+    distance: for a `Set` step: the distance to the rank that has the signal; otherwise None.
+    awaited: for a `Wait` step: the number of sets that it waits for; otherwise None.
+    previous: True if a `Wait` step waits for the sets of the previous run.
+    same: a number that identifies the other fields: items with the same number differ only in their origin.
     carried: True if a kernel that starts at an earlier step also runs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
     """
@@ -150,7 +151,7 @@ class Numbers:
             yield (*turn, (loop.index, i)), _everywhere(there, i < extent)
 
     def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
-        """Return `index` evaluated for every rank; 0 for ranks that do not have the step.
+        """Return the value of the expression `index` on every rank; 0 for ranks that do not have the step.
 
         turn: the values of the loop indices. there: 1 for ranks that have the step, otherwise 0.
         """
@@ -176,7 +177,7 @@ class Numbers:
         return _collapse(found)
 
     def _evaluated_together(self, index: Expr, turn: Iteration, ranks: np.ndarray) -> int | np.ndarray | list[int]:
-        """Return `index` evaluated for `ranks`, which have the same contents of buffers."""
+        """Return the value of the expression `index` on each of `ranks`, which have the same contents of buffers."""
         values = {**dict(turn), **self._values[int(ranks[0])]}
         if len(ranks) > 1:
             try:
@@ -221,7 +222,7 @@ class Numbers:
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
         """Return a list over distances 0, 1, ...: the number of rows that each rank sends to the rank at this distance.
 
-        indices: the expressions for the number of rows sent to rank 0, 1, ...
+        indices: for each destination rank 0, 1, ..., the expression for the number of rows that are sent to it.
         """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [
@@ -261,9 +262,9 @@ class Numbers:
 
 @singledispatch
 def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
-    """Return the item of a step. Functions for kinds of steps are registered here.
+    """Return the step with its expressions evaluated. To support another kind of step, register a function here.
 
-    Except for collectives, the item is marked as absent on ranks where the step has nothing to do.
+    Except for collectives, the result is marked as absent on ranks where the step has nothing to do.
     """
     operands = numbers.operands(step, origin.turn, there)
     for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
@@ -311,9 +312,10 @@ def _known(schedule: Schedule) -> _Known:
 def _distinct_contents(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Number the distinct contents of buffers. Return (numbers, buffers).
+    """Number the distinct contents that the schedule expects in buffers. Return (numbers, buffers).
 
-    numbers: {contents: number}. buffers: (name of a buffer, number of its contents on each rank).
+    numbers: {expected contents of a buffer on a rank: their number}.
+    buffers: for each buffer with expected contents: (name, number of its contents on rank 0, 1, ...).
     """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}
@@ -324,7 +326,11 @@ def _distinct_contents(
 
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
-    """Return, for each rank, the values of the variables of expressions. Ranks with equal contents share prefix sums."""
+    """Return, for each rank, {variable in expressions: value}.
+
+    The variables are the rank, and the buffers with expected contents, for which the value is an object with prefix sums.
+    Ranks with equal contents share this object.
+    """
     return _known(schedule).values
 
 

@@ -1,7 +1,7 @@
 """The kind of a span, which determines its colour and category: computing, sending or waiting.
 
-The kind follows from the span's name. Names of waits begin with "wait". Copies and collectives count as sending. A span
-that pools and stores in a peer's memory counts as computing, and its bytes are sent during the span.
+The kind follows from the span's name. Names of waits begin with "wait". Copies and collectives count as sending. A kernel
+that pools, and stores the results in a peer's memory, counts as computing, although it also sends bytes.
 """
 
 from __future__ import annotations

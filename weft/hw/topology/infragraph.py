@@ -68,7 +68,7 @@ def _quickness(route: Route) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Graph:
-    """The links of one cluster. `topology` builds the topology."""
+    """The links of one cluster. To get its topology, call the object with the number of ranks."""
 
     links: tuple[Link, ...]
 

@@ -1,9 +1,13 @@
 """The registry of topologies.
 
+This example registers a topology of cliques, which are groups of directly linked GPUs. Users can then write
+`--topology clique`, with 4 GPUs in each clique, or `--topology clique:8x4`, with 8 cliques of 4 GPUs:
+
     @shape((*PAIRS, "clique.gpus"), ("cliques", "clique.gpus"), {"clique.gpus": Quantity(4, ...)})
     def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology: ...
 
-A topology is one file in `weft/hw/topology/shapes/`, which is imported automatically.
+`PAIRS` are the keys of the bandwidth and the latency of a direct link. A topology is one file in
+`weft/hw/topology/shapes/`, which is imported automatically.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ _Builder = TypeVar("_Builder", bound=Callable[..., Topology])
 class Shape:
     """A registered topology. Its name is the name of the builder.
 
-    keys: the keys of the builder's numbers, in the order of its arguments.
+    keys: the keys, in machine and topology files, of the numbers that the builder takes after `ranks`.
     sizes: the meaning of each size in a name such as `torus:16x8`. The product of the sizes is the number of ranks. A
         meaning may be one of `keys`: then the size is the number for this key.
-    given: the numbers of a topology that is given by name, without a file.
+    given: numbers by key, for users who pass only the name of the topology, and no file with these numbers.
     """
 
     builder: Callable[..., Topology]
@@ -44,7 +48,7 @@ class Shape:
         return f"{self.builder.__name__}:{'x'.join(size.rpartition('.')[2].upper() for size in self.sizes)}"
 
     def sizes_of(self, name: str) -> tuple[int, ...]:
-        """Return the sizes in `name`, in the form `form`. Raise `ValueError` if the name has other sizes."""
+        """Return the sizes in a name such as `torus:16x8`. Raise `ValueError` if the number of sizes is wrong."""
         shape, _, text = name.partition(":")
         numbers = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text) else ()
         if len(numbers) != len(self.sizes):

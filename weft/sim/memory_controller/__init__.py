@@ -7,7 +7,8 @@ queues:
     LLC             caches slabs and tiles, with LRU replacement. T3's output bypasses it
     controller      arbitrates the GEMM's reads and stores, and the ring's reads and updates, into a channel's queue
     memory          serves this queue in order. A near-memory update takes twice as long as a store
-    tracker         counts the updates of each wavefront's piece, from the GEMM and from peers. The last update starts the copy
+    tracker         counts the updates of each piece, by the GEMM and by peers. A piece is the part of a tile that one wavefront
+                    computes. The last update of a piece starts its copy to the peer
     link            sends pieces one after another. The peer is identical, and sends the same at the same time
 
 Accesses are spread evenly over the memory channels, so one queue represents all channels.

@@ -34,7 +34,10 @@ class Access(NamedTuple):
 
 
 def access(op: Op, address: int) -> Access:
-    """Return the access to an address within the channel. Chunks alternate between two banks; a row has eight chunks."""
+    """Return the access to an address within the channel.
+
+    Consecutive chunks of 256 bytes alternate between two banks. A row of a bank holds eight chunks.
+    """
     chunk = address // CHUNK
     bank = (chunk & 1) | ((chunk >> 4) & 7) << 1
     return Access(op, bank, address // (BANKS * ROW))
@@ -98,7 +101,7 @@ def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
 
 
 def _mixed(*streams: list[Access]) -> list[Access]:
-    """Interleave streams: take a chunk of accesses from each stream, in rotation."""
+    """Interleave streams: take the accesses to 256 bytes from each stream, in rotation."""
     found, run = [], CHUNK // ATOM
     for i in range(0, max(map(len, streams)), run):
         for stream in streams:
@@ -107,7 +110,7 @@ def _mixed(*streams: list[Access]) -> list[Access]:
 
 
 def patterns(count: int = 3000) -> dict[str, list[Access]]:
-    """Return {name: accesses of a channel}. An operand's slab has rows of 64 bytes, a tile has rows of 512 bytes."""
+    """Return the access patterns to compare: {description of a pattern: about `count` accesses of a channel, in order}."""
     away = 1 << 26
     return {
         "last step of a reduce-scatter: two reads, one store": _mixed(

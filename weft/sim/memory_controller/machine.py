@@ -26,10 +26,10 @@ class TrackingGpu(Quantities):
     """A GPU with T3's tracker, triggered copies, memory that adds, and arbitration.
 
         gpu = t3_gpu()
-        gpu["memory.effective"]              0.48e12, in bytes, seconds, hertz, bytes/s or FLOP/s
+        gpu["memory.effective"]              0.46e12 (bytes/s)
         gpu.with_values({"gpu.units": 160})  the paper's GPU-2X-CU
 
-    `tracker.sets = 0` means a tracker without limits.
+    Values read by key are in bytes, seconds, hertz, bytes/s or FLOP/s. `tracker.sets = 0` means a tracker without limits.
     """
 
     def __post_init__(self) -> None:
@@ -89,6 +89,9 @@ def t3_gpu() -> TrackingGpu:
 
 
 def other_reading() -> TrackingGpu:
-    """Return the paper's GPU with links of 150 GB/s in each direction, and the memory bandwidth that section 6.1.1 then implies."""
+    """Return the paper's GPU with links of 150 GB/s in each direction.
+
+    The memory bandwidth is doubled too: `t3_gpu` derives it from the link bandwidth and from percentages in section 6.1.1.
+    """
     gpu = t3_gpu()
     return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})

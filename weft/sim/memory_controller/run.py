@@ -81,8 +81,8 @@ class ControllerRun:
     tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited
         for an entry.
     threshold: the queue length above which MCA (the paper's arbitration) held the ring back; 0 if it never did.
-    intensity: the fraction of time in which memory served the GEMM, during the first stage (the first work-groups of all
-        compute units), in which the ring sends nothing.
+    intensity: the fraction of the first stage in which memory served the GEMM; MCA derives its threshold from this fraction.
+        In the first stage the compute units run their first work-groups, and the ring sends nothing.
     waiting_most: the maximum number of the ring's bytes that waited for the controller.
     bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
     """
@@ -120,14 +120,16 @@ def fused(
     gemm: HardwareGemm, output: OutputMap, world: int, gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks", bin_us: float = 0.0, coarse: float = 1.0,
 ) -> ControllerRun:  # fmt: skip
-    """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs. output: the reduce-scatter's map.
+    """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs.
 
-    The link sends remote-mapped tiles. Memory adds all other tiles. The tracker counts the updates of the GEMM and of
-    peers. The last update of a dma-mapped piece starts its copy. The peer sends the same bytes as this GPU at the same
-    time, and they arrive after the link's latency. If the map has several targets, there is a link to each target, and
-    the links share `link.bandwidth`. If the map has no copies, the tracker is not used.
+    A tile that the map sends with `remote_map` goes over the link. The GPU's memory adds all other tiles to the partial
+    sums there. If a tile has a `dma_map`, the tracker counts the updates of each piece (`weft.sim.memory_controller`), and
+    the last update starts the copy. The peer sends the same bytes as this GPU at the same time, and they arrive after the
+    link's latency. If the map has several targets, there is a link to each target, and the links share `link.bandwidth`.
+    If the map has no `dma_map`, the tracker is not used.
 
-    coarse: the number of queue entries to simulate as one, with the same bytes.
+    output: the reduce-scatter's map, which defines the destination of each tile (`weft.builders.output_map`).
+    coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less exact.
 
     Raise `ValueError` if the arbitration is unknown, or if the map's rows differ from the number of tiles. Also raise
     it if ranks differ by more than their position in the ring.
@@ -145,7 +147,10 @@ def fused_on_all(
     gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks",
 ) -> list[ControllerRun]:  # fmt: skip
-    """Simulate all ranks, and return their results. outputs: a map for each rank; these may differ, unlike in `fused`."""
+    """Simulate a GEMM fused with a reduce-scatter on all ranks, and return the result of each rank.
+
+    outputs: the output map of each rank. Unlike in `fused`, these may differ.
+    """
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
         _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
@@ -177,8 +182,9 @@ def _routes(
 
 
 def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
-    """Add a rank's routes to a setup, and return it.
+    """Write the destinations of a rank's tiles into `setup`, and return `setup`.
 
+    routes: the destinations of all ranks' tiles.
     one_for_all: True to simulate only this rank. Its sends then represent the sends of an identical peer.
     """
     tiles = len(setup.a)

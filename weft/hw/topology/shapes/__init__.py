@@ -1,4 +1,4 @@
-"""One file for each topology. They are imported automatically, and each registers itself (`weft.hw.topology.shape`)."""
+"""One file for each topology. weft imports all files here. Each file registers its topology (`weft.hw.topology.shape`)."""
 
 import importlib
 import pkgutil
