@@ -139,7 +139,9 @@ class ForwardCall:
 
 
 class Collected(NamedTuple):
-    """The ids of a call, and the gradients of the vectors that this rank pooled, [global batch, columns of its tables]."""
+    """The input of a call in `accumulate()`, and the gradients of the vectors that this rank pooled, [global batch,
+    columns of its tables].
+    """
 
     of: ForwardCall
     jagged: JaggedInput

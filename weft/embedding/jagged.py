@@ -63,12 +63,14 @@ class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major, with the fields and methods of TorchRec's class.
 
     keys: the T feature names. Every key has the same B: TorchRec's variable stride per key is not supported.
-    values: [N] int32 or int64 ids.
-    weights: [N] float32, one per id, or None.
-    lengths, offsets: [T * B] and [T * B + 1], int32 or int64. Pass at least one. If you pass both, they must describe
-        the same bags. With lengths only, bags begin at the first value, and must cover all values. Offsets may begin
-        above 0 and end before N, for a slice of a larger batch that shares its values.
-    stride: B. Required only if there are no keys.
+    values: the ids of all bags, [N] int32 or int64.
+    weights: a weight for each id, [N] float32, or None.
+    lengths: the number of ids in each bag, [T * B] int32 or int64. Without offsets, bags begin at the first value, and
+        must cover all values.
+    offsets: the position in `values` where each bag begins, and the end of the last bag, [T * B + 1] int32 or int64.
+        They may begin above 0 and end before N, for a slice of a larger batch that shares its values. Pass lengths,
+        offsets, or both. If you pass both, they must describe the same bags.
+    stride: the number of samples, B. Required only if there are no keys.
 
     Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sums of lengths of
     a local batch are checked. The caller must ensure that bags are valid.

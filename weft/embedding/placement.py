@@ -7,7 +7,7 @@ on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away fro
 
 Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So a contiguous split,
 in which each rank owns adjacent tables, is used if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of
-equal cost are assigned in order.
+equal cost are exchanged between ranks, so that more tables of a rank are adjacent.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class _Route(NamedTuple):
     counts: the number of ids of each key of the input.
     begin: the position in the input's values where the ids of the first key begin.
     ids_out, ids_in: the numbers of ids sent to, and received from, each rank.
-    heads: the header from each rank.
+    heads: the header (batch size, numbers of ids) received from each rank.
     """
 
     blocks: tuple[int, ...]
@@ -458,8 +458,8 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """The received per-sample weights, as the result of an autograd function. Backward sends their gradients back to
-    the ranks of the samples; all ranks must run it.
+    """An autograd function that returns the received per-sample weights. Its backward sends their gradients back to the
+    ranks of the samples; all ranks must run it.
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ def pooled(
     plan: Form, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, is_weighted: bool,
     deadline_s: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the pooled vectors of this rank's samples, in a compiled program. features: a KeyedJaggedTensor."""
+    """Call the operator: return the pooled vectors of this rank's samples. features: a KeyedJaggedTensor of these samples."""
     tensors = features.values(), features.lengths_or_none(), features.offsets_or_none(), features.weights_or_none()
     name = group_of(group).group_name
     call = weights, *tensors, list(features.keys()), features.stride(), is_weighted, *plan, name, deadline_s or 0.0

@@ -118,7 +118,7 @@ def agree_on_parts(
     """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. All ranks must
     make this call.
 
-    Raises the errors of `agree_on_module`, and has its arguments, with a `Partition` in place of a sharding.
+    Arguments and errors are those of `agree_on_module`, except that `partition` replaces `sharding`.
     """
     whole = None
     if partition is not None:
@@ -141,8 +141,8 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 def _patient(deadline_s: float | None) -> float:
     """Return `deadline_s`; for None return `WEFT_DEADLINE_S`. The default deadline of set-up is shorter, and could
-    expire while a peer fills its tables. If an environment variable of weft is invalid, return that default: all ranks
-    raise later.
+    expire while a peer fills its tables. If an environment variable of weft is invalid, return the default of set-up:
+    all ranks then raise an error.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

@@ -103,7 +103,7 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """The conversion of one batch. It keeps intermediate results that several steps need.
+    """The conversion of one batch by `PartitionedInput`. It keeps intermediate results that several steps need.
 
     ends: the first position of each key's ids in `jagged.values`, and the end of the last key's ids.
     """

@@ -47,7 +47,9 @@ class RowRoute:
 
 
 class RowDist:
-    """The exchange of rows for the parts of `partition`. All ranks must call every public method."""
+    """The exchange of ids, rows and gradients of rows between ranks, for the parts of tables in `partition`. All ranks
+    must call every public method.
+    """
 
     def __init__(
         self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None
@@ -92,8 +94,8 @@ class RowDist:
         return route, self._by_part(arrived, route), numbers
 
     def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Exchange the numbers of ids. Return (the number of ids for each rank, the number from each source rank for
-        each part of this rank, `bad` as integers).
+        """Exchange the numbers of ids. Return (the number of ids to send to each rank, the number of ids that arrive
+        from each source rank for each part of this rank, `bad` as integers).
 
         Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. counts: the number of this
         rank's ids for each part, with parts sorted by rank. bad: as for `send`.
