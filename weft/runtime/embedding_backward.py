@@ -5,8 +5,8 @@ by row.
     received   [global batch, columns of this rank's tables], from all ranks
     rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
-On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. On CPU, on several hosts and with
-transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
+On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. In all other cases (on CPU, on
+several hosts, or with transport="serial"), each rank reorders `grad` by owner and calls `all_to_all_single`.
 
 CPU ranks synchronise before the exchange. They compare the number of the forward call (the n-th call of the group), its
 batch sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference

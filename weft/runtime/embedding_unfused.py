@@ -142,7 +142,8 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """Pool this rank's tables for the samples of all ranks, into `out` [global batch, columns], of `plan.output_dtype`.
+    """Pool this rank's tables for the samples of all ranks. Write the vectors to `out`, [global batch, columns], in
+    `plan.output_dtype`.
 
     Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
     calls.

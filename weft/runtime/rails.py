@@ -210,7 +210,7 @@ class Rails:
 
 
 class _Still:
-    """A `Cargo` without work for the time in which its messages are in transit."""
+    """The base class of collectives (`Cargo`) that do nothing while their messages are in transit."""
 
     def go_on(self) -> None: ...
 

@@ -78,7 +78,8 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
 
 
 def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool = False) -> str:
-    """Return a text with the first step of `rank` that needs memory of a rank on another host; "" if there is none.
+    """Return an error text that names the first step of `rank` which needs memory of a rank on another host; "" if
+    there is none.
 
     hosts: the host of each rank. signals: True if a signal to another host needs mapped memory too; False if signals are sent
         as messages, as between CPU ranks.

@@ -45,8 +45,9 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
-    Set-up waits are those of `all_gather` and `allocate`. If ranks compile or measure between two such waits, they also wait
-    for the slowest rank's compilation. Then pass `weft.env.deadline_s()`, the default deadline of calls.
+    Set-up waits are those of `all_gather` and `allocate`. If ranks compile or measure between two such waits, they also
+    wait for the slowest rank's compilation. For such waits, pass the longer `weft.env.deadline_s()`, the default
+    deadline of calls.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)

@@ -246,7 +246,7 @@ class Dialing:
     @property
     def failed(self) -> bool:
         """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in
-        time. A connected peer may be busy, so it may take longer.
+        time. A peer that has accepted a connection may take longer, because it may be busy.
         """
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))

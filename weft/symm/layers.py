@@ -27,8 +27,8 @@ _TEXT_BYTES = 1024
 class Noted(NamedTuple):
     """The layer options that ranks compare with a call.
 
-    records: two 64-bit hashes of options: of layers whose forward needs all ranks, and of other layers. 0: there are no
-        such layers.
+    records: a pair of 64-bit hashes. The first is of the options of layers whose forward needs all ranks, the second of
+        the options of other layers. A hash is 0 if no such layer was called.
     texts: the options as text, for errors.
     """
 

@@ -80,7 +80,8 @@ class Channels:
     def finish(self, work: dist.Work, is_late: Callable[[], bool], text: str, *held: object) -> None:
         """Wait until a message has been sent or received. If the wait fails, make the group fail.
 
-        is_late: a function that returns True when the deadline has passed. text: the object of the wait, for error texts.
+        is_late: a function that returns True when the deadline has passed. text: for error texts, the deadline and the
+            message for which this rank waits.
         held: objects to keep alive after an error, because gloo's threads may still use them.
         """
         try:

@@ -1,5 +1,7 @@
 """Collectives of a matrix, which a `Turn` runs: with a deadline and, on CPU, a rendezvous before each collective.
 
+All functions have these arguments:
+
 x: this rank's matrix [rows, columns], contiguous. rows: the number of rows of each rank. name: the collective's name in
     error texts and timelines.
 """

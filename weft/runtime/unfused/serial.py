@@ -49,8 +49,8 @@ if READER is not None:
 
 
 class Unfused:
-    """The steps of a serial schedule on `rank`, as torch calls. If all ranks have the same number of rows, this number may
-    differ from the schedule's.
+    """The steps of a serial schedule on `rank`, as torch calls. In a call, the number of rows may differ from the
+    schedule's, if it is the same on all ranks.
 
     The constructor raises `ScheduleError` for a step kind that is not registered with `bind`, and for a step that writes
     only a part of a buffer.

@@ -264,7 +264,7 @@ class Pending:
             finish(work, self._comm, self._name, self._deadline_s, self._arguments, self._groups, self._works)
 
     def __del__(self) -> None:
-        """Keep the tensors until the process ends if no caller has waited, because of an earlier error: gloo may use them."""
+        """Keep the tensors until the process ends, unless a caller has waited for the collective: gloo may still use them."""
         if not self._waited and not all(work.is_completed() for work in self._works):
             leave(self._groups, self._works, self._arguments)
 
