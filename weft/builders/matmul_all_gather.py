@@ -109,10 +109,9 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
-    """Run one tracked GEMM, which signals finished tiles. Copy engines copy a chunk of rows when all its tiles are
-    stored.
+    """Run one tracked GEMM, which signals finished tiles. Copy engines copy a chunk of rows when all its tiles are stored.
 
-    chunks: the number of chunks.
+    chunks: the number of chunks into which the rows of the product are cut.
     """
     o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
     product = Compute(

@@ -2,9 +2,9 @@
 
 A cache holds the rows that were read in the last T samples. Consider one row. A bag has n rows, and each of them is
 this row with probability p. So a sample reads the row n p times on average, and the row is in the cache with
-probability 1 - exp(-n p T). Multiplied by the row's bytes, this is the row's average share of the cache. T is the
-number of samples after which the cache is full. It also holds bytes that pass through it once: ids, offsets and pooled
-vectors.
+probability 1 - exp(-n p T). Multiplied by the row's bytes, this is the average space that the row takes in the cache. T
+is the number of samples after which the cache is full. The cache also holds bytes that pass through it only once: ids,
+offsets and pooled vectors.
 
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)

@@ -1,4 +1,4 @@
-"""Calibration: measurement of the numbers of a machine file on this machine.
+"""Calibration: measure on this machine the numbers that machine files contain. There are three groups of numbers.
 
     GEMMs         on a coarse grid of sizes first, then on finer grids while time remains. The model corrects its
                   formula by its errors at the nearest grid points
@@ -67,7 +67,7 @@ class Measure(Protocol):
         """
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes. The source rows are twice as wide."""
+        """Return the time of a 2D copy of `rows` rows of `row_bytes` bytes, from a source whose rows are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
         """Return the time of a copy of `count` bytes by weft's copy kernel, including the launch.
@@ -286,8 +286,10 @@ def _beside(
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
     """Measure how much concurrent copies slow down a GEMM.
 
-    The GEMM is the largest with M = N = K that takes at most 20 ms. Return (value of the field `Calibration.beside`,
-    {GEMM: its time without copies}).
+    The GEMM is the largest with M = N = K that takes at most 20 ms. Return (slowdowns, {GEMM: its time in us without copies}).
+
+    slowdowns: for each kind of copy ("dma", "kernel"), a tuple of the kind, the GEMM's time over its time without
+        copies, and the copies' rate in bytes/us.
     """
     say("a GEMM concurrent with copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])

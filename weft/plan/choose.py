@@ -103,7 +103,7 @@ def choose(
     """Choose a schedule for `problem` on `model`. The choice is cached for this model object.
 
     Args:
-        mode: "queued", "graph" or "single".
+        mode: the kind of run: "queued", "graph" or "single" (`weft.plan.predict`).
         pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the
             schedule that FiCCO's heuristic chooses for the model's machine, if it supports `problem`. "autotune" pins
             nothing.
@@ -183,7 +183,7 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """Return (the chosen row, the reason as a sentence)."""
+    """Return (the row of the chosen candidate, the reason as a sentence)."""
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]

@@ -215,7 +215,7 @@ def explain(
         topology: the name or path of a topology file, which describes the links. Default: the topology in the machine
             file.
         dtype: the dtype of the operands.
-        mode: "queued", "graph" or "single".
+        mode: the kind of run whose time is predicted: "queued", "graph" or "single" (`weft.plan.predict`).
         options: the operator's own options. `weft plan OP --help` lists them.
 
     Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, and for a size below 1. Also

@@ -38,8 +38,9 @@ _PAPERS = "mi300x"
 def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the chosen schedule; None if the heuristic does not cover this operator.
 
-    As in the paper, the schedule has W steps for W ranks, and copies by copy engine. If sizes are not read on the CPU,
-    it copies by kernel. The schedule may not support the problem; `pick_here` checks this.
+    As in the paper, the schedule has W steps for W ranks, and copies by copy engine. If the problem has dynamic sizes
+    that the CPU does not read, the schedule copies by kernel instead. The schedule may not support the problem;
+    `pick_here` checks this.
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops

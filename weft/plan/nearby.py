@@ -77,7 +77,7 @@ def octave_of(size: float) -> int:
 
 
 def typical(problem: Problem) -> Problem:
-    """Return the problem at the middle of this size bucket, for which the schedule is chosen."""
+    """Return the problem at the middle of the size bucket of `problem`. The bucket's schedule is chosen for this size."""
     return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
 
 

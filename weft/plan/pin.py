@@ -66,5 +66,5 @@ def pinned(given: object = None) -> str | None:
 
 
 def names_schedule(pinned: str | None) -> bool:
-    """True if `pinned` is the name of a schedule, not None and not a rule."""
+    """True if `pinned` is the name of a schedule, not None, "autotune" or "heuristic"."""
     return pinned not in (None, AUTOTUNE, HEURISTIC)

@@ -56,9 +56,9 @@ ROUGH = "rounds at every step: larger rounding error"
 HOPELESS = 2.5
 """Schedules whose lower bound exceeds this multiple of the fastest prediction are not simulated."""
 HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
-"""Limits in place of `HOPELESS` for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the
-fastest time that can be chosen, and a difference from this time in us. Both are above the margins within which the
-planner prefers simpler schedules.
+"""The limits for more than `_MANY_RANKS` ranks, in place of `HOPELESS`, because their simulations take long. The first
+is a multiple of the fastest time that can be chosen, the second a difference from this time in us. Both are above the
+margins within which the planner prefers simpler schedules.
 """
 HOPELESS_FIRST = 1.5
 """The simulation of a schedule stops if its first run exceeds the limits `HOPELESS_OF_MANY` and `HOPELESS_US` by this factor.

@@ -117,7 +117,7 @@ class SelfCalibration:
 
 
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
-    """Return a bandwidth in GB/s as a `_Number`.
+    """Return the measured and the derived bandwidth as a `_Number` in GB/s.
 
     rate, derived: the measured and the derived rate in bytes/us. into: a function that inserts the measured number into
         a model.

@@ -155,7 +155,7 @@ class OutputMap:
             gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
             add: how the updates of a reduce-scatter are added. "gemm": the GEMM of the same chunk waits for the updates and
                 accumulates into them. "reduce": a kernel adds them and the GEMMs do not wait; required for gemm="tracked".
-            by: how dma-mapped chunks are copied: by copy engine ("dma") or by kernel.
+            by: how chunks of `dma_map` are copied: by copy engine ("dma") or by kernel ("kernel").
             engines: the number of chunks that a rank sends concurrently, each to a different rank. Use 1 if a single
                 peer can receive at the GPU's full bandwidth (a switch), and world_size - 1 if there is a link to each
                 peer (a mesh).

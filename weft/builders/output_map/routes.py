@@ -267,7 +267,7 @@ class Routes:
     def _relative_to(self, rank: int) -> list[tuple]:
         """Return the entries of `rank`, with each rank replaced by its distance from `rank`.
 
-        If two ranks differ only by their position in the ring, their results are equal.
+        For two ranks that differ only by their position in the ring, this method returns equal entries.
         """
 
         def from_here(place: int) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 The schedule has these lanes:
 
-    compute     GEMMs, chunk by chunk. They store remote-mapped chunks in the peer's slot. If such a chunk also stays, the GEMM
+    compute     GEMMs, chunk by chunk. They store chunks of `remote_map` in the peer's slot. If such a chunk also stays, the GEMM
                 stores it locally, and a kernel then copies it into the peer's slot
-    to peers    copy engines send dma-mapped chunks in the order of completion. There are one or more such lanes
+    to peers    copy engines send chunks of `dma_map` in the order of completion. There are one or more such lanes
     sums        with add=reduce: adds arrived updates to chunks that are forwarded, concurrently with the GEMMs
     to sums     copies a chunk's only update into the result, where the GEMM accumulates its product
     to y        copies arrived chunks from slots into the result

@@ -22,7 +22,7 @@ class AllToAllMatmul(ExpertsProblem):
     Buffers. The last three are outputs (x only with return_x):
 
         tokens    [rows[rank], k]              sorted by expert
-        splits    [1, experts of all] int64    this rank's tokens for each expert
+        splits    [1, ranks * experts] int64   the number of this rank's tokens for each expert of all ranks
         w         [experts * k, n]             one expert below the other
         y         [rows that arrive, n]        by expert, and then by source rank
         received  [ranks, experts] int64       the number of rows that arrive from each rank for each local expert

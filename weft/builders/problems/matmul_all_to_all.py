@@ -21,7 +21,7 @@ class MatmulAllToAll(ExpertsProblem):
 
         h         [rows that arrived, k]       by local expert, and then by source rank
         received  [ranks, experts] int64       the number of rows that arrived from each rank for each local expert
-        splits    [1, experts of all] int64    this rank's tokens for each expert
+        splits    [1, ranks * experts] int64   the number of this rank's tokens for each expert of all ranks
         w         [experts * k, n]             one expert below the other
         y         [rows[rank], n]              in the order of this rank's tokens, by expert
 

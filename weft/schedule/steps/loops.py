@@ -190,9 +190,11 @@ def flattened(
 ) -> Iterator[tuple[Step, State]]:
     """Yield (step, state) for each execution of each step, with loops unrolled.
 
-    A state is whatever the caller wants to know about the loops around a step. state: the state outside of loops.
-    turns: a function that, for a loop and the state around it, yields the state of each iteration. A `Tiles` step is
-    yielded without its body.
+    A state is what the caller wants to know about the loops around a step, such as the values of their indices. A
+    `Tiles` step is yielded without its body.
+
+    state: the state outside of all loops.
+    turns: a function that, for a loop and the state around the loop, yields the state inside each iteration.
     """
     for step in steps:
         if isinstance(step, For):
