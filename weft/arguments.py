@@ -1,6 +1,6 @@
 """Checks of arguments that all operators share.
 
-These checks run at the start of every call, so they cost only a few comparisons for valid arguments. Errors give the
+These checks run at the start of every call, so they must be fast: valid arguments cost a few comparisons. Errors give the
 argument's name, its value, and what to pass instead. Equivalent arguments are normalised (a negative dimension becomes
 non-negative), so that ranks may write them differently.
 """

@@ -141,8 +141,8 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the fingerprint of a call that runs without a comparison of texts, because ranks have compared calls of its
-    problem family before. Only the family and the call's number of rows (`size`) determine the fingerprint.
+    """Return the number that a call adds to the digest of calls, from its problem family and number of rows (`size`)
+    only. It is for calls that run without a comparison of texts, because ranks have compared other calls of the family.
     """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 

@@ -209,7 +209,7 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the recorded call in the form for native code. Raise `_UnlikeError` if it cannot be replayed.
+        """Return the recorded call as an object that native code replays. Raise `_UnlikeError` if this is impossible.
 
         arguments, returned: the arguments of the public function, and the value that it returned.
         """

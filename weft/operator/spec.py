@@ -170,8 +170,8 @@ class Operator(ABC, Generic[C]):
         """True if calls that differ only in tensor addresses do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        This requires that no field of the form was read from a tensor. The public function must return the results
-        unchanged, except for the division of `averages`.
+        This requires that no field of the form comes from the contents of a tensor. The public function must return the
+        results unchanged, except for the division of `averages`.
         """
         return True
 
@@ -198,7 +198,7 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def outputs(self, call: C, world: int) -> Tensors:
-        """Return new memory for the output buffers, in their order."""
+        """Return new memory for the output buffers, by name, in the order in which the call returns them."""
 
     def fake(self, call: C, world: int) -> list[torch.Tensor]:
         """Return results without values for a traced call."""
@@ -386,7 +386,7 @@ class Operator(ABC, Generic[C]):
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
-        """Return the text about wanted gradients that ranks compare."""
+        """Return a text about the wanted gradients, which ranks compare."""
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 

@@ -238,8 +238,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
-        first real call may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. It
+        replaces the first real call, which may have few tokens.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))

@@ -273,8 +273,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
-        first real call may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. It
+        replaces the first real call, which may have few tokens.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
