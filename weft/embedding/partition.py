@@ -168,7 +168,9 @@ class Partition:
 
     @cached_property
     def parts(self) -> tuple[TablePart, ...]:
-        """The parts of all tables except data-parallel ones, in the order of tables, and then of rows or columns."""
+        """The parts of all tables except data-parallel tables. They are in table order; parts of one table are in the
+        order of rows or columns.
+        """
         found = []
         for number, (table, sharding) in enumerate(zip(self.tables, self.shardings, strict=True)):
             rows, dim, ranks = table.num_embeddings, table.embedding_dim, self._ranks(sharding)

@@ -61,7 +61,7 @@ class Prefetched:
         return self._distribution.arrive(sent)
 
     def discard(self) -> None:
-        """Wait until the exchange that has begun no longer uses the batch."""
+        """Wait until the exchange of the numbers of ids, which has begun, no longer reads the batch."""
         if self._side is not None:
             torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)
         with contextlib.suppress(WeftError):  # the group has failed, which the next call reports

@@ -28,7 +28,7 @@ from weft.runtime.embedding_unfused import pool_alone
 class ReplicatedTables:
     """The data-parallel tables of a collection, of which every rank of `group` has a copy.
 
-    sharding: the tables, as if they belonged to a group of one rank.
+    sharding: the data-parallel tables, described as the tables of a group of one rank.
     weights: a function that returns this rank's copies of the tables.
     factor: a number by which gradients are multiplied after the sum over ranks: 1 / number of ranks for the mean.
     sparse: True if tables without an optimizer get sparse gradients.
