@@ -16,13 +16,12 @@ its time reading the weights.
     to peers: for each peer: wait until the peer has read the previous run's shard; put the shard into its `box`; set `arrived`
     compute:  the rows of y from this rank's shard; then for each other shard: wait for `arrived`; its rows of y; set `credit`
 
-A rank's `box` is the symmetric buffer into which its peers put their shards.
+A rank's `box` is the symmetric buffer into which its peers put their shards. `arrived` tells the rank that a peer's
+shard is in its box. `credit` tells the peer that its shard has been read.
 
 Shards are sent by puts, not gets. A put reads the caller's tensor directly. A get would need a copy of the shard in
 symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
 two ranks send to the same rank at once.
-
-`arrived` tells a rank that a peer's shard is in its box. `credit` tells the peer that its shard has been read.
 
 If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk overlaps with no transfer. So
 the last chunk should be small, but only the last, because GPUs are inefficient at small GEMMs: for example

@@ -135,11 +135,11 @@ class _Combine(Draft):
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
-        """Return the number of rows of h for a local expert."""
+        """Return the number of rows of h for this rank's expert `expert`."""
         return total("counts", expert, self._all, self.p.experts)
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
-        """Return the first row in h of the rows from `source` for a local expert."""
+        """Return the first row in h of the rows from `source` for this rank's expert `expert`."""
         if (begin := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             begin = 0
             for any_source in range(self.world_size):
@@ -161,7 +161,7 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """A `Draft` (a schedule under construction) that computes the rows for each peer in a slot (a block of rows), and
+    """A `Draft` (a schedule under construction) that stores the results for each peer in a slot (a block of rows), and
     sends the slot in parts.
 
     pieces: (first expert, number of experts) of each part. Each part has a signal. A slot is reused only after its

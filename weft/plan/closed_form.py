@@ -2,7 +2,7 @@
 
 A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
 
-    arrived(s) = (s + 1) copy + signal        copy = latency + max(time of the copy engine, time of the fullest link)
+    arrived(s) = (s + 1) copy + signal        copy = latency + max(time of the copy engine, time of the busiest link)
     end(0) = own shard's GEMM (hetero) or 0
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival

@@ -1,8 +1,9 @@
 """The explanation of a choice as text: candidates, predicted and measured times, losses, and the reason.
 
-Losses (`weft.sim.losses`) are factors, in a queued run; 1 means no loss. `DIL` is the loss from decomposing an operation, `CIL`
-the loss from contention with concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are from
-"Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
+Losses (`weft.sim.losses`) are the factors by which times grow in a queued run; 1 means no loss. `DIL` is the loss from
+decomposing an operation, `CIL` the loss from contention with concurrent work. `exposed` is the time in which a rank has
+nothing to compute. The terms are from "Design Space Exploration of DMA based Finer-Grain Compute Communication
+Overlap", IV.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ grid points the formula is wrong by up to 30%. So on GPUs, the first call with w
 times (`learn`). The choices for all sizes with these weights use a model that includes the times (`informed`).
 
 "autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). With these times, a
-schedule whose GEMMs were not timed may be predicted to be the fastest. So there is a second round.
+schedule whose GEMMs were not timed may be predicted to be the fastest. So there is a second round of timing.
 
 Schedules are chosen for sustained work. An idle GPU starts at a higher clock, which its power limit lowers after 10 to
 20 ms. So if any GEMM is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a
@@ -47,8 +47,8 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
     """Return the undivided GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
-    The model derives the times of GEMMs for all sizes of the problem family from the times of these. Return () if
-    weft's own kernels compute the GEMMs.
+    From the times of these GEMMs, the model derives the times for all sizes of the problem family. Return () if weft's
+    own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
