@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 from support.slow import slow
@@ -21,10 +21,13 @@ from weft.builders import AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll, Not
 from weft.builders import embedding_all_to_all as slices
 from weft.builders.embedding_all_to_all import units_of
 from weft.builders.problems.experts import ExpertsProblem
-from weft.schedule import Compute, Copy, Index, Schedule, Set, Step, Tiles, value
-from weft.schedule.kernels import GroupedMatmul, Permute, PooledSlices, ReturningMatmul, SortedMatmul
+from weft.hw import load_machine
+from weft.schedule import Compute, Copy, Draft, Expr, Index, Schedule, Set, Step, Tiles, value
+from weft.schedule.kernels import GroupedMatmul, Permute, PooledSlices, ReturningMatmul, SortedMatmul, TileKernel
 from weft.schedule.steps import substitute
 from weft.schedule.text import from_json, to_json
+from weft.sim import simulate
+from weft.sim.machines import model_of
 
 K = 8
 
@@ -242,3 +245,28 @@ def test_pooled_slices(transport: str, order: Any, p: EmbeddingAllToAll) -> None
             kinds = [Compute, Copy, Set] if staged else [Compute]
             assert all([type(one) for one in body] == kinds for body in bodies)
         assert found == wanted, (slice_size, rank)
+
+
+@dataclass(frozen=True)
+class OfOneUnit(TileKernel):
+    kind: ClassVar[str] = "made up: of one unit"
+    unit_per_tile: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class OfSeveralUnits(OfOneUnit):
+    kind: ClassVar[str] = "made up: of several units"
+    least_part: ClassVar[int] = 512
+
+
+def test_units_share_a_tile_only_if_the_kernel_says_so() -> None:
+    """64 tiles are slower on 64 units than on twice as many."""
+    us, tiles, k = [], 64, 8192
+    for kernel in (OfOneUnit(), OfSeveralUnits()):
+        d = Draft("tiles", 1)
+        x, w = d.buffer("x", 128, k, "bf16", "input"), d.buffer("w", k, 128 * tiles, "bf16", "input")
+        cols, y = (128 * Expr("t"), 128), d.buffer("y", 128, 128 * tiles, "bf16", "output")
+        step = Compute("matmul", y.part(cols=cols), (x.part(), w.part(cols=cols)))
+        d.lane("compute").tiles(kernel, "t", tiles, step)
+        us.append(simulate(d.schedule(), model_of(load_machine("h100"), 1)).end_us)
+    assert us[0] > 1.5 * us[1]

@@ -39,6 +39,8 @@ class TileKernel:
     kind: ClassVar[str]
     unit_per_tile: ClassVar[bool] = False
     """True if the kernel computes each tile of the step on one compute unit, and does not cut the tile into smaller tiles."""
+    least_part: ClassVar[int] = 0
+    """The smallest part of K that a compute unit computes if several units share a tile. With 0, units never share a tile."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:

@@ -19,7 +19,6 @@ from weft.schedule.kernels import (
     PooledSlices,
     ReturningMatmul,
     TileKernel,
-    TrackedMatmul,
 )
 from weft.sim.costs import (
     COMPUTE,
@@ -61,6 +60,7 @@ class Rates(NamedTuple):
     sources: the number of ranks whose rows the kernel puts into the same tiles, if an expert has few rows from each rank.
         If each tile has rows from one rank only, `sources` is 1.
     found: the share of row reads of a pooling kernel that the cache supplies.
+    least_part: `TileKernel.least_part`.
     """
 
     compute: float = 1.0
@@ -68,11 +68,12 @@ class Rates(NamedTuple):
     whole: bool = False
     sources: int = 1
     found: float = 0.0
+    least_part: int = 0
 
 
 @singledispatch
 def rates(kernel: TileKernel, model: Model) -> Rates:
-    return Rates(whole=kernel.unit_per_tile)
+    return Rates(whole=kernel.unit_per_tile, least_part=kernel.least_part)
 
 
 @rates.register
@@ -119,7 +120,9 @@ def cost_of_tiles(
     units = sum(times for step, _, times in parts if step.multiplies)
     for step, operands, times in parts:
         if step.multiplies:
-            found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
+            k, least = operands[0].cols, of_kernel.least_part
+            splits = min(model.compute_units // units, k // least) if least else 1
+            found = _tile(model, links, splits, *operands) if of_kernel.whole else _segment(model, links, *operands)
             what = "matmul"
         elif isinstance(step, Compute) and step.op == "embedding_bag":
             found = pooling_cost(model, links, *operands, found=of_kernel.found)
@@ -163,16 +166,14 @@ def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
     return [*(part for part in parts if not part[0].multiplies), (step, merged, experts)]
 
 
-def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of one of `tiles` tiles. One compute unit computes it, or several if there are fewer tiles than
-    units.
+def _tile(model: Model, links: Links, splits: int, a: Operand, *more: Operand) -> Cost:
+    """Return the cost of a tile. One compute unit computes it, or `splits` units compute a part of K each.
 
     Reads of operands from the rank's own memory are not included.
     """
     *factors, out = more
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
     busy_us = us / model.compute_units
-    splits = min(model.compute_units // tiles, a.cols // TrackedMatmul.least_part)
     if splits > 1 and model.tile_part_us is not None:
         us = us / splits + splits * model.tile_part_us
     if out.at:

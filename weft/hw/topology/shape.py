@@ -52,7 +52,7 @@ class Shape:
         shape, _, text = name.partition(":")
         numbers = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text) else ()
         if len(numbers) != len(self.sizes):
-            example = f"{shape}:{'x'.join(['16', '8'][-len(self.sizes) :])}"
+            example = f"{shape}:{'x'.join(['2', '16', '8'][-len(self.sizes) :])}"
             raise ValueError(f"topology {name!r}: write {self.form}, such as {example}")
         return numbers
 
