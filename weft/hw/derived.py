@@ -53,11 +53,16 @@ CAPACITY = "memory.capacity"
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers in `given`, and all missing numbers except the memory's capacity, derived from the numbers
-    `of_base` of machine `base`.
+    """Return the numbers of a machine: the numbers in `given`, and all other numbers except the memory's capacity.
 
-    name: the machine's name, for errors. lacks: dtypes for which the machine has no GEMMs. Raise `ValueError` if `given`
-        lacks a number that the derivation needs: one of the keys in `GIVEN`.
+    The other numbers are derived from the numbers of a measured machine.
+
+    name: the machine's name, for errors.
+    given: {key: number} from the machine's file or driver.
+    base, of_base: the name and the numbers of the measured machine.
+    lacks: dtypes for which the machine has no GEMMs.
+
+    Raise `ValueError` if `given` lacks one of the keys in `GIVEN`.
     """
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(

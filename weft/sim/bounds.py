@@ -6,8 +6,8 @@
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
     sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
                 links that leave it, for the slowest rank; summed over these collectives
-    exchanged   for all all-to-alls together: the time of the link with the most bytes, because all schedules use the
-                same routes
+    exchanged   for all all-to-alls together: the time that the link with the most bytes needs. This is a bound for all
+                schedules, because all use the same routes
 
 Latencies, launches and memory traffic are not included.
 """

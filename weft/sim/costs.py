@@ -99,7 +99,7 @@ class Links(NamedTuple):
         return self.paths(source, target).bytes_per_us
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
-        """Yield the use of each link by a transfer of `count` bytes that takes `us`."""
+        """Yield the use of each link by a transfer of `count` bytes that takes `us` microseconds."""
         routes, links = self._links(source, target)
         for place, per_us in links:
             whole = _part(count, us, per_us)
@@ -132,7 +132,7 @@ _MOST_KEPT = 1 << 16
 
 
 def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Return the same as `cost`, from a cache in the model. The candidates of a problem share most of their steps."""
+    """Return the same as `cost`, from a cache in the model, because a problem's candidate schedules share most steps."""
     kept, key = model.costs, (world, type(step), step.settings, operands, rank)
     found: Cost | None = kept.get(key)
     if found is None:
@@ -176,7 +176,7 @@ def _copy(step: Copy, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _send(step: Send, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a message: a call of NCCL, whose kernel holds compute units, over the links of the route."""
+    """Return the cost of a message. NCCL sends it with a kernel, which holds compute units and uses the route's links."""
     source, target = operands
     us = source.bytes / links.bytes_per_us(source.at, target.at)
     held = Use("hold", COMPUTE, model.collective_units / model.compute_units)
@@ -397,7 +397,10 @@ def stored_per_us(model: Model, links: Links, out: Operand) -> float:
 def _through_memory(
     model: Model, links: Links, step: Step, operands: tuple[Operand, ...], flops_per_element: float
 ) -> Cost:
-    """Return the cost of a memory-bound kernel, which reads or writes each operand once."""
+    """Return the cost of a memory-bound kernel, which reads or writes each operand once.
+
+    flops_per_element: the floating-point operations for each element that the kernel writes.
+    """
     accesses = step.accesses()
     traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
     elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
@@ -413,7 +416,7 @@ def _through_memory(
 def kernel_cost(
     model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
 ) -> Cost:  # fmt: skip
-    """Return the cost of a kernel. Operands in peers' memory use links, which may make it slower.
+    """Return the cost of a kernel. Accesses to operands in peers' memory use links, which may make the kernel slower.
 
     us: the kernel's time with local operands.
     busy_us: the time that the computation would take if it kept all compute units busy. The kernel uses the fraction
@@ -453,7 +456,11 @@ def _part(amount: float, us: float, per_us: float) -> float:
 def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost`. Uses of the same resource in the same way are summed, and uses of amount 0 are dropped."""
+    """Return a `Cost`. Uses of the same resource in the same way are summed, and uses of amount 0 are dropped.
+
+    sent_bytes: the bytes that the step sends to peers or gets from a peer.
+    joins: True for a collective, which begins when all ranks have reached it.
+    """
     merged: dict[tuple[How, ResourcePlace], Use] = {}
     for use in uses:
         key = use.how, use.place

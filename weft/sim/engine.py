@@ -92,7 +92,7 @@ def simulate(
 
 
 def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
-    """Simulate queued runs of a lowered schedule."""
+    """Simulate consecutive runs of a lowered schedule, with the CPU ahead of the device."""
     return _Engine(program, (0.0,) * program.schedule.world_size, None, runs).run()
 
 

@@ -97,7 +97,8 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
 def communication_us(problem: Problem, model: Model) -> float:
     """Return the time in us of the undivided communication without computation.
 
-    This is the time of NCCL, or of copy engines that copy to all peers at once if that is faster.
+    This is the time of NCCL's collectives. If copy engines can do the same by copying to all peers concurrently, and are
+    faster, this is the time of the copy engines.
     """
     if problem.world_size == 1:
         return 0.0

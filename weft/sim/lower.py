@@ -260,12 +260,12 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return two fractions of the kernel's work: when the first of the given tiles begins, and when the last is
-        complete.
+        """Return when the first of `tiles` begins and when the last of them is complete, as fractions of the kernel's work.
 
         Tiles run in waves, one tile per compute unit. A tile begins and is complete with its wave. If the kernel's
-        waves are not known, return the fractions `first` and `last` of `tiles`. count: the number of the kernel's
-        tiles.
+        waves are not known, return the fractions `first` and `last` of `tiles`.
+
+        count: the number of all tiles of the kernel. tiles: the tiles that increment one counter.
         """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last

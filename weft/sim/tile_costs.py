@@ -154,7 +154,10 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts`, with the segments of an expert for all `sources` ranks merged if each has few rows."""
+    """Return `parts` as they are, or merged if the segments of experts have few rows.
+
+    Merging combines an expert's segments of rows from all `sources` ranks into one segment.
+    """
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
     if not gemms or rows > FEW_ROWS * segments:

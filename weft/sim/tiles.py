@@ -197,9 +197,9 @@ class Tables:
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
         """Return a list with an entry for each rank, or one entry if all ranks are equal.
 
-        An entry is a sorted list of (values of the expressions `numbers`, number of tiles with these values). Every
-        third expression is the rank of a region. Its value is replaced by the distance from the step's rank to this
-        rank.
+        An entry is a sorted list of (values of the expressions `numbers`, number of tiles with these values). `numbers` has
+        three expressions for each region: its rows, its columns and the rank that has it. The value of the third is
+        replaced by the distance from the executing rank to this rank.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers

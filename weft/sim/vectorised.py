@@ -326,10 +326,10 @@ def _distinct_contents(
 
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
-    """Return, for each rank, {variable in expressions: value}.
+    """Return, for each rank, the variables that expressions may use: {name: value}.
 
-    The variables are the rank, and the buffers with expected contents, for which the value is an object with prefix sums.
-    Ranks with equal contents share this object.
+    The variables are the rank, and the buffers that determine sizes at run time. The value of such a buffer is the contents
+    that the schedule expects, with their prefix sums. Ranks with equal contents share one object.
     """
     return _known(schedule).values
 

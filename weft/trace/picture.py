@@ -1,4 +1,4 @@
-"""A picture of overlap: when each rank computes and sends, and below a curve of the total bytes sent.
+"""A picture of overlap: bars show when each rank computes and sends, and a curve below shows the total bytes sent.
 
 A serial schedule computes, then sends: its curve is flat, then steep. An overlapped schedule sends while it computes: its curve
 rises steadily ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).

@@ -113,7 +113,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
 
 
 def _machines_with(key: str) -> str:
-    """Return a text to append that lists the machine files with a number for `key`; "" if no file has one."""
+    """Return the end of an error text: the machine files that have a number for `key`; "" if no file has one."""
     found = [name for name in known_machines() if key in load_machine(name).quantities]
     return f" ({', '.join(found)})" if found else ""
 

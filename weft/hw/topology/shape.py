@@ -33,8 +33,8 @@ class Shape:
     """A registered topology. Its name is the name of the builder.
 
     keys: the keys, in machine and topology files, of the numbers that the builder takes after `ranks`.
-    sizes: the meaning of each size in a name such as `torus:16x8`. The product of the sizes is the number of ranks. A
-        meaning may be one of `keys`: then the size is the number for this key.
+    sizes: the meaning of each size in a name such as `clique:8x4`: a word, such as "cliques", or one of `keys`. For one of
+        `keys`, the size is the number that the builder gets. The product of the sizes is the number of ranks.
     given: numbers by key, for users who pass only the name of the topology, and no file with these numbers.
     """
 

@@ -108,7 +108,11 @@ class ControllerRun:
 
 
 def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us: float = 0.0) -> ControllerRun:
-    """Simulate a GEMM without communication. bypass: True if its output bypasses the last-level cache."""
+    """Simulate a GEMM without communication.
+
+    bypass: True if the GEMM's output bypasses the last-level cache. bin_us: the length of the time bins in the result's
+        `bins`; 0 for no bins.
+    """
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)
     setup.output, setup.copied, setup.expected = [_STORED if bypass else _CACHED], [0], [0]
@@ -129,6 +133,9 @@ def fused(
     If the map has no `dma_map`, the tracker is not used.
 
     output: the reduce-scatter's map, which defines the destination of each tile (`weft.builders.output_map`).
+    arbitration: the order of the GEMM's and the ring's accesses: alternating ("round_robin"), the GEMM's first
+        ("compute_first"), or the paper's policy ("mca").
+    own_writes: the order of the GEMM's own stores and reads. bin_us: see `alone`.
     coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less exact.
 
     Raise `ValueError` if the arbitration is unknown, or if the map's rows differ from the number of tiles. Also raise
@@ -217,7 +224,8 @@ def reduce_scatter(
 ) -> ControllerRun:
     """Simulate a ring reduce-scatter of `total` bytes on each rank, without a GEMM.
 
-    In each step a kernel reads the rank's own chunk and the arrived chunk, and sends the sum. It writes the last sum.
+    In each step of the ring, a kernel reads the rank's own chunk and the arrived chunk, and sends the sum to the next rank. In
+    the last step, the kernel writes the sum to memory instead.
 
     near_memory: True if memory adds instead of a kernel, and copies send each piece when it has been added. units: the
         compute units of the kernel; 0 for no limit.
@@ -226,7 +234,10 @@ def reduce_scatter(
 
 
 def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) -> ControllerRun:
-    """Simulate a ring all-gather whose result has `total` bytes. units: see `reduce_scatter`."""
+    """Simulate a ring all-gather whose result has `total` bytes, by a kernel.
+
+    units: the compute units of the kernel; 0 for no limit.
+    """
     return _ring(total, world, gpu, copies=1, update=False, units=units)
 
 

@@ -29,7 +29,13 @@ _GIVEN = {
 def hosts(
     ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
 ) -> Topology:
-    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has a NIC on the network that joins all hosts."""
+    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has a NIC on the network that joins all hosts.
+
+    A route between two ranks has two links: from the first rank to the switch or to the network, and on to the second rank.
+
+    bytes_per_us, latency_us: the bandwidth and the latency of each link between a rank and the switch of its host.
+    nic_bytes_per_us, nic_latency_us: the bandwidth and the latency of each link between a NIC and the network.
+    """
     links, network = [], ranks + -(-ranks // gpus)
     for rank in range(ranks):  # the links of the host's switch are first, so that routes within a host take them
         for kind, hub, rate, us in (

@@ -7,5 +7,8 @@ from weft.hw.topology.shapes.torus import torus
 
 @shape(PAIRS)
 def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return a ring: links from each rank to the previous and to the next rank."""
+    """Return a ring: links from each rank to the previous and to the next rank.
+
+    bytes_per_us, latency_us: the bandwidth and the latency of each link.
+    """
     return torus(ranks, bytes_per_us, latency_us, ranks)

@@ -9,5 +9,8 @@ from weft.hw.topology.shapes.hosts import hosts
 
 @shape(PORTS)
 def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return a topology of all ranks on one switch. A rank's port limits its total sending and its total receiving rate."""
+    """Return a topology of all ranks on one switch. A rank's port limits its total sending and its total receiving rate.
+
+    bytes_per_us, latency_us: the bandwidth and the latency of each link between a rank and the switch. A route has two links.
+    """
     return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)

@@ -46,7 +46,10 @@ _COLUMNS = Quantity(4, "1", "assumed", "a default: for another number, write tor
 
 @shape((*PAIRS, "torus.columns"), ("torus.columns", "rows"), given={"torus.columns": _COLUMNS})
 def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """Return a torus: a ring along each row of `columns` ranks, and along each column. Routes go along the row first."""
+    """Return a torus: a ring along each row of `columns` ranks, and along each column. Routes go along the row first.
+
+    bytes_per_us, latency_us: the bandwidth and the latency of each link.
+    """
     if ranks % columns:
         raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks} ranks: use a multiple of {columns}")
     links = []
