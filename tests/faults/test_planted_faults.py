@@ -44,7 +44,7 @@ def test_copies_without_a_fault_pass(whole: Path, server: Server, tmp_path: Path
     chosen: dict[tuple[str, bool], Fault] = {}
     for fault in faults():
         chosen.setdefault((fault.tests[0].split("/")[1], bool(fault.sources)), fault)
-    assert len(chosen) == 4
+    assert len(chosen) == 5
     tree = linked_copy(whole, tmp_path / "tree")
     for fault in chosen.values():
         compile_sources(fault, tree)
