@@ -10,8 +10,8 @@ its RMSNorm, the next operation in a transformer, from the rounded row:
 
 A part is a matrix in memory of this device or of a peer, given by its address and its row pitch in items. A pitch of 0 adds
 one row to all rows. Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base,
-offset, pitch). If base is 0, offset is the part's address. Otherwise base is the number, from 1, of one of the arguments
-part1..4, and offset counts bytes from this argument: the addresses of such parts change between launches.
+offset, pitch). If base is 0, offset is the part's address. If the address changes between launches, base is the number, from
+1, of one of the arguments part1..4, and offset counts bytes from this argument.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
     reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
@@ -83,8 +83,8 @@ def add_up_kernel(
     """Run the reduction that the module docstring describes. The grid has one program for each BLOCK of columns of each row,
     or with NORM one for each row.
 
-    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE, and are multiples of ALIGN,
-    like the addresses. Without ADD, the only part is `out` itself, which stays unchanged.
+    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE. cols, pitches and addresses are
+    multiples of ALIGN items. Without ADD, the only part is `out` itself, which stays unchanged.
     """
     cols = cols // ALIGN * ALIGN  # no change of the value, but it tells the compiler the alignment
     within = tl.arange(0, BLOCK)

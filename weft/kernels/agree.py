@@ -19,12 +19,15 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compare counts, and fill the rows received from ranks whose counts differ with NaN.
+    """Compare the numbers of rows that each rank sent with the expected numbers. If they differ for a rank, fill all rows from
+    this rank with NaN.
 
-    expected: int64 `[W, counts]`, the expected counts of each source rank. sent: int64 `[W * W, counts]`, a table `[W,
-        counts]` from each source rank, in which row number `row` is compared.
-    differs: int32 `[1]` in pinned memory, for 1 + a rank whose counts differ. out: the address of the received rows,
-        `out_rows x width` contiguous items of type ITEM.
+    W is the world size, and `counts` is the number of counts per pair of ranks.
+
+    expected: int64 `[W, counts]`, the numbers of rows that this rank expects from each rank.
+    sent: int64 `[W * W, counts]`. Each rank contributes a table `[W, counts]`, in which row number `row` belongs to this rank.
+    differs: int32 `[1]` in pinned memory, for 1 + a rank whose counts differ.
+    out: the address of the received rows, `out_rows x width` contiguous items of type ITEM.
     """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     within = tl.arange(0, BLOCK)

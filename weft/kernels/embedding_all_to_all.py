@@ -8,14 +8,14 @@ buffer and an unpack pass. This kernel stores each vector in the output of the s
 
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice (several
 adjacent features of a sample) are pooled into a staging area of the program, which stays in the L2 cache. They are sent
-as one contiguous copy, followed by a fence and the slice's flag. A slice is pooled by one program, so programs need not
-find out which of them pooled the last vector. A program delays a slice's fence and flag until it has pooled its next slice:
-by then the copy has arrived.
+as one contiguous copy, followed by a fence and the slice's flag. One program pools all of a slice, so it knows when the
+slice is complete. A program delays a slice's fence and flag until it has pooled its next slice: by then the copy has
+arrived.
 
 Protocol of call number `epoch` (a word in device memory that the kernel advances, so that a launch can be replayed):
   1. The first program grants every peer credit for this rank's output buffer number `slot`. At each peer it stores a hash of
      its call, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired the peer's
-     `ready`. In the peer's stream, reads of the buffer's old contents precede this grant.
+     `ready`. Before the grant, the granting rank's stream has read the buffer's old contents.
   2. Programs take units of work from a counter: remote samples first (rotated by rank), local samples last. A unit is a slice
      (put), or several features of a sample (direct).
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
@@ -178,9 +178,10 @@ def embedding_all_to_all_kernel(
     values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64.
     timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its peers.
     is_even: 1 if the first `batch % WORLD` ranks have `batch // WORLD + 1` samples, and the others `batch // WORLD`.
-    batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if is_even. first_sample: the sample with
-        which work begins.
-    flags_before, flags_total_per_sample: the number of slices of a sample from lower ranks, and from all ranks.
+    batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if is_even. first_sample: the sample
+        that is pooled first.
+    flags_before, flags_total_per_sample: the number of flags of a sample, one for each slice: those of slices from lower
+        ranks, and all flags.
     out_addresses, signal_addresses, flag_addresses `[WORLD]`: every rank's memory as mapped on this device. out_slot,
         out_slot_bytes: the index of this rank's output buffer, and the size of each buffer.
     staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`: local device memory. record `[RECORD_WORDS]`: pinned memory.

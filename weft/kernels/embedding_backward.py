@@ -180,13 +180,17 @@ def update_rows_kernel(
 ):  # fmt: skip
     """Reduce the gradient of every run, and apply the rule to its row. A program works on GROUP runs at a time.
 
-    run_keys: `linear row * SPLIT + number`, where the number is below SPLIT; ascending. RULE: the number of an
-        `EmbeddingOptimizer`'s rule. Rule 0 writes the gradient to the output, with SPARSE to the run's row of the
-        output. Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32. UNIFORM: all
-        tables have BLOCK_D columns. ALIGN: a divisor of widths and places. count_of_tables, STEPS: see `_table_of`.
-        DTYPE: the dtype of the tables, and of the output of rule 0. learning_rate: fp32 `[]`. skipped: int64, the count
-            of rows that SKIP left unchanged. extra: for STOCHASTIC the seed, int64 `[1]`. ok: int64 `[1]`; if it is 0,
-            nothing is written.
+    run_keys: the sort key of each run, ascending: linear row * SPLIT + the number of the slot among its table's
+        slots.
+    RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6. Rule 0 writes the gradient to the table's output. The row of
+        the output is the table row, or with SPARSE the number of the run among the table's runs. Rule 6 writes the sum of the
+        gradient's squares to the run's element of `extra`, fp32.
+    numbers: the rule's constants, fp32. learning_rate: fp32 `[]`.
+    extra: with STOCHASTIC the seed, int64 `[1]`.
+    skipped: int64, the count of rows that SKIP left unchanged, because their gradient is infinite or NaN.
+    ok: int64 `[1]`; if it is 0, nothing is written.
+    UNIFORM: all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in elements.
+    DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables, STEPS: see `_table_of`.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
@@ -371,9 +375,11 @@ def by_owner_kernel(
     """Reorder the columns of `grad` by the rank that owns them. Write a block [rows, columns of the rank's tables] for each
     rank to `send`, one block after the other.
 
-    grad: rows are stride * WIDTH elements apart. table: int64 [chunks, OWNER_FIELDS], with a line for each WIDTH columns, in
-        the order of the blocks. A line has the first column in grad, the number of columns of all earlier blocks, the
-        number of columns of the block, and the first column in the block. All numbers are multiples of WIDTH.
+    grad: rows are stride * WIDTH elements apart.
+    table: int64 [chunks, OWNER_FIELDS]. Each line describes WIDTH consecutive columns, in the order of the blocks. It has their
+        first column in grad, the number of columns of all earlier blocks, the width of their block, and their first column in
+        this block. All numbers are multiples of WIDTH.
+
     Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -54,7 +54,7 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
     """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the new value of `cut`.
 
-    cut: the number of bags so far whose bounds were outside of `values`.
+    cut: a counter of bags whose bounds were outside of `values`.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample

@@ -2,13 +2,15 @@
 an all-to-all.
 
     inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
-    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer has used),
-               then for each peer `arrived` (the last call whose gradients have arrived here from the peer)
+    signals    of each rank, in symmetric memory. Values are numbers of calls (epochs): for each peer `free` (the last call
+               whose gradients the peer has used), then for each peer `arrived` (the last call whose gradients have arrived
+               here from the peer)
 
 1. A program waits until every peer's inbox is free for this call.
 2. It stores pieces (columns of a block of samples) at their owners, remote owners first.
 3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores
-   the epoch. Its arrival counter is acquire-release at system scope, so the release covers the stores of all programs.
+   the number of this call. Its arrival counter is acquire-release at system scope, so the release covers the stores of all
+   programs.
 4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
 Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
@@ -52,7 +54,9 @@ _POISON = tl.constexpr(POISON)
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until all words are at least `wanted`. Return 0. If the wait ends early, record the failure and return 1."""
+    """Wait until all words in the vector of addresses `word` are at least `wanted`. Return 0. If the wait ends early, record
+    the failure and return 1.
+    """
     found = wait_at_least(words(word), wanted, deadline_ns, PTX)
     lowest = tl.min(found, 0)
     failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)

@@ -67,8 +67,8 @@ def occurrences_kernel(
     """Write keys, places and scales of all occurrences, one layer of slots after the other. If several slots read the same key
     of the input, they are in different layers.
 
-    values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot of a layer that
-        reads a key of the input, or -1.
+    values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: for each layer, the slot that
+        reads each key of the input, or -1.
     stride: the number of elements between the gradients of two samples. no_row: the sort key of ids out of range.
     over_length, fp32: 1 / length of the bag for mean pooling, else 1. scales, fp32: the per-sample weight times over_length.
     BAG: the type of indices of bags. Grid: (blocks, layers).

@@ -21,8 +21,8 @@ of w. Launches after the first read the stored tile of y, accumulate in fp32, an
 
 Tiles for all sources (MERGED). If segments have few rows, tiles for single segments would be almost empty, and each tile
 would load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted
-by expert: with BACK they are sorted; without BACK the kernel of `weft.kernels.permute` has copied them into `own`. With
-BACK the rows of a tile go to several places, so they are stored through pointers, not through a tensor map.
+by expert. With BACK they already are. Without BACK, `weft.kernels.permute` has first copied them into `own`. With BACK the
+rows of a tile go to several places, so they are stored through pointers, not through a tensor map.
 
 A launch computes a range of sources and experts. So rows of one exchange step are multiplied while the rows of the next
 step are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside the loop
@@ -39,9 +39,9 @@ of its tiles. Each program multiplies a range of K and stores its partial sum in
 the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
 experts: 172 us instead of 244 us.
 
-With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. Rows
-of x beyond their segment are read (as other rows, or as zeros beyond the tensor) but not stored. The map of y is
-ragged: the hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
+With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. The
+last tile of a segment reads rows of x beyond the segment, but their results are not stored. The map of y is ragged: the
+hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> in
 
 @triton.jit
 def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    """Return counts as int32 `[W_P2, E_P2]`, each clamped to `0 .. most`; zeros beyond W and E."""
+    """Load `counts` as int32 `[W_P2, E_P2]`, each clamped to `0 .. most`; zeros beyond W and E."""
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
@@ -155,8 +155,8 @@ def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: 
 
 @triton.jit
 def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
-    """Return the number of rows of each segment, `[W_P2, E_P2]`. With MERGED, the rows of all sources are added, and count as
-    rows of the source `rank`.
+    """Return the number of rows of each segment, `[W_P2, E_P2]`, from which the tiles are counted. With MERGED an expert has
+    one segment, with the rows of all sources. It is in the line of source `rank`, and the other lines are 0.
     """
     if MERGED:
         rows = tl.minimum(tl.sum(table, 0), most)
@@ -166,10 +166,11 @@ def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
 
 @triton.jit
 def _of_sources(table, expert, experts, block_first):
-    """Return two vectors, with a number for each source. Both refer to the list of all rows of the expert, ordered by source.
+    """Return two vectors, (ends, places), to find the rows of an expert in the blocks of their sources. Both have an entry for
+    each source, and refer to the list of all rows of the expert, ordered by source.
 
-    The first vector has the end of each source's rows in this list. The second has a number to add to an index in the list,
-    which gives the row in the source's block.
+    In this list, the rows of source s end at index ends[s]. The row of source s at index i of this list is row i + places[s] of
+    the source's block.
     """
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
@@ -212,9 +213,9 @@ def _of_expert(
     The other results are vectors, with an entry for each source:
 
     - segment_first, segment_end: the source's first row tile of this expert, and the end of its row tiles.
-    - by_source, in_whole: by_source + row_tile * BLOCK_M is the tile's first row in the source's block, and in_whole +
-      row_tile * BLOCK_M its first row in `whole`.
-    - left_of: left_of - row_tile * BLOCK_M is the number of the source's rows from the tile's first row on.
+    - by_source: the tile's first row in the source's block is by_source + row_tile * BLOCK_M.
+    - in_whole: the tile's first row in `whole` is in_whole + row_tile * BLOCK_M.
+    - left_of: from the tile's first row on, the source has left_of - row_tile * BLOCK_M rows of this expert.
     - row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
     """
     before = ends <= row_tile
@@ -254,7 +255,9 @@ def _rows_of(
 ):  # fmt: skip
     """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile.
 
-    is_own: True if this rank itself is the source of the rows. row_tile: the number of the tile among the expert's row tiles.
+    is_own: True if this rank itself is the source of the rows.
+    row_tile: the number of the tile among the expert's row tiles. segment_first .. left_of: results of `_of_expert`.
+    turn: the position of each source after this rank, `(source - rank) % W`.
     """
     here = (row_tile >= segment_first) & (row_tile < segment_end)
     is_own = _pick(here, sources) == rank
@@ -429,8 +432,8 @@ def grouped_matmul_kernel(
         w, and ragged `[BLOCK_M, BLOCK_N // PARTS]` for results.
     counts `[W, E]`, with row stride counts_stride, and splits `[W * E]`: int64. Negative counts mean that the group has failed;
         then y becomes NaN.
-    first_source, n_sources: the launch covers the sources `(rank + i) % W`, for n_sources numbers i from first_source on.
-        first_expert, n_experts: it covers n_experts experts from first_expert on.
+    first_source, n_sources: the launch covers n_sources sources: `(rank + first_source) % W` and the following ranks.
+        first_expert, n_experts: the launch covers n_experts experts from first_expert on.
     y_address: the address of the result y. slots_address: the address of slots.
     partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[programs]`: zero between launches.
     ADDS: add products to y; never with BACK. MERGED: tiles have rows of all sources, and the launch covers all sources; never

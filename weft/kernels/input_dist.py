@@ -12,8 +12,8 @@ is the bags of one feature for one destination. The message for a destination ha
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
 A header tells a destination the number of ids of each piece. Headers are in device memory, so kernels compute all positions
-in messages from headers, and the CPU need not know them. Before the counts, a header has `HEAD` words: refused (0 or 1),
-bits of an id, and batch size.
+in messages from headers, and the CPU need not know them. Before the counts, a header has `HEAD` words: 1 if the source rank
+refuses its input, else 0; the number of bits of an id; and the batch size.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def header_kernel(
 ):  # fmt: skip
     """Write this rank's own header and a header for each destination. Grid: one program.
 
-    own `[HEAD + keys + 1]`: a header with the counts of all keys, and the position of the first id in `values`. headers
-    `[words]`: word i is word `header_index[i]` of the own header. most: the number of ids in `values`. GIVEN: True if
-    bags are defined by offsets, which may begin above 0 and end below `most`. Otherwise the counts must sum to `most`.
+    own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the counts of all keys, and the position of the first id in
+        `values`.
+    headers `[words]`: the headers of all destinations. Word i is word `header_index[i]` of the own header.
+    most: the number of ids in `values`. GIVEN: True if the caller gave offsets, which may begin above 0 and end below `most`.
+        Otherwise bags are defined by lengths, and the counts must sum to `most`.
     KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
@@ -100,8 +102,10 @@ def pack_kernel(
 ):  # fmt: skip
     """Write the messages for all destinations. Pieces are sorted by destination.
 
-    values, weights: the first id of the first bag is at index `own[HEAD + keys]`. PIECES, KEYS: powers of two, at least
-        `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id. Grid: (pieces, programs that share a piece).
+    values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.
+    PIECES, KEYS: powers of two, at least `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id.
+
+    Grid: (pieces, programs that share a piece).
     """
     piece, every = tl.program_id(0), tl.arange(0, PIECES)
     is_piece = every < pieces

@@ -90,11 +90,11 @@ def move_kernel(
 
     source, target: addresses of the first rows. rows: the number of rows. width and pitches count items of type ITEM. Width,
         pitches, addresses and offsets are multiples of ALIGN items.
-    targets `[n_targets]`: addresses of further targets for the same rows. parts `[n_parts, 4]`: further copies. A part has
-        the offset in bytes of its source from `source`, the address of its target, 1 if this address is an offset from
-        `target`, and its `sizes`.
-    sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: address, number. arrivals
-        `[1]`: zero between launches.
+    targets `[n_targets]`: addresses of further targets for the same rows. parts `[n_parts, 4]`: further copies. The first
+        number of a part is the offset in bytes of its source from `source`. The second is the address of its target. If the
+        third is 1, the second is an offset in bytes from `target` instead. The fourth is its `sizes`.
+    sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: (address, number) to store.
+        arrivals `[1]`: zero between launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
         rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True

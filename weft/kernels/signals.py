@@ -88,7 +88,7 @@ def store_release(pointer, value, PTX: tl.constexpr):
 def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
     """Poll a vector of words until all are at least `wanted`, or until the deadline has passed. Return the values read last.
 
-    deadline_ns: by the clock of `now_ns`.
+    deadline_ns: a time of the clock `now_ns`.
     """
     found = load_acquire(pointer, PTX)
     if tl.min(found, 0) < wanted:

@@ -6,8 +6,8 @@ a tile. The program with the last increment sets the counter's signals. (T3's tr
 DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and
 copy-engine (DMA) transfers use no compute units.
 
-    table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
-                                the address of its first element, the row pitch at that address, the indices of its counters;
+    table [tiles, columns]      for each tile: its first row in a, its number of rows, its first column, its number of columns,
+                                the address and the row pitch of its part of the result, and the indices of its counters;
                                 with ADDS also the addend's address and row pitch
     counters [n, 4]             for each counter: number of finished tiles (zero between launches), total number of tiles,
                                 start and end of its range in `sets`
@@ -118,7 +118,7 @@ def tracked_matmul_kernel(
     With TMA a and w are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
     Otherwise a and w are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
     tensor. partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[tiles]`: zero between launches.
-    PART_K: the extent in K of each of the SPLITS parts.
+    PART_K: the size, along K, of the part that each of SPLITS programs multiplies.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1

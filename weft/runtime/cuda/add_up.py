@@ -1,7 +1,7 @@
 """The launcher of the reduction kernel, `weft.kernels.add_up`.
 
-The launcher compiles all variants of the kernel before any stream waits for a peer. It allocates its table on the device once
-for each step.
+The launcher compiles all variants of the kernel before any stream waits for a peer. For each step, it allocates the table of
+summands once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SumNorm(NamedTuple):
 class SumVariant(NamedTuple):
     """The parameters for which the kernel is compiled.
 
-    block: the number of bytes that a program reduces at a time. step: a power of two, in bytes, that divides all
-        addresses and pitches.
+    block: the number of bytes that a program reduces at a time.
+    step: the alignment of all addresses and pitches: a power of two in bytes.
     """
 
     dtype: torch.dtype
@@ -74,12 +74,12 @@ class SumVariant(NamedTuple):
 
 
 class AddUp:
-    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all
-    rows.
+    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all rows.
 
     If the only part is `out`, the kernel writes only the norm of `out`.
 
-    fixed: the base addresses that `Address` refers to, with 0 for tensors of the caller, which may move between runs.
+    fixed: the list of base addresses to which `Address.base` is an index. A caller's tensor has base address 0 in this list,
+        because the tensor may move between runs.
     """
 
     def __init__(

@@ -16,12 +16,16 @@ _BLOCK = 128
 
 
 class Agreeing:
-    """The launcher of an `Agree` step (`weft.schedule.steps`).
+    """The launcher of an `Agree` step (`weft.schedule.steps`): compare the numbers of rows that peers sent with the numbers
+    that this rank expected.
 
-    expected: [W, counts], the counts that this rank expects from each rank. sent: [W * W, counts], a table [W, counts] from
-        each rank, of which row `row` is compared. differs_at: an address in pinned memory, where the kernel reports a rank
-        whose counts differ.
-    width, item_bytes: the number of items of a received row, and the number of bytes of an item.
+    W is the world size, and C is the number of counts per pair of ranks: one for each expert.
+
+    expected: int64 [W, C], the numbers of rows that this rank expects from each rank.
+    sent: int64 [W * W, C]. Each rank contributes a table [W, C]: the numbers of rows that the rank sent to each rank.
+    differs_at: an address in pinned memory, where the kernel stores 1 + the number of a rank whose counts differ.
+    row: the row of each table that belongs to this rank.
+    width, item_bytes: the number of elements of a received row, and the number of bytes of an element.
     """
 
     def __init__(

@@ -26,11 +26,13 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Operation(NamedTuple):
-    """A call of torch or NCCL that a run makes. call: a function of the run's tensors.
+    """A call of torch or NCCL that a run makes.
 
-    what, views: the operation and its operands. Calls with equal `what` and `views` launch the same kernel, so only one of
-        them is needed to load it. None: the kernel is unknown.
-    aside: a function that loads the same kernel, but writes no memory that peers read or add to.
+    call: a function that makes the call, given the run's tensors.
+    what, views: the operation and its operands. By these, `StreamItems.warm_up` recognises calls that launch the same kernel,
+        and makes only one of them. If `what` is None, the warm-up always makes the call.
+    aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers read or
+        add to.
     """
 
     call: Callable[[Tensors], None]
@@ -54,7 +56,9 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a private tensor with the shape, layout and alignment of `x`, for which cuBLAS chooses the same kernel."""
+    """Allocate a tensor with the shape, layout and alignment of `x`, so that cuBLAS chooses the same kernel. The warm-up writes
+    to this tensor instead of `x`.
+    """
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)
     return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
@@ -102,7 +106,7 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
-    """Return the collectives of a rank, in the order of its lanes. This order is equal on all ranks."""
+    """Return the collective steps of a rank, lane by lane. All ranks have the same order."""
     return [s for lane in schedule.of_rank(rank) for s in of_kind(lane.steps, Collective)]
 
 

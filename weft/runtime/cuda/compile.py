@@ -60,10 +60,11 @@ def compile_streams(context: Context, timed: bool) -> StreamItems:
 class Compiler:
     """The state of the compilation, to which `emit` adds the operations of each step.
 
-    program, items: the native operations, and the list of all operations.
-    sizes: for each copy by kernel of dynamic size, by the id of its step, the device address of its numbers: first source
-        row, first target row, rows. For a `Permute` step, the address of these numbers for all its copies.
-    ahead: by lane, the read of sizes for which the CPU waits only after it has issued the lane's GEMMs.
+    program: the native operations. items: the list of all operations.
+    sizes: device addresses of dynamic sizes, by the `id` of a step. The address for a copy by kernel has three numbers: first
+        source row, first target row, and number of rows. The address for a `Permute` step has three such numbers for each of
+        its copies.
+    ahead: by lane, a read of sizes for which the CPU waits only after it has issued the lane's GEMMs.
     scratch: by lane, memory for partial sums of GEMMs.
     """
 
@@ -140,11 +141,11 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the stream operation with which `launch` waits can also write the mark of a run, which the thread that watches
-        deadlines reads.
+        """True if the operation in which the stream of `launch` waits can also write the mark of a run. The mark shows the
+        watching thread that a run has begun.
 
-        The launch must be the first of a copy lane, and wait for flags of the previous run only. For one of these flags,
-        only copies may come between the wait and the clear of the flag.
+        The launch must be the first of a copy lane, and wait only for flags of the previous run. Between the wait and the clear
+        of at least one of these flags, the lane may only copy.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -230,7 +231,7 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> SignalPart:
-        """Return a `SignalPart` that writes `number` into word `word` of this rank's words."""
+        """Return a `SignalPart` that writes `number` to this rank's signal word with index `word`."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
@@ -292,7 +293,10 @@ class Compiler:
         self.items.launch(launch.lane, issue)
 
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
-        """Return the arguments `targets` and `parts` of `CopyLaunch` for all copies but the first. One of them is empty."""
+        """Return the arguments `targets` and `parts` of `CopyLaunch`, which describe all copies but the first.
+
+        If all copies have the same source, of fixed size, only `targets` is filled. Otherwise only `parts` is filled.
+        """
         dynamic = is_dynamic(copies[0])
         regions = [(_whole(c.src), _whole(c.dst)) if dynamic else (c.src, c.dst) for c in copies]
         ((_, at, _), (dst, to, _)), *others = [(self._place(src), self._place(dst)) for src, dst in regions]
@@ -327,7 +331,9 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return a copy of a region whose rows are known only at run time, with 0 as first row and as number of rows."""
+    """Return `region` with first row 0 and without rows. The region's rows are known only at run time, but the address of this
+    result is known before.
+    """
     return replace(region, row=0, rows=0)
 
 
@@ -335,9 +341,11 @@ def _whole(region: Region) -> Region:
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     """Add the operations of `step`, the first step of `launch`, to `compiler`.
 
-    To run a kind of step on GPUs, register a function with `emit.register`. Copies by kernel, and the signals around
-    them, do not come here (`Compiler._launch`). Before the first run, each call of torch or NCCL runs once, to load its
-    kernel. If the call writes to a peer's memory, define `Operation.aside`, which loads the kernel without this write.
+    To run a new kind of step on GPUs, register a function with `emit.register`. Copies by kernel, and the signals around them,
+    are added by `Compiler._launch` instead.
+
+    Before the first run, `StreamItems.warm_up` makes each call of torch or NCCL once, to load its kernel. If a call writes to a
+    peer's memory, define `Operation.aside`: a call that loads the kernel without this write.
     """
     raise AssertionError(f"a check should have refused {step}")
 
@@ -410,8 +418,8 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Add the operations of a read of dynamic sizes. A kernel computes the row numbers for the lane's copies by kernel. With
-    by="host" or by="meanwhile", the CPU reads the sizes too.
+    """Add the operations of a read of dynamic sizes. For the lane's copies by kernel, a kernel computes the first rows and the
+    number of rows. With by="host" or by="meanwhile", the CPU reads the sizes too.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:

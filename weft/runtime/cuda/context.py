@@ -24,8 +24,9 @@ from weft.symm.lasting import lasting
 class RankSchedule:
     """A schedule, evaluated for one rank.
 
-    given: the buffers that the caller passes. layout: the offsets of the schedule's own buffers. order: (lane, step), in
-        the order in which the CPU issues them. flags: for each rank, the flags that signal its waits.
+    given: the buffers that the caller passes: inputs and outputs. layout: the offsets of the symmetric buffers.
+    order: this rank's steps as (lane, step), in the order in which the CPU issues them.
+    flags: for each rank, the flags for which its lanes wait.
     lanes: the names of lanes. The first lane is the caller's stream.
     """
 
@@ -43,7 +44,9 @@ class RankSchedule:
         """The index of the standing word, which follows the flags. It tells the watching thread where a run is blocked.
 
         Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0.
-        The word is not used if a lane begins with waits for the previous run only: their flags are 0 during a run.
+
+        The word stays 0 if a copy lane begins with waits for the previous run only (`Compiler._tells`). A run first clears the
+        flags of these waits. So clear flags tell the watching thread that a run is in progress.
         """
         return max(len(flags) for flags in self.flags)
 
@@ -51,7 +54,7 @@ class RankSchedule:
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
     """Return `schedule`, evaluated for one rank. Raise `ScheduleError` if streams cannot run it.
 
-    like: an earlier result. If `schedule` differs from it only in sizes, reuse its order and flags.
+    like: an earlier result of this function. If the two schedules differ only in sizes, reuse its order and flags.
     """
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
@@ -69,10 +72,10 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the steps of `schedule` in the order of issue of another schedule. Return None if the schedules differ in a kind
-    of step or in a signal.
+    """Return the (lane, step) of `schedule` on this rank, in the order in which another schedule issues the corresponding
+    steps. Return None if corresponding steps have different kinds, or are different signals.
 
-    order: the other schedule's (lane, step), in the order of issue.
+    order: the (lane, step) of the other schedule, in its order of issue.
     """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
@@ -93,8 +96,10 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 class LastRun:
     """The state of the last run that the CPU has issued.
 
-    known: the contents of buffers that the CPU has read. made: the outputs with a dynamic number of rows, once they are
-        allocated. caller: the caller's stream, if the CPU reads sizes. failure: an error that was found since.
+    known: the contents of buffers that the CPU has read, by buffer name.
+    made: the allocated outputs with a dynamic number of rows, by name.
+    caller: the stream on which such outputs are allocated; None if the CPU reads no sizes.
+    failure: an error that the watching thread has found. The next call raises it.
     """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -109,8 +114,9 @@ class Context(RankSchedule):
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
-    begun_word: two numbers in pinned memory. A run stores 1 in the first number when it begins, and the watching thread
-        clears it. The second number is 0, or 1 + a rank that sent a different number of rows than expected.
+    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The first is 1 after a run
+        has begun, until the thread clears it. The second is 0, or 1 + a rank that sent a different number of rows than
+        expected.
     """
 
     comm: Communicator
@@ -139,8 +145,8 @@ class Context(RankSchedule):
         self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """Raise `ScheduleError` if rows first .. first + count - 1 are not all inside `buffer`. Also make the group fail then,
-        because peers wait for this run.
+        """Check that rows first .. first + count - 1 are inside `buffer`. Otherwise raise `ScheduleError`, and make the group
+        fail, because peers wait for this run.
         """
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]

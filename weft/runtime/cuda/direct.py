@@ -21,8 +21,8 @@ _IS_INTERPRETED = env.triton_interpreted()  # the interpreter has no handles
 
 
 class _Programs(threading.local):
-    """The programs of this thread, each a prepared launch. Threads need their own programs, because autograd's threads launch
-    too, and only one thread at a time may run a program.
+    """This thread's cache of prepared launches, each a `_core.StreamProgram`. Only one thread at a time may run a program, and
+    autograd launches from threads of its own. So each thread has its own cache.
     """
 
     def __init__(self) -> None:
@@ -110,14 +110,13 @@ def launch_all(
 ) -> None:
     """Enqueue Triton kernels on the current stream, one after the other, in one native call.
 
-    This takes less CPU time than `launch`, which inspects each argument in each call. This function does so only for a new
-    `key`.
+    `launch` inspects each argument in every call. This function inspects arguments only for a new `key`, which saves CPU time.
 
-    key: a value that determines the compiled kernels: dtypes, constants, and `alignments` of all addresses. With a key,
-        all numbers must be below 2^31. With None, `launch` launches each kernel.
+    key: a value that determines the compiled kernels: dtypes, constants, and `alignments` of all addresses. With a key, all
+        numbers must be below 2^31. With None, `launch` launches each kernel.
     kernels: a function that returns the kernels, called for a new key.
-    calls: a function that returns the grid and the arguments of each launch. For the argument True, it returns tensors and
-        numbers; for False, addresses and numbers.
+    calls: a function of a bool, which returns the grid and the arguments of each launch. For True, arguments are tensors and
+        numbers. For False, addresses replace the tensors.
     after: a stream; the kernels run after the work that is now enqueued on it.
     """
     if key is not None and not _IS_INTERPRETED:

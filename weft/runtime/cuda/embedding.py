@@ -82,6 +82,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         """Enqueue one call. Return the output `[batch_sizes[rank], total_dim]` as "out", valid in stream order.
 
         tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
+        deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
+        like_before: ignored; executors of schedules use it.
         count, launch_per_table, occupancy: see `EmbeddingKernel.launch`.
         timeline: if given, wait for the device, and append the times of each unit of work.
         lines: memory for a timeline, from `timeline_lines`, which the kernel fills without a wait of the CPU.
@@ -132,7 +134,9 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return {"out": output}
 
     def timeline_lines(self, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return zeroed memory for the timeline of a call, int64: a row for each unit of work, then a row for each program."""
+        """Return zeroed int64 memory for the timeline of a call. It has a row for each unit of work, then a row for each
+        program's wait for its peers.
+        """
         shape = self.kernel.timeline_lines(*tensors["bags"]), device_code.TIMELINE_FIELDS
         return torch.zeros(shape, dtype=torch.int64, device=self.comm.device)
 
@@ -303,7 +307,10 @@ def _numbers_of(record: torch.Tensor) -> Any:
 
 
 class _LocalPool:
-    """The kernel for a world size of 1, with stand-ins for peers' memory, and its last input."""
+    """The cached kernel of `pool_on_gpu`, for a world size of 1.
+
+    words: memory that replaces the signals and flags of peers. last_input: the last call's input, for warnings of bad indices.
+    """
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)

@@ -56,10 +56,12 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 def update(
     of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Update each row whose id occurs in the batch. Return the number of skipped rows, as a device tensor.
+    """Update each row whose id occurs in the batch. Return the number of rows skipped for an infinite or NaN gradient, as a
+    device tensor.
 
-    received: the gradients of the vectors that this rank pooled, [global batch, columns of this rank's tables]. scale: a
-    device tensor that multiplies every gradient.
+    of: the forward call. tables: this rank's tables and optimizer states. rows: the call's ids, from `sorted_rows`.
+    received: the gradients of the vectors that this rank pooled, [global batch, columns of this rank's tables].
+    scale: a device tensor that multiplies every gradient.
     """
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
     numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
@@ -75,10 +77,11 @@ def update(
 def add_each(
     of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
 ) -> None:
-    """Apply SGD without sorting the ids: each id adds its update to its row of an fp32 table, with atomic additions.
+    """Apply SGD to fp32 tables without sorting the ids. For each occurrence of an id, add an update to the table row, with
+    atomic additions.
 
-    received: the gradients, [global batch, columns of this rank's tables]. ok: a device tensor; if it is 0, the tables
-        stay unchanged.
+    received: the gradients, [global batch, columns of this rank's tables].
+    ok: a device tensor, 0 if gradients have not arrived. The tables then stay unchanged.
     """
     shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
     count = ids.keys.numel()
@@ -197,10 +200,11 @@ def _launched(
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
     rate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped rows,
-    as a device tensor.
+    """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped rows, as
+    a device tensor.
 
-    tables, numbers: the tables, and the rule's constants, on the device. rule: an update, or `_GRADIENT` or `_SQUARES`.
+    tables: the addresses and sizes of the tables. numbers: the constants of the rule. Both are on the device.
+    rule: the number of an optimizer's update rule, `_GRADIENT` to write the sums, or `_SQUARES` to write their sums of squares.
     sparse: True to write the gradients of the batch's rows only. skip: True to skip rows with an infinite or NaN gradient.
     dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding, or None to round to
         nearest.
@@ -370,8 +374,9 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 class _DeviceTable(NamedTuple):
     """A description of embedding tables for kernels.
 
-    lines: int64 on the device, with a row for each embedding table, which has its addresses and sizes. size: the number
-        of embedding tables. is_aligned: True if all addresses are multiples of 16.
+    lines: int64 on the device. Each row has the addresses and sizes of one embedding table. size: the number of embedding
+        tables.
+    is_aligned: True if all addresses are multiples of 16.
     """
 
     lines: torch.Tensor

@@ -70,7 +70,7 @@ class RankAddresses(NamedTuple):
 
 class _Work(NamedTuple):
     """The units of work of a launch, as tables on the device. Calls share these tables if they have the same number of features
-    in a unit, and the same batch sizes. All evenly divided batches also share them.
+    in a unit, and the same batch sizes. For evenly divided batches, the tables do not depend on the batch sizes.
     """
 
     tables: Tables
@@ -84,7 +84,8 @@ class _Work(NamedTuple):
 class VariantKey(NamedTuple):
     """The parameters, besides the plan, for which the kernel is compiled.
 
-    values, offsets: their dtypes. wide: True for positions of 64 bits. enter, leave: the kernel's constants ENTER and EXIT.
+    values, offsets: the dtypes of the ids and of the offsets. wide: True if positions in these tensors need 64 bits.
+    enter, leave: True for the first and for the last launch of a call (the constants ENTER and EXIT).
     """
 
     values: torch.dtype
@@ -208,10 +209,10 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return three values: the units of work of a sample, int64 `[units, UNIT_FIELDS]` on the device; their number; and the
-        number of columns of the widest unit.
+        """Return the units of work into which a sample is divided, int64 `[units, UNIT_FIELDS]` on the device. Also return
+        their number, and the number of columns of the widest unit.
 
-        slots_per_unit: the number of pooled vectors that a unit computes; 0 if each slice of `put` is a unit.
+        slots_per_unit: the number of features (slots) that a unit pools. With 0, the units are the slices of transport "put".
         """
         cached = self._units.get(slots_per_unit)
         if cached is not None:
@@ -231,8 +232,8 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the
-        device. Batch sizes may change in every call, so the CPU does not wait for the device here.
+        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the device.
+        Batch sizes may change in every call, so the copy to the device is asynchronous.
         """
         table = self._batches.get(batch_sizes)
         if table is None:
@@ -261,8 +262,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of pooled vectors in a unit of `direct`. A unit reads about _UNIT_BYTES of tables, but there must be
-        enough units for all programs.
+        """Return the number of pooled vectors in a unit of work, for transport "direct". A unit reads about _UNIT_BYTES of
+        tables, but there must be enough units for all programs.
 
         n_values: the number of ids. batch: the number of samples.
         """
@@ -309,7 +310,7 @@ class EmbeddingKernel:
 
         memory: the addresses of all ranks' memory. out_slot: the index of this rank's output buffer.
         wait: False if no peer takes part in the call, so that the kernel must not wait.
-        count: True to count copies and flags in `state`.
+        count: True to count the copies and flags that the kernel writes. The counts are words of `state`.
         launch_per_table: True to launch the kernel once for each feature, instead of once for all.
         timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`. Each unit writes a row, then each program.
         captured: True if a CUDA graph captures the call. The tables that replays read are then never freed.

@@ -81,7 +81,7 @@ def launch_push(
 
     grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
     inboxes, signals: int64 [world_size]; the addresses of each rank's inbox and signals, as mapped on this device.
-    state: this rank's words of state in device memory. record: pinned memory, for a missed deadline
+    state: int64 [STATE_WORDS] in device memory: the number of the call, and counters. record: pinned memory, for a missed deadline
         (`weft.kernels.embedding_push`).
     dtype: the dtype of the elements in the inboxes.
     wait: False if one process runs all ranks, so that the kernel cannot wait for peers.
@@ -221,8 +221,9 @@ class PushedGradients:
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Make the group fail if the device has recorded a missed deadline. Return False: there is no deadline to watch. Runs
-        on the watching thread.
+        """Make the group fail if the device has recorded a missed deadline. Runs on the watching thread.
+
+        Return False, so that this thread measures no deadline: kernels measure their own.
         """
         self.look()
         return False

@@ -39,9 +39,9 @@ _GRAIN = (
 class _Slots(NamedTuple):
     """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, keys of the jagged input]`, the slot that reads a key, or -1. If several slots read one key, they are
-        in different layers.
-    table: the columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
+    of_key: `[layers, keys]`. Each entry is the slot that reads this key of the jagged input, or -1. If several slots read one
+        key, they are in different layers.
+    table: a row for each slot. Its columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
     of_key: torch.Tensor
@@ -52,12 +52,12 @@ class _Slots(NamedTuple):
 class Shape:
     """Sizes that are equal in all calls of a plan. Rows are numbered across all tables of this rank.
 
-    split: the largest number of slots (features) of a table. rows: the number of rows of all tables. bases: the number of
-        each table's first row.
-    block_d, lanes: the columns and rows of a tile. They depend on the slots of all ranks, so that sums do not depend on the
-        placement of tables.
-    align: a power of two that divides all slots' widths, in elements; so many elements have at most 16 bytes. uniform: True
-        if all widths are block_d.
+    split: the largest number of slots (features) that one table has, a factor of the sort keys (`Occurrences`).
+    rows: the number of rows of all tables. bases: the number of each table's first row.
+    block_d, lanes: the columns and rows of the tile in which a program sums gradients. They depend on the slots of all ranks,
+        so that sums do not depend on the placement of tables.
+    align: the alignment of slots in elements: a power of two that divides the widths of all slots, and at most 16 bytes.
+    uniform: True if all widths are block_d.
     """
 
     split: int
@@ -98,9 +98,9 @@ class Shape:
 class Occurrences(NamedTuple):
     """All occurrences of ids in a batch, ordered by layer (see `_Slots`), then by position in the input.
 
-    keys: the sort keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the occurrence's
-        gradient in the received gradients, in elements. scales: the factor of the gradient; None if all are 1.
-    over_length: 1 / length of the bag; None if no slot has mean pooling.
+    keys: the sort keys: row * `Shape.split` + the number of the slot among the slots of its table.
+    places: the offset of the occurrence's gradient in the received gradients, in elements.
+    scales: the factor of the gradient; None if all are 1. over_length: 1 / length of the bag; None if no slot has mean pooling.
     """
 
     keys: torch.Tensor
@@ -112,12 +112,12 @@ class Occurrences(NamedTuple):
 class RowArrays(NamedTuple):
     """The arrays of `Rows`, as tensors or as addresses. A long run has more than SEGMENT occurrences.
 
-    counters: the number of segments, and the number of long runs. runs: the number of runs.
+    counters: two numbers: of segments, and of long runs. runs: the number of runs.
     ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
-    starts, keys: for each run, its first occurrence and its key.
+    starts, keys: for each run, the index of its first occurrence, and its sort key.
     places, scales: for each occurrence, ordered by run, the offset of its gradient and the gradient's factor.
-    first_segment, run_of_segment, long_runs: the first segment of each long run, the run of each segment, and the numbers
-        of the long runs.
+    first_segment, run_of_segment, long_runs: the first segment of each long run, the run of each segment, and the numbers of
+        the long runs.
     """
 
     counters: Any
@@ -136,7 +136,8 @@ class Rows:
     """The runs of a batch. A run is all occurrences of one row. The constructor allocates the arrays, uninitialized, in one
     allocation on the current stream.
 
-    count: the number of all occurrences. of_places: the dtype of places. is_scaled: True if there are scales.
+    count: the number of occurrences in the batch. of_places: the dtype of `RowArrays.places`.
+    is_scaled: True if gradients have factors (`RowArrays.scales`).
     """
 
     def __init__(self, shape: Shape, count: int, of_places: torch.dtype, is_scaled: bool, device: torch.device) -> None:
@@ -184,11 +185,11 @@ class Rows:
 
 
 class SortedAhead:
-    """A sort that runs ahead of its use: `rows`, whose memory belongs to the stream `home`, and which the stream `side`
-    computes.
+    """The result of `sort_ahead`: sorted ids, which one stream computes while another continues.
 
-    read: the tensors that `side` reads. This object keeps them until a stream waits for the rows. home, side: None if the
-        current stream computes the rows.
+    rows: the sorted ids. Their memory was allocated on the stream `home`, and the stream `side` computes them. Both streams are
+        None if the current stream computes the rows.
+    read: the tensors that `side` reads. This object keeps them until a stream waits for the rows.
     """
 
     def __init__(
@@ -316,8 +317,8 @@ def occurrences(
 ) -> Occurrences:
     """Compute the sort key and the gradient's place of each occurrence of an id of this rank's tables.
 
-    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences, if the
-        caller has it.
+    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences, if it
+        is known.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
@@ -357,8 +358,8 @@ def occurrences(
 class _LaidOut(NamedTuple):
     """The layout of a call's occurrences.
 
-    slots: None if there are no occurrences. stride: the number of columns of the received gradients. layers: the number of
-        layers (see `_Slots`). of_places: the dtype of places.
+    slots: this rank's slots; None if there are no occurrences. stride: the number of columns of the received gradients.
+    layers: the number of layers (see `_Slots`). of_places: the dtype of `Occurrences.places`.
     """
 
     slots: _Slots | None

@@ -1,10 +1,12 @@
 """Binary flags, the signals between GPU ranks. A captured CUDA graph can wait for flags, since every replay waits for
 the same value.
 
-Each wait has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A set raises
-the flags of all waits for its counter. A wait ends when its flag is raised. The flag is cleared before it can be raised
-again. Counters, as on CPU, do not work here: their values differ in every run, but a graph repeats its values. Kernels
-that wait for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole GPU.
+Each `Wait` step has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A `Set` step
+raises the flags of all `Wait` steps with the same signal and index: its counter. A wait ends when its flag is raised. The
+flag is cleared before it can be raised again.
+
+Streams do not count, unlike executors on CPU: counts differ in every run, but a graph repeats its values. Kernels that wait
+for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole GPU.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
             high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
@@ -15,14 +17,14 @@ If the tiles of a kernel set one counter many times, the kernel counts the tiles
 flag after the last tile. Streams of the kernel's own rank wait for this flag just like streams of peers.
 
 When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write by a stream is
-slow, because it includes a system-scope fence. So a stream clears a flag together with another write if possible. Rank b
-clears the flag of wait W together with its next set A for rank a. This is correct if rank a waits for A before it raises
-the flag again:
+slow, because it includes a system-scope fence. So a stream clears a flag in the same operation as another write, if possible.
+Let W be a wait of rank b for a signal of rank a, and let A be the next `Set` step of rank b for rank a. One operation clears
+W's flag and sets A. This is correct if rank a waits for A before its next step S that raises W's flag:
 
-    rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
+    rank b: wait W ... clear W's flag and set A                   rank a: wait for A ... set S, which raises W's flag again
 
-Then the set S cannot precede the clear. If there is no such set A, the flag is cleared right after the wait. `flags_of`
-then verifies that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
+Then S cannot precede the clear. If there is no such step A, the flag is cleared right after the wait. In this case `flags_of`
+verifies that each wait is ordered before the next set of its flag (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ AWAITED = FLAG | POISONED
 class Flag:
     """The flag of one wait.
 
-    word: the index of the flag's word in the rank's memory. key: the counter that the wait waits for. setter: the rank that
-        raises the flag. previous: True if the wait is for a signal of the previous run.
-    carrier: the index, in the lane, of the later set together with which the stream clears the flag. None: the stream
-        clears the flag right after the wait.
-    passed: the number of waits of the lane, up to and including this wait.
+    word: the index of the flag's word in the rank's memory. key: the counter for which the lane waits: (signal, index).
+    setter: the rank that raises the flag. previous: True if the wait is for a signal of the previous run.
+    carrier: the index, in the lane, of a later `Set` step. One stream operation sets this signal and clears the flag. None: the
+        stream clears the flag right after the wait.
+    passed: the number of waits of the lane, up to and including this wait (see `RankSchedule.standing_word`).
     """
 
     word: int
@@ -125,15 +127,16 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits (lane, flag) in which a run that makes no progress may be blocked, one for each rank that sets a signal.
-    The list is empty if no run is blocked.
+    """Return the waits (lane, flag) that may block a run which makes no progress: for each rank that sets signals, at most one
+    wait. The list is empty if no run is blocked.
 
-    A flag that this run has already cleared looks like a flag that was never raised. So the result may contain waits that
-    have ended. Waits for signals of this run come first.
+    A flag that this run has already cleared looks like a flag that was never raised. So the result may contain waits that have
+    ended. Waits for signals of this run are preferred to waits for the previous run.
 
-    words: the contents of the rank's words. standing: the contents of the standing word, 1 + the number of waits known to
-        have ended. If it is 0, a run is blocked if the flag of some wait for the previous run is clear, because a run
-        clears this flag first.
+    words: the contents of the rank's words.
+    standing: the contents of the standing word, 1 + the number of waits known to have ended. With 0, the flags must show
+        whether a run is in progress: each run first clears the flags of its waits for the previous run. If all of these flags
+        are still raised, no run is blocked.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):
@@ -143,11 +146,11 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of a set with which the stream can also clear the flag of the wait at index `at`; None if there is no
-    such set.
+    """Return the index of a `Set` step with which the stream can also clear the flag of the wait at index `at`; None if there
+    is no such step.
 
-    The candidate is the lane's next set for rank `setter`. It is suitable if `setter` waits for this set before it sets the
-    wait's counter again. If the wait is for the previous run, `setter` sets the counter again in this run, otherwise in the
+    The candidate is the lane's next `Set` step for rank `setter`. It is suitable if `setter` waits for its signal before it
+    raises the flag again. If the wait is for the previous run, `setter` raises the flag again in this run, otherwise in the
     next run.
     """
     wait = steps[at]

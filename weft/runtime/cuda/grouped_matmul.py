@@ -147,21 +147,21 @@ def _variant(
 
 class GroupedMatmulLauncher:
     """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. A source is a rank that
-    has sent rows.
+    has sent rows. W is the world size, and E is the number of local experts.
 
-    slots: `[at least (W - 1) * slot_rows, K]`. The rows of the n-th source after this rank begin at row `(n - 1) *
-        slot_rows`.
-    counts: int64 `[W, E]`, the number of rows from each source for each local expert. Any strides are allowed.
-    splits: int64 `[W * E]`, the number of this rank's rows for each global expert.
+    slots: the rows from peers, `[at least (W - 1) * slot_rows, K]`. Rows of the n-th source after this rank begin at row
+        `(n - 1) * slot_rows`.
+    counts: the number of rows from each source for each local expert, int64 `[W, E]`. Any strides are allowed.
+    splits: the number of this rank's rows for each global expert, int64 `[W * E]`.
     first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
     first_expert, n_experts: launches compute this range of local experts, by default up to the last.
     spare: the number of multiprocessors left to other kernels.
     back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
     adds: True to add to the rows of y, in fp32. Not together with `back`.
-    merged: True if tiles have rows of all sources. Launches then compute all sources. Without `back`, x has the rows of
-        all sources, sorted by expert, and `slots` is not read. Not together with `adds`.
-    config: the tile sizes of the compiled kernel, see `prepare`.
-    scratch: memory shared with other launches on the same stream.
+    merged: True if a tile has rows of all sources. Launches then compute all sources. Without `back`, x has the rows of all
+        sources, sorted by expert, and `slots` is not read. Not together with `adds`.
+    config: the tile sizes of the kernel that `prepare` has compiled. scratch: memory shared with other launches on the same
+        stream.
     """
 
     def __init__(

@@ -29,7 +29,12 @@ def header(
     lengths: torch.Tensor, offsets: torch.Tensor | None, keys: int, batch: int, values: torch.Tensor,
     header_index: torch.Tensor, own: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write this rank's own header `[HEAD + keys + 1]`. Return the headers for all destinations, one after the other."""
+    """Write this rank's header to `own`, and return the headers for all destinations, one after the other. A header has the
+    number of ids of each piece (`weft.kernels.input_dist`).
+
+    own: int64 `[HEAD + keys + 1]`. header_index: for each word of the returned headers, the index of its value in `own`.
+    keys, batch: this rank's numbers of keys and of samples.
+    """
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())
     most, bits = values.numel(), 8 * values.itemsize
     given = [lengths, counts, counts if offsets is None else offsets, header_index, own, send]
@@ -54,7 +59,10 @@ def pack(
     values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, own: torch.Tensor, pieces: Pieces,
     batch: int, words: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the messages for all destinations, int32 [words]."""
+    """Return the messages for all destinations, int32 [words].
+
+    own: this rank's header (see `header`). words: the number of 4-byte words of all messages together.
+    """
     count, keys = pieces.key.numel(), own.numel() - device_code.HEAD - 1
     messages = torch.empty(words, dtype=torch.int32, device=values.device)
     given = [values, lengths, values if weights is None else weights, own, pieces.key, pieces.rank, messages]

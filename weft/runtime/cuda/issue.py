@@ -116,7 +116,8 @@ class StreamItems:
         """Load all kernels. Run each call of torch and NCCL once, on its stream, with the current contents of memory. If
         several calls launch the same kernel, run only one of them.
 
-        Peers may be in a run, so do not change memory that they read or write.
+        During the warm-up, peers may already run the schedule. So the calls must not change memory that peers read or write
+        (`Operation.aside`).
         """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():

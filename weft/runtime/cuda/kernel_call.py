@@ -1,8 +1,8 @@
 """Triton kernels as operations of a `_core.StreamProgram`, which launches them without Python.
 
 Triton's own launch takes more CPU time than the rest of a small call. So a program launches the kernel through the
-driver. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory
-that it does not need. When a schedule is compiled, `kernel_call` asks the driver for the sizes of the parameters, to
+driver. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory,
+which must be of size 0. When a schedule is compiled, `kernel_call` asks the driver for the sizes of the parameters, to
 detect Triton versions with other parameters. For these, and if the driver cannot answer, Triton launches the kernel.
 """
 

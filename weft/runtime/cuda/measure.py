@@ -3,9 +3,9 @@
 All ranks measure at the same time, because schedules also use links in both directions, and load all GPUs. A result is the
 time of the slowest rank. Work is enqueued behind a sleep kernel, so that the CPU is ahead of the device.
 
-Loading a kernel while a stream waits for a peer could hang the device. So set-up loads the copy kernels and known GEMMs. Each
-measurement runs once without a sleep kernel, which loads its kernels, and then behind a sleep kernel. Signals to a peer are
-timed without kernels.
+Loading a kernel while a stream waits for a peer could hang the device. So set-up loads the copy kernels, and GEMMs of
+the given shapes. Each measurement first runs once without a sleep kernel, to load its own kernels. Then it runs behind a
+sleep kernel. Signals to a peer are timed as stream operations, which need no kernels.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Memory of executors on GPUs: symmetric memory, flag words and streams, and their release when the group fails.
 
 Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), sized for the largest schedule.
-Their signals are the same: the next run of any of these executors finds the flags that the last run left. Runs, and
-replays of graphs that have captured runs, have the same order on all ranks.
+They also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So
+runs and replays of captured graphs must have the same order on all ranks.
 
-If sizes change between two runs, a flag of the previous run is not enough. Such a flag means that a reader has read the rows
-of one rank. But the next run may place its rows where the previous run had rows of other ranks. (With two ranks there are
-no other ranks.) So with more ranks, `ScheduleMemory.enter` runs a barrier: every rank notifies all peers that its previous
-runs have ended, and waits for the same from all peers. The barrier runs when sizes change. Once a graph has captured a run,
-the barrier precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the previous run
-need no barrier.
+If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells rank a that a reader
+has read the rows that rank a wrote. But in the next run, rank a may write where rows of other ranks were, which the reader
+may still need. With two ranks this cannot happen, because the reader has rows of only one peer. With more ranks,
+`ScheduleMemory.enter` runs a barrier: every rank notifies all peers that its previous runs have ended, and waits for the same
+from all peers. The barrier runs when sizes change. Once a graph has captured a run, the barrier precedes every run, because
+the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.
 
-If a schedule needs more memory, a larger memory replaces this one. Executors in the smaller memory remain usable. At their
-next call they are rebuilt in the larger memory, unless a graph has captured them. When its last executor has left, the
-smaller memory is closed. If such outgrown memories hold more than `SPARE_BYTES` together, the oldest are closed at once,
-and their executors are rebuilt.
+If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory
+remain usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When the last
+executor has left the smaller memory, it is closed. If such outgrown memories hold more than `SPARE_BYTES` together, the
+oldest are closed at once, and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
 
 
 class ScheduleMemory:
-    """Symmetric memory, flags and streams, shared by the executors of `mine` and of schedules that differ from it only in
-    sizes. All ranks must construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
+    """Symmetric memory, flags and streams, shared by the executors of schedules that differ only in sizes. All ranks must
+    construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
+
+    mine: the schedule whose sizes determine the size of the memory, evaluated for this rank.
     """
 
     def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
@@ -92,7 +94,7 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if `mine` differs from this memory's schedules only in sizes."""
+        """True if the schedule `mine`, evaluated for this rank, differs from this memory's schedules only in sizes."""
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
@@ -121,7 +123,7 @@ class ScheduleMemory:
             self.close()
 
     def close(self) -> None:
-        """Close the memory, and make its remaining executors drop their references to it."""
+        """Close the memory. Executors that still use it drop their references to it, and cannot run any more."""
         if self._closed:
             return
         self._closed = True
@@ -266,8 +268,10 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory that schedules of this `kind` share, and `schedule`, evaluated for this rank. Return None if `schedule`
+    """Return the memory that schedules of one kind share, and `schedule`, evaluated for this rank. Return None if `schedule`
     differs from others of its kind in more than sizes.
+
+    kind: a key that schedules have in common if they should share memory.
 
     If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """
@@ -289,8 +293,8 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
 
 
 def _not_hindered_by_captures() -> None:
-    """Set this thread's capture mode to relaxed. Otherwise a synchronisation of its stream would invalidate a graph that
-    another thread captures.
+    """Set this thread's capture mode to relaxed. In another mode, a stream synchronisation in this thread would invalidate a
+    graph that another thread captures.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

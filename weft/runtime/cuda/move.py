@@ -40,8 +40,9 @@ class CopyShape:
 class Part(NamedTuple):
     """A further copy in the same kernel, with the `CopyShape` of the first copy.
 
-    source: the offset in bytes from the first copy's source. target: an address; with `relative`, the offset in bytes from
-        the first copy's target. sizes: for dynamic sizes, as in `CopyLaunch`; 0 for fixed sizes.
+    source: the position of its source, in bytes from the first copy's source.
+    target: the address of its target; with `relative`, the position in bytes from the first copy's target.
+    sizes: as in `CopyLaunch`; 0 for a fixed size.
     """
 
     source: int
@@ -51,18 +52,18 @@ class Part(NamedTuple):
 
 
 class CopyLaunch:
-    """A launch of one kernel that sets signals, waits for signals, copies, sets signals, and waits again. Each part is
-    optional.
+    """A launch of one kernel that sets signals, waits for signals, copies, sets signals, and waits again. All sets and waits
+    are optional.
 
-    sets_before, waits, sets, waits_after: the addresses of flags (`weft.runtime.cuda.flags`), in the order of these parts.
+    sets_before, waits, sets, waits_after: the addresses of the flags (`weft.runtime.cuda.flags`) that the kernel sets or
+        awaits, before and after the copy.
     targets: addresses of further targets for the same source. parts: copies of other parts of the source's buffer, never
         together with `targets`.
-    begins, passes, ends: pairs (address, number). The kernel stores the number, in 32 bits, when it begins, when its waits
-        have ended, and when it ends.
+    begins, passes, ends: pairs (address, number), for the thread that watches deadlines. The kernel stores the numbers, in 32
+        bits, when it begins, when `waits` have ended, and when it ends.
     sizes: for a dynamic size, the address of (first row of the source, first row of the target, rows) in device memory.
         `shape.rows` is then the number of rows of the target. 0 for a fixed size.
-    early: True if the kernel may read the source before its waits end, because no step that it waits for writes the
-        source.
+    early: True if the kernel may read the source before its waits end, because no step that it waits for writes the source.
     programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
         otherwise "".
     """

@@ -22,11 +22,11 @@ _PER_SM = 4  # programs per multiprocessor
 
 
 class PermuteLauncher:
-    """A launcher of copies of row segments.
+    """A launcher of copies of row segments from two matrices, `own` and `slots`, to a target matrix.
 
-    segments: the address of int64 `[n_segments, 3]`: (first row of the source, first row of the target, number of
-        rows).
-    n_own: the first n_own segments are read from the matrix `own`, and the others from the matrix `slots`.
+    segments: the device address of the segments, int64 `[n_segments, 3]`: (first row of the source, first row of the target,
+        number of rows).
+    n_own: the first n_own segments are read from `own`, and the others from `slots`.
     width: the number of bytes of a row. pitches: the bytes from a row to the next in own, slots and the target.
     """
 

@@ -86,7 +86,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """Return the whole buffer of a region as a tensor. It must be a scratch buffer of this rank, or a symmetric buffer."""
+        """Return the whole buffer of a region as a tensor. The buffer must be symmetric, or a scratch buffer of this rank."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:

@@ -45,7 +45,7 @@ class CudaSchedule(Executor):
 
     memory: memory that executors share (`weft.runtime.cuda.memory`). Without it, ranks compare schedules and allocate
         memory, so all ranks must construct the executor together.
-    mine: the schedule, evaluated for this rank, if the caller has it.
+    mine: the result of `rank_schedule` for `schedule`, if the caller has it.
 
     Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
         schedules differ, `ScheduleError` if streams cannot run it, and `OutOfSharedMemoryError`.
@@ -82,11 +82,11 @@ class CudaSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
+        """Enqueue one run on the current stream. Return the outputs that this run has allocated, by name (see `tensors`).
 
-        tensors: every input and output buffer by name, with the sizes in `buffers`. Weights may also be [count, rows,
+        tensors: every input and output buffer by name, with the sizes in the schedule. Weights may also be [count, rows,
             columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a function that gets
-            the number of rows and returns a tensor. If the CPU reads the sizes with by="meanwhile", it calls the function
+            the number of rows and returns a tensor. If a `Read` step has by="meanwhile", the CPU calls the function
             before the sizes are known, for more rows than expected, and returns a slice of the result.
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
         like_before: True if only the addresses of the tensors differ from an earlier run. Then do not check the tensors.

@@ -1,4 +1,4 @@
-"""Reads of dynamic sizes from a buffer (`weft.schedule.steps.Read`). There are three kinds:
+"""Reads of dynamic sizes from a buffer. A `Read` step (`weft.schedule.steps`) has one of three kinds:
 
 - by="device": one small kernel computes the first rows and row counts of all copies of the lane, and stores them where the
   copies read them.
@@ -34,8 +34,11 @@ def is_dynamic(step: Any) -> bool:
 
 
 class Totals:
-    """A kernel that evaluates `indices`, which are sums over the contents of the device tensor `held`. `numbers` has the
-    results.
+    """A kernel that computes dynamic sizes and positions on the device.
+
+    held: the int64 device tensor that determines them. indices: expressions; each is a constant plus sums over elements of
+        `held`.
+    numbers: the results, int64 on the device, one for each index.
     """
 
     def __init__(self, held: torch.Tensor, indices: Sequence[Index]) -> None:
@@ -107,7 +110,7 @@ class ReadAhead:
 
     `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for the
     sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
-    issues the GEMMs again. Their operands are still valid, because the lane allows peers to overwrite them only later.
+    issues the GEMMs again. This is possible because the lane allows peers to overwrite the GEMMs' operands only later.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:

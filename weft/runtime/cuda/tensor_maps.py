@@ -19,7 +19,9 @@ ALIGNMENT = 16
 
 
 class Lent:
-    """The address and layout of a caller's tensor. It takes the tensor's place in a tensor map, and keeps no reference to it."""
+    """The address and layout of a caller's tensor. A tensor map is made of this object instead of the tensor, so that it does
+    not keep the tensor alive.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (

@@ -51,8 +51,10 @@ class TilesCall:
 class TilesLane:
     """The lane of a `Tiles` step, with the data that its launch needs.
 
-    scratch: memory that the lane's launches share. sizes: as in `Compiler`. words_set: a function of (rank, signal, index)
-        that returns the addresses of the words that a `Set` of this counter writes."""
+    scratch: memory that the lane's launches share. sizes: as in `Compiler`.
+    words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that a
+        `Set` of `signal[index]` writes.
+    """
 
     context: Context
     regions: Regions
@@ -180,9 +182,8 @@ class GroupedMatmulCall(TilesCall):
 class PermuteCall(TilesCall):
     """A launch of `Permute`.
 
-    copies: the copies of all tiles.
-    sizes: the device address of (first source row, first target row, rows) for each copy. Copies with the same source as
-        the first copy come first.
+    copies: the copies of all tiles. Copies with the same source buffer are consecutive.
+    sizes: the device address of three numbers for each copy: first source row, first target row, and number of rows.
     """
 
     writes_outputs = False

@@ -48,7 +48,9 @@ class TrackedVariant(NamedTuple):
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant with k split into at most `most` parts, each of at least `TrackedMatmul.least_part`."""
+        """Return the variant in which at most `most` programs share a tile. Each program multiplies a part of k, of at least
+        `TrackedMatmul.least_part` elements.
+        """
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 
@@ -93,11 +95,11 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 class TrackedMatmulLauncher:
     """A launcher of a @ w, whose tables say where each tile of the product is stored, and which counter it increments.
 
-    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the format of `weft.kernels.tracked_matmul`, except that
-        addresses, offsets and pitches are in bytes.
+    table: a row for each tile: int64 [tiles, 6 + sets], or [tiles, 8 + sets] with `adds`. The format is that of
+        `weft.kernels.tracked_matmul`, except that addresses, offsets and pitches are in bytes.
     counters: for each counter, the number of its tiles and the addresses of the words to set when they are done.
-    relative: True if places are offsets from `y`, not addresses. splits: the largest number of programs that share a
-        tile (default: all idle programs).
+    relative: True if tiles are stored at offsets from the caller's tensor, not at addresses.
+    splits: the largest number of programs that share a tile (default: all idle programs).
     """
 
     def __init__(
@@ -158,7 +160,8 @@ class TrackedMatmulLauncher:
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """Enqueue the kernel on the current stream.
 
-        a: [rows, K] with contiguous rows. w: [K, N], where K or N has stride 1. y: the address of the caller's tensor.
+        a: [rows, K] with contiguous rows. w: [K, N], where K or N has stride 1.
+        y: with `relative`, the address of the caller's tensor for the product, else 0.
         """
         if not self._tiles:
             return
