@@ -255,7 +255,7 @@ def _nccl() -> Finding:
 
 
 def device_api(version: tuple[int, ...]) -> str:
-    """Return the operations that kernels can start themselves with this version of NCCL."""
+    """Return a description of the sends that kernels can start themselves with this version of NCCL."""
     if version < (2, 28):
         return "without a device API, which 2.28 has"
     sends = "and to other hosts (GIN)" if version >= (2, 28, 7) else "but not to other hosts, for which 2.28.7 has GIN"

@@ -156,7 +156,7 @@ def topology_of(report: GroupReport) -> str:
 
 
 def _write_links(path: Path, report: GroupReport) -> str:
-    """Write the topology to `path` if links were measured. Return a sentence about it."""
+    """Write the topology to `path` if links were measured. Return a sentence that tells the user what was written."""
     if not report.links:
         return f"--links {path}: nothing is written, because no links between hosts were measured"
     write_whole(path, topology_of(report))

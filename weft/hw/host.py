@@ -1,4 +1,4 @@
-"""The available memory of this host, from the kernel and the container's limit."""
+"""The available memory of this host, according to Linux and to the container's limit."""
 
 from __future__ import annotations
 

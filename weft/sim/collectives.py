@@ -184,8 +184,8 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
 def least_us(topology: Topology, op: Op, count: float) -> float:
     """Return a lower bound on the time in us: the bytes that a rank must send / the bandwidth of all links that leave it.
 
-    In a reduce-scatter a rank sends W - 1 sums of a shard. In an all-gather it receives W - 1 shards. An all-reduce
-    does both.
+    In a reduce-scatter, a rank sends at least W - 1 partial sums, each as large as a shard. In an all-gather, each rank
+    receives W - 1 shards, so a rank sends W - 1 shards on average. An all-reduce does both.
     """
     if "leaving" not in topology.known:
         rates = dict.fromkeys(range(topology.ranks), 0.0)

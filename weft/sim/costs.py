@@ -272,7 +272,10 @@ def _all_gather(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Return the cost of an all-to-all with equal parts, or of an exchange. parts: the data for the ranks at distances 0, 1, ..."""
+    """Return the cost of an all-to-all, or of an exchange: an all-to-all with parts of different sizes.
+
+    parts: for an exchange, the part that is sent to the rank at distance 0, 1, ...; otherwise empty.
+    """
     if not parts:
         kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
         us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)

@@ -57,7 +57,7 @@ class _Turns:
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:
-        """Return the number of the lane of each step, in the order of issue."""
+        """Return the number of the lane for each issued step, in the order of issue."""
         order: list[int] = []
         before = -1
         while len(order) > before or self._coming:

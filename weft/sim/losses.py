@@ -117,7 +117,7 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines put the bytes of `collectives` to all peers at once.
+    """Return a schedule in which copy engines send the bytes of `collectives` to all peers concurrently.
 
     The addresses are arbitrary, because only the time matters.
     """

@@ -185,8 +185,8 @@ class Model:
     def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         """Return the cost of one expert's segment of about `m` rows in a grouped GEMM.
 
-        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic is the
-        output only: reads are counted once for all segments (`weft.sim.tile_costs.cost_of_tiles`).
+        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic
+        includes only the output: reads are counted once for all segments (`weft.sim.tile_costs.cost_of_tiles`).
         """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
@@ -198,12 +198,12 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return a lower bound on the time in us of a grouped GEMM: rounds of tiles, with one tile per unit in each
-        round.
+        """Return a lower bound on the time in us of a grouped GEMM, which computes its tiles in rounds.
 
-        A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer.
-        segments: (number of rows, number of segments with this many rows). Tiles are as in
-        `weft.kernels.grouped_matmul`.
+        In each round every compute unit computes one tile. A tile takes as long as its products, or as the loads of its
+        operands from the cache, whichever is longer. The shapes of tiles are those of `weft.kernels.grouped_matmul`.
+
+        segments: (number of rows, number of segments with this many rows).
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
@@ -343,10 +343,10 @@ class Model:
         return Matmul(us, busy, traffic)
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (time in us, busy units, memory traffic) of matmuls by the formula, with the best tile and split for
-        each.
+        """Return (time in us, fraction of busy units, memory traffic in bytes) of matmuls, each with its best tile and split.
 
-        shapes: `[count, 3]`: m, n, k. Each result is `[count]`.
+        The numbers follow from the formula, without corrections by measurements. shapes: m, n and k of each matmul,
+            `[count, 3]`. Each result is `[count]`.
         """
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways

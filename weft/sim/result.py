@@ -46,7 +46,7 @@ class Simulated:
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:
-        """For each rank, the time in which compute units were busy: compute steps, and copies by kernel within the rank."""
+        """For each rank, the time in which compute units were busy: compute steps, and kernels that copy within the rank."""
         return self._of_all_ranks(self._busy("matmul", "compute"))
 
     @cached_property

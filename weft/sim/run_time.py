@@ -8,7 +8,7 @@ The added costs are:
 
     tile_signal_us    for each signal that tiles set
     lanes_run_us      for the synchronisation of the caller's stream with several lanes
-    graph_run_us      the same in CUDA graphs, in place of lanes_run_us
+    graph_run_us      for the same in a CUDA graph, in addition to lanes_run_us
     CPU times         in runs in which the CPU reads sizes
 """
 

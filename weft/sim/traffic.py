@@ -1,8 +1,7 @@
 """Memory traffic of a schedule: the bytes that are read from and written to one rank's memory in a run, by kind of step.
 
 The bytes are computed by the simulator's cost model. A GEMM reads an operand once for each block of tiles that uses it.
-A copy counts its reads and its writes. A collective moves the bytes of its algorithm. Stores by peers into this memory
-are included.
+A copy or a collective counts its reads and its writes. Stores by peers into this memory are included.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def _number(path: str, about: dict[str, Any], what: str) -> float:
 def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     """Return a topology as a JSON value of an InfraGraph `Infrastructure`: an instance for each rank and each switch.
 
-    An edge of InfraGraph has no direction. So raises `ValueError` unless linked nodes have exactly one link in each
-    direction, with the same bandwidth and latency.
+    Raise `ValueError` unless linked nodes have exactly one link in each direction, with the same bandwidth and latency: an
+    edge of InfraGraph has no direction.
     """
     if not topology.links:
         raise ValueError("the topology has no links to write: use a topology of at least 2 ranks")
