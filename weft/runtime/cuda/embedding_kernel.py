@@ -308,7 +308,8 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        memory: the addresses of all ranks' memory. out_slot: the index of this rank's output buffer.
+        memory: the addresses of all ranks' memory. out_slot: the index of the output buffer that this rank uses for this call.
+        deadline_s: the longest wait for a peer, in seconds.
         wait: False if no peer takes part in the call, so that the kernel must not wait.
         count: True to count the copies and flags that the kernel writes. The counts are words of `state`.
         launch_per_table: True to launch the kernel once for each feature, instead of once for all.

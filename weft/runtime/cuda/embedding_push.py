@@ -43,8 +43,9 @@ _WAITED_FOR = {
 class Pieces(NamedTuple):
     """The columns of a rank's gradients, divided into pieces: ranges of columns with one destination.
 
-    table: the pieces, int64 [pieces, `weft.kernels.embedding_push.PIECE_FIELDS`] on the device. block, align: the
-        kernel's constants BLOCK and ALIGN.
+    table: the pieces, int64 [pieces, `weft.kernels.embedding_push.PIECE_FIELDS`] on the device.
+    block: the width of the widest piece, in columns, rounded up to a power of two (at least 16).
+    align: the alignment of pieces in elements, a power of two of at most 16 bytes.
     """
 
     table: torch.Tensor
@@ -81,8 +82,8 @@ def launch_push(
 
     grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
     inboxes, signals: int64 [world_size]; the addresses of each rank's inbox and signals, as mapped on this device.
-    state: int64 [STATE_WORDS] in device memory: the number of the call, and counters. record: pinned memory, for a missed deadline
-        (`weft.kernels.embedding_push`).
+    state: int64 [STATE_WORDS] in device memory, for the number of the call and for counters.
+    record: int64 [RECORD_WORDS] in pinned memory, in which the kernel reports a missed deadline.
     dtype: the dtype of the elements in the inboxes.
     wait: False if one process runs all ranks, so that the kernel cannot wait for peers.
     """

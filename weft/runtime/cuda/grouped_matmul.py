@@ -77,7 +77,7 @@ class GroupedVariant(NamedTuple):
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """Return a tensor as an argument of the kernel: a tensor map of it, or the tensor itself.
+        """Return a tensor as an argument of the kernel: with `tma` a tensor map of it, else the tensor itself.
 
         number: the argument's index: 0 for own, 1 for slots, 2 for weights, 3 for whole.
         """

@@ -56,10 +56,10 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return the places of many regions of one buffer: (base, the start of each region, row pitch in bytes).
+        """Return (base, starts, row pitch in bytes) for many regions of one buffer.
 
-        If the buffer is a tensor of the caller, `base` is the index of its base address, and starts are offsets in bytes.
-        Otherwise `base` is None, and starts are addresses.
+        If the buffer is a tensor of the caller, `base` is the index of its base address, and `starts` are offsets from it in
+        bytes. Otherwise `base` is None, and `starts` are addresses.
 
         name: the buffer. at, row, col: for each region, its rank, first row and first column.
         """

@@ -6,8 +6,8 @@ them. The first compute lane is the caller's current stream. The other lanes sta
 and the stream continues when all lanes have ended.
 
 Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them,
-without using a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs
-and single calls may alternate, also between ranks.
+without using a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Replays
+and single calls may alternate. One rank may replay a run for which another rank makes a single call.
 
 Memory order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all
 later work on its stream. These are the release and acquire that `Set` and `Wait` promise.
