@@ -1,6 +1,6 @@
 """`python -m weft.bench OP ...`: `weft bench` for machines that have torch but not typer or rich.
 
-The help does not import torch. Each operator checks presets and variants (`OperatorBenchmark.check_options`).
+`--help` does not import torch: presets and variants are checked later, by the operator's `OperatorBenchmark.check_options`.
 """
 
 from __future__ import annotations

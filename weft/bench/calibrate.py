@@ -1,6 +1,6 @@
 """The ranks of `weft plan calibrate`: measure this machine's GPUs and links, and save the numbers.
 
-The measurements are in `weft.runtime.cuda.measure`, because on unknown GPUs the first call makes some of them too.
+The measurements are in `weft.runtime.cuda.measure`, because an operator's first call on unknown GPUs makes some of them too.
 """
 
 from __future__ import annotations

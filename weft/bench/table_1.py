@@ -102,8 +102,8 @@ class Fitted:
 def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    The bytes are `GatheredGemm.run_bytes`. The best way to cut the GEMM depends on which of M and K is larger. So first
-    the larger of both is halved, as long as it stays the larger. Then M, N and K are halved together. M and K are
+    The bytes are `GatheredGemm.run_bytes`. Which dimension to split for overlap depends on which of M and K is larger. So
+    first the larger of both is halved, as long as it stays the larger. Then M, N and K are halved together. M and K are
     multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
     """
     all_by, large_by = 1 / scale, 1

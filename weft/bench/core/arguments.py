@@ -24,7 +24,8 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
     """Parse "M,N,K" or "MxNxK", with an optional suffix that starts with "-". Return (M, N, K, suffix).
 
-    Raise `ValueError` for any other text. also: other allowed forms, for the error text.
+    Raise `ValueError` for any other text. also: words at the end of the error text, which name other forms that the
+    option accepts.
     """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
@@ -66,7 +67,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_pictures(path: Path) -> None:
-    """Raise `ValueError` unless pictures can be drawn into the folder."""
+    """Raise `ValueError` if matplotlib is not installed, or if files cannot be written into the folder."""
     check_folder("--pictures", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--pictures needs matplotlib: pip install 'weft[cli]'")
@@ -102,7 +103,7 @@ def appended(path: Path, count: int) -> str:
 
 
 def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
-    """Return the ValueError for an unknown name. Its text lists the known names."""
+    """Return the ValueError for an unknown name. Its text lists the known names. what: the kind of name, such as "operator"."""
     return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
 
 

@@ -1,11 +1,11 @@
 """The peak rates of this machine, measured on all ranks at once, in the same run as the results that they bound.
 
-    memory   bytes read plus bytes written per second, in a local copy; on CPU, the better of a copy and of reading alone
+    memory   bytes read plus bytes written per second, in a local copy; on CPU, in a copy or in a read, whichever is faster
     link     bytes per second in one direction, in a copy to the next rank: by copy engine on GPUs, by memcpy to shared memory
              on CPU
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
-All ranks copy at the same time, with as many threads as the benchmark, because ranks on CPU share the memory bus.
+All ranks copy at the same time, because ranks on CPU share the memory bus. Each rank uses as many threads as in the benchmark.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s,
-    or None.
+    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s;
+    None if not measured.
     """
 
     memory: float

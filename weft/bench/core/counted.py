@@ -34,11 +34,11 @@ def count(
 ) -> dict[str, Record]:
     """Return {name of a call: its fields for the record}. Values are means over ranks. All ranks must make this call.
 
-    ms: a function that returns the time in ms of the call with a name, or None to omit the call.
+    ms: a function from a call's name to the call's time in ms. None means that the call is not counted.
 
-    Fields: watts, idle_watts and counted_known; per call also call_ms, joules, memory_bytes, sent_bytes and
-    received_bytes. A field is None if a driver does not provide it. If a call's counters could not be read, all of them
-    are None, and field `missing` gives the reason.
+    Fields: watts, call_ms, joules, memory_bytes, sent_bytes and received_bytes. The fields idle_watts and counted_known
+    (the module explains it) are the same for all calls. A field is None if the driver does not provide the counter. If a
+    call's counters could not be read, its watts, joules and bytes are None, and field `missing` gives the reason.
     """
     shared, found = _known_loads(ranks), dict[str, Record]()
     with open_counters(_uuid(ranks.device)) as counters:
@@ -92,7 +92,8 @@ def _without_number(load: Callable[[], Any]) -> Call:
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
     """Run calls in a row. Return (the counters' rates during the calls, seconds per call). All ranks must make this call.
 
-    The rates are None if the calls ended before the counters were read, on any rank, in each of `_ATTEMPTS` attempts.
+    If on any rank the calls end before the counters are read, try again with more calls. After `_ATTEMPTS` attempts, the rates
+    are None.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

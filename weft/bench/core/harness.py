@@ -1,4 +1,4 @@
-"""Timing across ranks. The time of a repetition is the slowest rank's time. Calls have three modes:
+"""Timing across ranks. The time of a repetition is the slowest rank's time. Calls are timed in three modes:
 
 - `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together,
   and their collectives keep them together. Calls follow each other without pauses, because launches on an idle device
@@ -156,7 +156,8 @@ def summarise(
 ) -> Timing:
     """Return the timing of a variant from its times `repetitions_ms[repetition][rank]` and `host_us[repetition][rank]`.
 
-    Percentiles are over repetitions, of the slowest rank. Raise ValueError if there are no repetitions.
+    Percentiles are over repetitions, of the slowest rank. calls: the number of calls in a repetition; the times are per
+    call. Raise ValueError if there are no repetitions.
     """
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")
@@ -177,7 +178,7 @@ def time_variants(
     """Time `variants` alternately on all ranks. Return {variant: timing}, equal on all ranks.
 
     Args:
-        variants: functions of the number of an input set. In mode "graph" they replay a graph.
+        variants: {name: function to time}. Its argument is the number of an input set. In mode "graph" it replays a graph.
         input_sets: the number of input sets. Calls cycle through them.
         seconds: the approximate total time of the slowest variant.
         repetitions: (least, most); all variants get the same number.

@@ -212,7 +212,7 @@ def measure_variants(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of graphs with NaN, because every replay of a graph writes into the same memory."""
+    """Fill the outputs of graphs with NaN. Each replay writes into the same memory, which may hold an earlier correct result."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -241,8 +241,8 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Compute each variant's largest error over all input sets, relative to the largest element, and return `found` with
-    these errors. All ranks must make this call.
+    """Compute each variant's largest error over all input sets, relative to the reference's largest element. Return
+    `found`, or new results, with these errors. All ranks must make this call.
 
     Before each checked call, the variant computes another input set. Its result is filled with NaN and freed, and the
     checked call may allocate the same memory. This exposes elements that the checked call does not write. With a

@@ -1,5 +1,5 @@
-"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables) and `Variants` (inputs,
-variants, baselines and bytes of a preset).
+"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables) and `Variants` (for one
+preset: inputs, variants, baselines, and bytes to move).
 
 An operator with its own baselines has a module of its name in `weft.bench.ops`, whose `OPERATOR` is an `OperatorBenchmark`. All
 operators share timing, checks, records, command line and documents.
@@ -69,11 +69,11 @@ class Variants(Workload):
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the operator's own fields that all records of a mode share."""
+        """Return the fields that only this operator's records have, and that are equal for all variants of a mode."""
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the operator's own fields of a variant. All ranks must make this call."""
+        """Return the fields of a variant that only this operator's records have. All ranks must make this call."""
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
@@ -224,15 +224,15 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return a configuration's cells in the columns `head`, from any of its records."""
+        """Return a configuration's cells in the columns before the times (`head`), from any of its records."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return a configuration's cells in the columns `tail`. by_variant: {variant: record}."""
+        """Return a configuration's cells in the columns after the gains (`tail`). by_variant: {variant: record}."""
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the schedule that `record`'s variant selected; None if the record has no choice."""
+        """Return the variant that pins the schedule that `record`'s variant selected; None if the variant selected none."""
         return None
 
     def pinned(self, variant: str) -> bool:

@@ -47,7 +47,7 @@ def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
 
 
 def names() -> list[str]:
-    """Return the names of all operators, including the operators that compute gradients, and the benchmark of layers."""
+    """Return the names of all operators (also those that compute gradients), and the name of the benchmark of layers."""
     return sorted([*PROBLEMS, *SCALED, LAYERS])
 
 
@@ -59,8 +59,8 @@ def measured() -> list[str]:
 def operator(name: str) -> Any:
     """Return the `OperatorBenchmark` called `name`; raise `ValueError` with the known names if there is none.
 
-    An operator needs no module in `weft.bench.ops` if its spec draws calls and computes expected results. So operators
-    that a user registers (`weft.operator`) can be measured too.
+    An operator needs no module in `weft.bench.ops` if its spec (`weft.operator.spec.Operator`) draws random inputs and
+    computes the expected results. So operators that a user registers can be measured too.
     """
     home, _, what = _HOMES.get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in measured() and importlib.util.find_spec(home) is not None:

@@ -24,10 +24,11 @@ class BenchOptions:
     preset: names separated by commas; None: all presets that suit the device.
     modes: the modes to time; None: the operator's modes.
     scale: for embeddings, the factor by which the preset's batch sizes and table rows are multiplied. None: the largest
-        factors 1/2^k with which the tables and outputs fit into memory (`fitting_scale`). On CPU the batch is then also
-        so small that a call reads at most `read_mib` MiB of rows per thread, so that a variant takes about a second.
-    read_mib: see `scale`.
-    seconds: the time to measure the slowest variant in each mode.
+        factors 1/2^k with which the tables and outputs fit into memory (`fitting_scale`). On CPU, `read_mib` limits
+        the batch too.
+    read_mib: for embeddings on CPU without `scale`, the most MiB of table rows that a call reads per thread. The default
+        keeps the time of a variant near a second.
+    seconds: the time to measure the slowest variant in each mode; None: `time_s`.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.
     option: names and values of the operator's own options (`weft.builders.Problem.sized`).
@@ -86,7 +87,7 @@ class BenchOptions:
 
     @property
     def time_s(self) -> float:
-        """The time in seconds for the slowest variant of a mode."""
+        """The time to measure the slowest variant in each mode: `seconds`, by default 1 s, or 0.1 s with `quick`."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property

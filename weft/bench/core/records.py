@@ -31,7 +31,8 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """Return the fields that all records of a configuration share, for every operator, except `run`.
+    """Return the fields that the records of every operator have, and that are equal for all records of a configuration.
+    Field `run` is added later.
 
     roofline_ms: None if bytes and FLOPs are not counted."""
     return {
@@ -68,7 +69,7 @@ append = append_json
 
 
 class _Line(Record):
-    """A record that knows its file and line, for the error about a missing field."""
+    """A record that knows its file and line, and names both in the error about a missing field."""
 
     where = ""
 

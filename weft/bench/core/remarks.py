@@ -87,7 +87,7 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
-    """Return (environment variables of other libraries, the source of their values, rows) for each set of values."""
+    """Group `rows` by the environment variables of other libraries. Return (variables, note on their source, rows) per group."""
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
         known = row["variables"] is not None

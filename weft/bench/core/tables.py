@@ -37,7 +37,7 @@ def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
 
 
 def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
-    """Return a function that formats a field of a record. Its result is empty if the field is missing or None."""
+    """Return a function that formats a record's `field`, divided by `unit`, with `digits` decimals; empty if missing or None."""
 
     def said(record: Record) -> str:
         value = record.get(field)

@@ -49,7 +49,7 @@ class Ranges:
     """The ranges of sizes for a type of device.
 
     m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk, rows, dim, batch: (smallest,
-    largest) value. sizes: the largest M, number of tokens and batch in mode `changing`.
+    largest) value. sizes: the largest (M, number of tokens, batch) in mode `changing`, where each call has another size.
     """
 
     m: int
@@ -83,8 +83,8 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the limits for this machine: 5 ms at the rates of its model, and a quarter of its memory; on CPU,
-    constants.
+    """Return the limits for this machine. On GPUs: the FLOPs and the bytes of 5 ms at the GPU model's peak rates, and a
+    quarter of the GPU's memory. On CPU: constants.
     """
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
@@ -102,7 +102,8 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return the shape of the largest size, and `count` different sizes up to that size (fewer if not so many exist).
+    """Draw the shapes of mode `changing`, which differ only in size. Return the largest shape, and `count` different sizes
+    up to its size (fewer if not so many exist).
 
     A size is M, the number of tokens of a rank, or the number of samples of all ranks.
     """

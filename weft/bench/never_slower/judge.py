@@ -1,7 +1,8 @@
 """The verdict on rows: is weft ever slower than serial?
 
-A row is the record of one shape in one mode. For each repetition, a row has the slowest rank's milliseconds of weft and
-of the baseline, which alternate. A row of mode `changing` has statistics over all sizes.
+A row is the record of one shape in one mode. It has the slowest rank's milliseconds in each
+repetition, of weft and of the baseline. Repetitions of both alternate. A row of
+mode `changing` has statistics over all sizes.
 
 A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, in
 two runs. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
@@ -42,7 +43,7 @@ def is_mine(record: Record) -> bool:
 
 
 def key(row: Record) -> tuple[Hashable, ...]:
-    """Return the key of a shape in a mode."""
+    """Return the key that rows of the same shape and mode have in common."""
     return row["seed"], row["op"], row["index"], row["config"], row["mode"]
 
 
@@ -141,7 +142,7 @@ class Verdict:
 
     @property
     def gaining(self) -> list[Record]:
-        """The rows in which overlap can gain."""
+        """The judged rows in which overlap can gain: the ideal time (`ideal_ratio`) is below `GAINS_BELOW` of serial's time."""
         return [row for row in self.judged if can_gain(row)]
 
     @property

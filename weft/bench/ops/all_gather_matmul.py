@@ -1,13 +1,13 @@
 """Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains shapes, variants and numbers.
 
 With --dtype fp8, variants are the scaled operators, with one scale per tensor and bf16 results. Shapes whose names end
-in "-symmetric" have inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of FiCCO's GEMMs.
+in "-symmetric" have inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of the FiCCO paper's GEMMs.
 Variants in addition to weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
-    prefetch  as FSDP does if x is a weight's shard: NCCL gathers the next call's x on a second stream during the GEMM of this call.
-              The x of the first timed call was gathered before timing started. GPUs only, if named
+    prefetch  NCCL gathers the next call's x on a second stream during the GEMM of this call, as FSDP prefetches weights. The x
+              of the first timed call was gathered before timing started. GPUs only; runs only if named
 
 Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
 overlap takes as long as the longer of the GEMM and the copies.
@@ -114,7 +114,7 @@ class GatherVariants(TorchVariants):
         )
 
     def gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return gathered rows x [m, k] @ w, computed by cuBLAS."""
+        """Return x @ w, computed by cuBLAS. x: the gathered rows, [m, k]."""
         if not self.scaled:
             return torch.mm(x, self.w)
         y = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=x.device)
@@ -236,8 +236,8 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Return sentences on weft's speed relative to AsyncTP. If a shape has so few rows that AsyncTP would use multicast
-        where it is available, the shape counts in a separate mean.
+        """Return sentences on weft's speed relative to AsyncTP. Shapes with at most `MULTICAST_M` rows have a separate
+        mean, because AsyncTP uses NVLink multicast for them on machines that have it.
         """
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))

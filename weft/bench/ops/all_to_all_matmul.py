@@ -7,8 +7,9 @@ Tokens are sorted by expert; the number per expert is random. Weights are [exper
               grouped GEMM
     padded    the baseline of mode `graph`, since CUDA graphs can capture it: all experts padded to the largest count,
               all_to_all_single with equal splits, torch.bmm over everything
-    weft, names of schedules     exactly the rows that arrive; the CPU waits for their number in each call
-    ...-bounded     with max_rows, the most rows of any rank, rounded up to 128; the CPU does not wait
+    weft, names of schedules     weft's operator without max_rows: the CPU waits in each call for the number of arriving rows
+    ...-bounded     the same with max_rows, so the CPU does not wait. max_rows is the largest number of arriving rows of any
+              rank, rounded up to a multiple of 128
 
 Also timed alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of tokens with known
 sizes.
@@ -113,12 +114,13 @@ class MoeShape(GemmShape):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load of ranks and experts after routing. Skews and busiest_bytes are means over the input sets; capacity and
-    max_rows are maxima.
+    """The load of ranks and experts after routing.
 
-    capacity: rows per expert and source rank in `padded`. max_rows: the argument of bounded variants. rank_skew,
-    expert_skew: the largest number of rows of a rank (an expert), divided by the mean. busiest_bytes: bytes out of or
-    into the busiest rank, whichever is more.
+    capacity: rows per expert and source rank in variant `padded`. max_rows: the argument `max_rows` of bounded variants.
+    rank_skew: the rows of the busiest rank, divided by the mean rows of a rank. expert_skew: the same for experts.
+    busiest_bytes: the bytes that the busiest rank sends or receives, whichever is more.
+
+    Skews and busiest_bytes are means over the input sets; capacity and max_rows are maxima over them.
     """
 
     max_rows: int
@@ -208,8 +210,8 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take `config.rows` of the rows that each rank sends in `whole`. They are spread over experts in proportion to the
-        rows that `whole` sends to each expert.
+        """Make the inputs from `whole`, the variants of a larger shape: `config.rows` of the rows that each rank sends there.
+        The rows are spread over experts in the same proportion as in `whole`.
         """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
@@ -220,10 +222,13 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take this rank's rows from the rows of `whole`, as many for each expert as `self.splits` and `self.received` count."""
+        """Take this rank's rows from `whole`. `self.splits` and `self.received` have the number of rows for each expert."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the busiest rank's longest time in ms: memory traffic (rows and experts once), GEMMs, or bytes over the link."""
+        """Return the busiest rank's roofline in ms: the longest of its memory time, GEMM time and link time at peak rates.
+
+        Each row and each expert's weight is read or written once.
+        """
         shape, load = self.config, self.load
         rows = load.rank_skew * shape.rows
         traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize

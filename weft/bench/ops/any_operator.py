@@ -1,11 +1,11 @@
 """Benchmark of any registered operator (`weft.operator`): shapes x variants. The module is also the base of benchmarks
 with their own baselines.
 
-The operator's spec draws the calls and computes the expected results. Variants:
+The operator's spec (`weft.operator.spec.Operator`) draws random inputs and computes the expected results. Variants:
 
     the serial schedule       the baseline
     weft                      the operator, which selects its schedule
-    names of schedules        a pinned schedule ("weft-serial": weft's serial schedule)
+    the name of a schedule    this schedule, pinned ("weft-serial": weft's serial schedule)
     a prefix of such a name   all schedules with this prefix
     all                       all schedules
 """
@@ -58,7 +58,7 @@ _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
 class GemmVariants(ChoosingVariants):
-    """Variants of an operator with a GEMM: baselines, the operator with its selected schedule (`compared`), pinned schedules."""
+    """Variants of an operator with a GEMM: baselines, the operator with the schedule that it selects, and pinned schedules."""
 
     config: Any
     """The shape."""
@@ -123,7 +123,7 @@ class GemmVariants(ChoosingVariants):
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
-        """True if the problem `p` describes the calls of this variant."""
+        """True if a call of the operator with the problem `p` is a call of this variant."""
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
@@ -172,7 +172,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def cut_to(self, whole: Self) -> None:
-        """Take the first rows of the inputs of `whole`, to the size of this shape."""
+        """Make the inputs from the first rows of the inputs of `whole`, the variants of a larger shape."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
@@ -371,7 +371,8 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, cells) of a table of the fastest pinned schedule of each kind, with a row for each shape.
+        """Return (header, cells) of a table of the fastest pinned schedule of each kind, with a row for each shape. The kind is
+        the schedule's name without parameters.
 
         Return None unless schedules of several kinds were pinned.
         """
@@ -405,7 +406,9 @@ class GemmOperator(OperatorBenchmark[S]):
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def summary_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
-        """Return a sentence on the fraction of shapes where `mine` is about as fast as the fastest pinned schedule."""
+        """Return a sentence on the fraction of shapes where weft is about as fast as the fastest pinned schedule. mine: weft's
+        records.
+        """
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
             return []
@@ -464,7 +467,7 @@ class AnyOperator(GemmOperator[GemmShape]):
         return [". ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Return sentences that compare the selected schedule with all baselines but the first."""
+        """Return sentences that compare weft with all baselines but the first. mine: weft's records, a record per shape."""
         return []
 
 

@@ -54,8 +54,8 @@ class TorchVariants(HandVariants):
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the longest of these times in ms: operands and result once in memory, the GEMM, a rank's outgoing
-        bytes over the link.
+        """Return the roofline in ms: the longest of the memory time, the GEMM time and the link time at peak rates. In
+        memory, operands and result are read or written once. The link carries the bytes that leave a rank.
         """
         memory, wire, flops = self.moved()
         return max(c.ms(memory, wire, flops) for c in ceilings)

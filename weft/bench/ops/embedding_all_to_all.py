@@ -1,7 +1,7 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
 For each configuration, all ranks build the same tables and inputs, scaled to fit this machine. The roofline is the time to move the
-bytes at the rates measured in the same run. A call can be faster if repeated rows hit a cache.
+bytes at the rates measured in the same run. A call can be faster than the roofline if repeated rows hit a cache.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ POOL, EXCHANGE = " pooling alone", "exchange alone"
 class Traffic:
     """Bytes that one rank must move in a call, independent of the algorithm.
 
-    rows: all row reads, including repetitions. distinct_rows: each row once, as with a perfect cache. wire: the vectors
-        that leave the rank. The other fields: ids and offsets that are read, and vectors that are written locally or at
-        a peer.
+    rows: all reads of table rows, including repetitions. distinct_rows: each row once, as with a perfect cache. wire: the
+        pooled vectors that leave the rank. The other fields: ids and offsets that are read, and pooled vectors that are
+        written locally or at a peer.
     """
 
     rows: float
@@ -60,7 +60,7 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Return the roofline in ms. A call can be faster if repeated rows hit a cache."""
+        """Return the roofline in ms. A call can be faster than the roofline if repeated rows hit a cache."""
         return ceilings.ms(self.memory, self.wire)
 
 
@@ -102,7 +102,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return make_variant(name, self)
 
     def resized(self, size: int) -> Self:
-        """Return a workload of another global batch, with one set of newly drawn ids."""
+        """Return a workload on the same tables, with a global batch of `size` samples and one newly drawn input set."""
         other = copy.copy(self)
         other.input_sets = 1
         other.config = replace(self.config, batch_sizes=shared_out(size, self.ranks.world_size))
@@ -116,7 +116,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         """Return the fields that all records of a mode share.
 
-        traffic_bytes: bytes of the rank with the longest roofline."""
+        traffic_bytes: the bytes that the rank with the longest roofline must move (`Traffic`)."""
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}

@@ -19,8 +19,8 @@ _CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 
 
 class RowsRead(NamedTuple):
-    """The rows that a rank reads in a call. bytes: of all reads, including repetitions. distinct: the number of distinct
-    rows. distinct_bytes: each row once, as with a perfect cache.
+    """The rows that a rank reads in a call. bytes: the bytes of all reads, including repetitions. distinct: the number of
+    distinct rows. distinct_bytes: the bytes of all distinct rows, each read once, as with a perfect cache.
     """
 
     bytes: float
@@ -79,10 +79,10 @@ class EmbeddingData(Workload):
         return RowsRead(nbytes / self.input_sets, distinct / self.input_sets, distinct_bytes / self.input_sets)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and one
-        rounding of the largest element.
+        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and the dtype's
+        epsilon (the rounding error of the largest element).
 
-        The limit of `nn.EmbeddingBag` itself is one rounding per row of the longest bag.
+        The limit of `nn.EmbeddingBag` itself is one epsilon per row of the longest bag.
         """
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:

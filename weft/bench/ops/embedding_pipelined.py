@@ -92,8 +92,10 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Group consecutive `slots` whose columns are adjacent in the output. Return for each group (first column in the
-    concatenation of `slots`, first column in the output, number of columns).
+    """Merge consecutive `slots` (the column blocks of single features) whose columns are adjacent in the output.
+
+    Return for each merged block (first column in the concatenation of `slots`, first column in the output, number of
+    columns), so that one copy moves it.
     """
     runs: list[tuple[int, int, int]] = []
     taken = 0

@@ -57,9 +57,13 @@ class Zipf:
 def jagged_input(
     bags: list[Bag], rows: list[int], distribution: Zipf, samples: int, tables: list[int], seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of these tables' features, table by table.
+    """Draw the row ids that `samples` samples look up in some tables. Return values and offsets as for `nn.EmbeddingBag`.
 
-    tables: the tables' numbers in the whole model. They seed the draws, so a table's input does not depend on its rank.
+    values: the row ids, int64 [n]. offsets: the begin of each bag in values, int64 [len(tables) * samples + 1]. All bags
+    of the first table come first.
+
+    bags, rows: for each table, the distribution of bag lengths, and the number of rows. tables: the tables' numbers in
+    the whole model. They seed the draws, so a table's input does not depend on its rank.
     """
     nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for a rank without tables
     lengths, values = [nothing], [nothing]
@@ -119,7 +123,7 @@ class EmbeddingPreset:
     slice_size: int | None = None  # None: the operator's default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """Return this preset on `world_size` ranks, shrunk by `scale`, with tables placed by cost."""
+        """Return this preset on `world_size` ranks, shrunk by `scale`. Tables are assigned to ranks by cost."""
         shapes = self.tables * (world_size if self.tables_per_rank else 1)
         tables = tuple(
             EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
@@ -233,7 +237,7 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """Return the presets with these names, separated by commas; all presets if `name` is None.
 
-    The part of a name before the slash selects all presets that share it: "fused-inter" selects five. Raise `ValueError` for
+    The part of a name before its slash selects all presets that share the part: "fused-inter" selects five. Raise `ValueError` for
     an unknown name."""
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]

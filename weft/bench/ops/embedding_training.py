@@ -9,8 +9,8 @@ A step's time is compared with two lower bounds: the time to move a rank's bytes
     once            each distinct row is read for the forward, and read and written for the update
     per occurrence  a row and a gradient are read for each id, and each distinct row is read and written once
 
-Both bounds also include the bytes over the link, reading ids and offsets twice, and one pass of a sort over 4-byte keys
-and numbers. They also include writing vectors once and reading gradients once.
+Both bounds also include the bytes over the link, reading ids and offsets twice, and one pass of a sort over pairs of
+4-byte key and 4-byte index. They also include writing vectors once and reading gradients once.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: one rounding per row of the longest bag, and 16 roundings of an update."""
+        """Return the error limit: the dtype's epsilon times the larger of 16, for the update, and the longest bag's rows."""
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 
     # --- variants and their records ---

@@ -157,10 +157,11 @@ def fbgemm(work: EmbeddingData) -> Pool:
 
 
 def parse(name: str) -> EmbeddingOptions | None:
-    """Return the options in a fused variant's name: `direct` or `put`, optionally with `-natural` and `-slice8`, and with an
-    occupancy (`limits_of`).
+    """Return the options in a fused variant's name, such as `put-natural-slice8`; None for other names.
 
-    The slice size is the preset's unless the name has one."""
+    The name begins with the transport, `direct` or `put`. Optional suffixes: `-natural` for the order "natural", `-slice8`
+    for a slice size of 8 instead of the preset's, and the limits of `limits_of`.
+    """
     found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?" + _LIMITS, name)
     if found is None:
         return None
@@ -211,7 +212,7 @@ class FusedVariant:
 
     @property
     def executor(self) -> Any:
-        """The executor of a pinned transport."""
+        """The executor that runs the calls, if the variant pins its transport (`direct` or `put`)."""
         work = self.work
         return executor_of(
             plan_of(work.config.sharding, self.options), communicator(work.ranks.group, work.ranks.device)
@@ -219,7 +220,7 @@ class FusedVariant:
 
     @property
     def transport(self) -> str:
-        """The transport that the calls have selected."""
+        """The transport that weft selected for the variant's calls, such as "direct" or "put"."""
         work = self.work
         plan = plan_of(work.config.sharding, self.options)
         known = calls_with(plan, communicator(work.ranks.group, work.ranks.device))

@@ -48,8 +48,8 @@ class GatherShape(GemmShape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of this name. The paper's GEMMs have the full layer's N, which `on` divides by the number
-        of ranks.
+        """Return the shapes that the preset `name` selects. groups: the content of the shapes file, for names other
+        than the paper's. GEMMs of the paper have the full layer's N, which `on` divides by the number of ranks.
         """
         match = _NAME.fullmatch(name)
         gemms: Sequence[GatheredGemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
@@ -75,10 +75,11 @@ class GatherShape(GemmShape):
         return replace(self, m=self.m // 2, over=2 * max(1, self.over)).on(ranks)
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Return the bytes of a run. The paper's GEMMs can fill a GPU, so their estimate is close to the peak.
+        """Return an estimate of a rank's peak memory in a run, in bytes.
 
-        The estimate counts six tensors of the size of the gathered input, for shards, buffers and the reference. It
-        also counts the weight and two results, each with a float64 copy.
+        For the paper's GEMMs, which can fill a GPU, the estimate is close to the peak. It counts six tensors of the size of
+        the gathered input, for shards, buffers and the reference. It also counts the weight and two results, each with a
+        float64 copy.
         """
         if not self.gemm:
             return super().bytes(ranks, item_bytes)

@@ -39,7 +39,7 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A shape to measure, [m, k] @ [k, n], with n per rank.
+    """A shape to measure, [m, k] @ [k, n]. n is the number of columns that one rank computes.
 
     symmetric: the input is in symmetric memory, so peers can read it in place. own: the operator's own options. written: the
     syntax of a shape on the command line. example: a small shape.
@@ -68,7 +68,9 @@ class GemmShape:
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of the file's group `name`, or the shape that `name` spells; empty if `name` is neither."""
+        """Return the shapes of group `name` in `groups`, the content of the shapes file. If `name` is a shape such as
+        8192x4096x8192, return this shape. Empty if `name` is neither.
+        """
         plain, symmetric = name.removesuffix(_SYMMETRIC), name.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", plain)
         if typed and plain not in groups:
@@ -100,7 +102,8 @@ def shapes_file(op: str) -> Path:
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
     """Return the shapes that `options.preset` names: groups or single shapes. By default, return all groups that suit the device.
 
-    Each shape occurs once, with all its sources and the operator's own options. Raises ValueError for an unknown name.
+    A shape of several groups occurs once, and lists all groups as its sources. Shapes include the operator's own options
+    from `options.option`. Raises ValueError for an unknown name.
     """
     groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
@@ -141,8 +144,9 @@ class Pinned(NamedTuple):
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
     """Yield (suffix, variant, candidate) for the variants whose names begin with an entry of `names`.
 
-    Candidates are the planner's candidates, and full names in `names` with parameters that the planner does not try.
-    Only the first of `problems` yields the serial schedule.
+    problems: the problems of a shape's calls, each with the suffix of its variants' names, such as "-bounded". A candidate
+    is a schedule that the planner would try. A full name in `names` may also have parameters that the planner does not try.
+    Only problems without a suffix yield the serial schedule.
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
@@ -195,9 +199,10 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a name is no prefix of a variant, or its schedules support no shape.
+    """Raise ValueError if an entry of `names` is no prefix of a variant's name, or if the variants with this prefix support
+    none of `shapes`.
 
-    fixed: variants that pin no schedule."""
+    fixed: the variants that pin no schedule, which the error text lists."""
     for name in names if shapes else ():
         if next(_beginning(shapes[0], [name]), None) is None:
             known = [candidate.name for candidate in candidates(shapes[0][0][0])]

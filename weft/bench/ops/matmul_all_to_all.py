@@ -1,8 +1,8 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
 Layers and variants are the same as for all_to_all_matmul; [k, n] is an expert's last matrix. `serial`, the baseline,
-runs torch's grouped GEMM, a copy into the order of source ranks, and all_to_all_single. The dispatch has already copied
-its sizes to the CPU, so `serial` never waits and can be captured. weft also knows the number of this rank's tokens from
+runs torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The sizes are on the CPU since
+the preceding dispatch, so `serial` never waits and can be captured. weft also knows the number of this rank's tokens from
 the dispatch; ...-bounded variants get it as `rows`.
 """
 
@@ -62,7 +62,7 @@ class CombineVariants(ExpertVariants):
         return found
 
     def waits(self, name: str) -> bool:
-        """True if the CPU reads sizes in each call, as it must for copy engines."""
+        """True for schedules with copy engines: the CPU sets the size of each copy, so it waits for the sizes in each call."""
         return "by=dma" in name
 
     def exchange(self, which: int) -> None:

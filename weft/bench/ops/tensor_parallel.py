@@ -113,7 +113,7 @@ class Comparison(Variants):
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
         """Return the largest error of any result, relative to the largest element of `serial`'s result.
 
-        Return 0 for `compute`, whose results are meaningless."""
+        Return 0 for `compute`: without communication, its results are not expected to be correct."""
         if name == COMPUTE:
             return 0.0
         found = self.results(name, output)

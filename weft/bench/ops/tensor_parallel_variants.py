@@ -100,7 +100,7 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
 
 
 class _Through(torch.autograd.Function):
-    """An autograd function: forward is there(x), backward is back(gradient)."""
+    """An autograd function made from two exchanges: forward returns `there(x)`, backward returns `back(gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
