@@ -16,7 +16,10 @@ from weft.sim import model_of
 
 
 def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
-    """Measure on all ranks, and save the numbers on rank 0. Return a message with the path of the saved file."""
+    """Measure on all ranks, and save the numbers on rank 0. Return a message with the path of the saved file.
+
+    dtypes: the GEMM dtypes to measure. budget_s: the time in seconds after which no further GEMM is started.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     assert group is not None

@@ -87,7 +87,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the shortest time of a few repetitions in seconds, to exclude disturbances by other processes."""
+    """Return the shortest time in seconds of several repetitions. Other processes may have slowed down the other repetitions."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

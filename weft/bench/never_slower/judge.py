@@ -176,7 +176,7 @@ class Verdict:
 
     @property
     def failures(self) -> list[str]:
-        """The violated criteria as phrases; empty if all hold."""
+        """A phrase for each violated criterion; empty if all criteria hold."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} pairs of shape and mode are below {NEVER_BELOW}x")

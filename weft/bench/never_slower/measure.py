@@ -53,7 +53,7 @@ class ShapeToMeasure:
 
 
 def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
-    """Return the fields that every row has."""
+    """Return the fields that every row has. again: True in the second measurement of a shape."""
     device = options.device
     name, dtype = plain(item.op, None)
     return {

@@ -457,7 +457,10 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `rows` for each rank, spread over experts in proportion to `splits`; the remainder goes to the first experts."""
+    """Return each rank's number of rows for each expert, like `splits`, so that each rank has `rows` rows.
+
+    Rows are in proportion to `splits`; the remainder goes to the first experts.
+    """
     of_rank = splits.sum(1, keepdim=True)
     fewer = splits * rows // of_rank
     left = rows - fewer.sum(1, keepdim=True)

@@ -271,7 +271,7 @@ class MatmulVariants(GemmVariants):
         """{mode: (calibrated, blind)}. Both are {schedule: predicted ms per call in a series of consecutive calls}.
 
         Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only
-        the machine file and the results of `weft plan calibrate`.
+        the machine's description (`weft.hw`) and the results of `weft plan calibrate`.
         """
         found = {}
         for mode, choice in self.choices.items():

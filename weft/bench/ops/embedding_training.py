@@ -166,7 +166,7 @@ class TrainingWorkload(TrainingData, Variants):
         """Return the largest error of a variant in a check, relative to the largest element. All ranks must make this
         call.
 
-        The error is infinite if a row without ids has changed. pooled: the vectors of the first step, in float64.
+        The error is infinite if a row has changed that no id selects. pooled: the vectors of the first step, in float64.
         """
         self.fill_tables()
         step.reset()

@@ -31,7 +31,9 @@ _USED = 0.9  # fraction of the free memory; libraries take the rest
 
 @dataclass(frozen=True)
 class GatherShape(GemmShape):
-    """A shape. gemm: its name in the paper's table, or "". over: the divisor of M; 0 selects the smallest that fits."""
+    """A shape.
+
+    gemm: the name of the paper's GEMM, or "" for other shapes. over: the divisor of M; 0 selects the smallest that fits."""
 
     gemm: str = ""
     over: int = 1

@@ -250,8 +250,8 @@ def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: in
     """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
     of_torch: the error of torch's GEMM in this dtype. The limit is `roundings` times the larger of twice this error and
-    half a rounding of the largest element. With None, return the limit for torch itself: a few roundings, and the
-    roundings of k additions in fp32.
+    half the dtype's epsilon. With None, return the limit for torch itself: four epsilons of the dtype, and an fp32 epsilon
+    for each of k additions. roundings: how often an output element is rounded (see the function `roundings`).
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

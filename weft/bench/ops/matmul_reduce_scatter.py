@@ -39,7 +39,9 @@ _ROW_MAJOR = "-rowmajor"
 
 @dataclass(frozen=True)
 class ScatterShape(GemmShape):
-    """A shape. row_major: B is row-major, as in the GEMM for the gradient of a layer's input. Otherwise B is the transpose of a
+    """A shape, A [m, k] @ B [k, n].
+
+    row_major: B is row-major, as in the GEMM for the gradient of a layer's input. Otherwise B is the transpose of a
     row-major weight, as in forward.
     """
 
