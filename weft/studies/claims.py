@@ -1,8 +1,9 @@
-"""The comparison of a paper's claims with a study's results, for `weft reproduce` and docs/reproduction.md.
+"""The comparison of a paper's claims with weft's results, for `weft reproduce` and docs/reproduction.md.
 
-A claim with a number is reproduced if the deviation is at most the claim's limit. The default limit is 10% of the number. For
-percentages it is 5 points, but at most half of the paper's percentage and at least 1 point. (Otherwise anything from 0 to 10% would
-agree with a paper's 5%.) For claims without numbers, the study decides (`held`).
+A claim with a number is reproduced if weft's number deviates from the paper's by at most the claim's limit. The default
+limit is 10% of the paper's number. If the number is a percentage, the default limit is 5 points, but at most half of the
+paper's percentage and at least 1 point. Without this maximum, any result from 0 to 10% would agree with a paper's 5%. For a
+claim without a number, the study itself decides, and stores its verdict in `Claim.held`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ fraction of the paper's percentage. For other numbers: a fraction.
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and the result of this study. where: the section or figure.
+    """A claim of a paper, and weft's result for the same quantity. where: the section or figure of the paper. paper,
+    ours: the paper's and weft's number, or a text.
 
-    unit: "%" (deviations in points), or "x", "us" and so on (deviations as fractions). limit: the allowed deviation; None: the
-    default. held: True if the claim holds, for claims whose `paper` or `ours` is a text.
+    unit: the unit of both numbers, such as "x", "us" or "%". Deviations of percentages are in points, other deviations
+    are fractions of the paper's number. limit: the largest allowed deviation; None for the default. held: True if the
+    claim is reproduced; set only for claims whose `paper` or `ours` is a text.
     """
 
     what: str
@@ -36,7 +39,9 @@ class Claim:
 
     @property
     def off(self) -> float | None:
-        """The deviation, in points for percentages, otherwise as a fraction; None for claims without numbers."""
+        """The deviation of `ours` from `paper`: in points for percentages, otherwise as a fraction of `paper`. None for
+        claims without numbers.
+        """
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return None
         return self.ours - self.paper if self.unit == "%" or not self.paper else self.ours / self.paper - 1
@@ -55,7 +60,9 @@ class Claim:
 
     @property
     def said(self) -> str:
-        """The verdict on a claim with a limit: "yes" or "no"; "" without a limit."""
+        """The verdict on a claim that has a limit of its own: "yes" if it is reproduced, otherwise "no". It is "" for the
+        default limit.
+        """
         return "" if self.limit is None else "yes" if self.reproduced else "no"
 
     def number(self, value: float | str) -> str:
@@ -79,8 +86,8 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
-    """Return a table of the claims. If any claim has a limit of its own, the last column says if such claims are within
-    their limits. Otherwise it says for every claim if it is reproduced.
+    """Return a table with a row for each claim. The last column says which claims are reproduced. If any claim has a
+    limit of its own, the column has verdicts only for such claims.
     """
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {

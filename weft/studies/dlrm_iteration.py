@@ -4,9 +4,10 @@
     backward   GPU: top MLP, interaction, bottom MLP, update of the embedding. Network: all-to-all of gradients, between the
                interaction and the update; all-reduce of the MLPs' gradients, after the bottom MLP
 
-All ranks run the same tasks. A resource runs one task at a time, in the order in which tasks become ready. In the baseline, the
-forward all-to-all starts after the embedding. In the fused kernel, the all-to-all starts with the embedding, and ends at least one
-slice after the embedding. So the gain is at most the exposed part of the all-to-all.
+All ranks run the same tasks. A resource, the GPU or the network, runs one task at a time, in the order in which tasks become ready.
+In the baseline, the forward all-to-all starts after the embedding. In the fused kernel, it starts with the embedding, and ends at
+the earliest with the embedding. The baseline already hides a part of the all-to-all behind the bottom MLP. So fusion saves at most
+the exposed rest.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order of tasks is
 from DLRM's training loop.
@@ -23,10 +24,11 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task that occupies the resource `on` for `us` microseconds. It starts after the tasks `after` have ended.
+    """A task of the iteration. It occupies the resource `on` ("gpu" or "network") for `us` microseconds, after the tasks
+    named in `after` have ended.
 
-    beside: a concurrent task. This task starts together with `beside`, if the resource is free, and does not end before
-        `beside`.
+    beside: the name of a task that produces this task's input piece by piece, such as the embedding for a fused
+    all-to-all. This task may start when `beside` starts, and does not end before `beside` ends. "": no such task.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Task:
 
 
 def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return {task: end in us}; raise `ValueError` if tasks wait for each other or for an unknown task."""
+    """Return {name of a task: its end in us}. Raise `ValueError` if tasks wait for each other or for an unknown task."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     free = dict.fromkeys((task.on for task in tasks), 0.0)
@@ -64,7 +66,9 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM of table 2 on the paper's torus. samples, tables: numbers per node."""
+    """A DLRM with the sizes of the paper's table 2, trained on a torus of nodes. samples: the batch size of each node.
+    tables: the number of embedding tables on each node. numbers: the other sizes, and the rates of the machine.
+    """
 
     samples: int
     tables: int
@@ -72,7 +76,9 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """The time in us to pool all nodes' samples of this node's tables in one kernel."""
+        """The time in us of a node's embedding kernel. It pools the bags of this node's tables for the samples of all
+        nodes.
+        """
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -80,7 +86,7 @@ class Dlrm:
 
     @property
     def exchange_bytes(self) -> float:
-        """The bytes of pooled vectors that a node produces for all nodes."""
+        """The bytes of pooled vectors that a node produces for all nodes, itself included."""
         n = self.numbers
         return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
 
@@ -139,12 +145,13 @@ class Dlrm:
 
 
 def exchange_us(count: float, numbers: Numbers) -> float:
-    """Return the time in us of an all-to-all on the torus, from the load of the fullest link. count: bytes that each
-    node sends.
+    """Return the time in us of an all-to-all on the torus, which the link with the most bytes determines. count: the
+    bytes that each node has for all nodes together.
 
-    Every node sends equal amounts, first along its row and then along the column, in both directions of each ring. The
-    bytes of n nodes share the 2n directed links of their ring. So a link carries half of the sum of (bytes x hops) of one
-    node's messages. `weft.sim.collectives` computes the same from all routes.
+    Every node sends equal amounts to all nodes, first along its row and then along its column. A row or a column is a
+    ring, and messages take the shorter direction. The messages of n nodes share the 2n directed links of their ring. So a
+    link carries half of the sum of (bytes x hops) over one node's messages. `weft.sim.collectives` computes the same from
+    all routes.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2
@@ -153,7 +160,9 @@ def exchange_us(count: float, numbers: Numbers) -> float:
 
 
 def reduce_us(count: float, numbers: Numbers) -> float:
-    """Return the time in us of an all-reduce of `count` bytes: rings along rows, then along columns, and back."""
+    """Return the time in us of an all-reduce of `count` bytes: ring reduce-scatters along rows and then along columns,
+    followed by the ring all-gathers in reverse order.
+    """
     us, left = 0.0, count
     for size in _sizes(numbers):
         left /= size
@@ -169,7 +178,5 @@ def _sizes(numbers: Numbers) -> tuple[int, int]:
 
 
 def _hops(size: int) -> int:
-    """Return the number of hops from a node of a ring to another node along the shorter direction, summed over all other
-    nodes.
-    """
+    """Return the sum of the distances in hops from one node of a ring to all other nodes, each in the shorter direction."""
     return sum(min(distance, size - distance) for distance in range(size))

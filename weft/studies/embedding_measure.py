@@ -1,12 +1,13 @@
-"""Measurement of embedding studies on GPUs: sizes, checked and interleaved times of each rank, kernels' resources.
+"""Measurement of the two embedding studies on GPUs: sizes, checked times of each rank, and the resources of kernels.
 
-The two studies of embeddings are measured like operators (`weft bench fused_embedding`, `weft bench pgas`). A part of a
-study is a configuration of one of the paper's figures. Each variant is first compared with float64, on poisoned outputs.
-Then all variants run in each repetition, in random order, and every call is timed on its own. A barrier on the devices
-starts all ranks together, and events measure each rank. So a record has the time of each rank, not only the slowest's.
-After the last repetition, the outputs are compared again.
+The studies run as benchmarks (`weft bench fused_embedding`, `weft bench pgas`). A part of a study is one configuration of
+one of the paper's figures. In each part, several variants (implementations of the same operator) are compared. First, each
+variant's output is compared with a float64 reference, in buffers that were filled with wrong values before the call. Then
+each repetition runs all variants in random order, and times every call on its own. A barrier on the devices starts all
+ranks together, and CUDA events time each rank. So a record has the time of each rank, not only the time of the slowest
+rank. After the last repetition, the outputs are compared with the reference again.
 
-On CPU processes the same code runs with tiny sizes. This tests the study; its times say nothing.
+On CPU processes the same code runs with tiny sizes. This tests the study; its times have no meaning.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ _BINS = 50  # of curves of bytes over time
 
 @dataclass(frozen=True)
 class Part:
-    """A configuration of a figure. Its name is `figure/config`.
+    """A configuration of a figure, named `figure/config`.
 
-    tables: tables of each rank, or of all ranks if not per_rank. bags: the rows of a bag. ranks: None for all ranks, or 1:
-    each rank then measures alone, and rank 0's times are recorded.
+    batch: the global batch size. tables: the number of tables of each rank, or of all ranks together if not `per_rank`.
+    dim, rows: the size of each table. bags: the distribution of the number of rows in a bag. ranks: None to run on all
+    ranks together. With 1, each rank runs alone, and rank 0's times are recorded. variants: the names of the
+    implementations to compare.
     """
 
     figure: str
@@ -69,7 +72,7 @@ class Part:
         return f"{self.figure}/{self.config}"
 
     def preset(self, tiny: bool) -> EmbeddingPreset:
-        """Return the configuration; if `tiny`, with sizes for a test on CPU."""
+        """Return the tables, the bags and the batch of this configuration; if `tiny`, with sizes for a test on CPU."""
         one = self
         if tiny:
             bags = Bag(min(self.bags.least, 1), min(self.bags.most, TINY["longest"]))
@@ -81,7 +84,9 @@ class Part:
 
 
 def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the parts with these names or figures; all if there are no names. Raise `ValueError` for an unknown name."""
+    """Return the parts to run. A name is that of a part or of a figure, which stands for all its parts. Without names,
+    return all parts. Raise `ValueError` for an unknown name.
+    """
     known = {part.name for part in parts} | {part.figure for part in parts}
     if unknown := [name for name in names if name not in known]:
         figures = ", ".join(dict.fromkeys(part.figure for part in parts))
@@ -96,8 +101,9 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Times:
-    """The times of variants by name; p50_ms is None for variants that were not timed. errors: largest errors relative to the
-    largest element. wrong: texts for variants with wrong results, which have no times.
+    """The times of a part's variants. fields: {variant: fields of its record}; its p50_ms is None if the variant was not
+    timed. errors: {variant: its largest error, as a fraction of the reference's largest element}. wrong: {variant with
+    wrong results: a message}; such variants have no times.
     """
 
     fields: dict[str, Record]
@@ -114,11 +120,13 @@ def time_ranks(
     advance: Callable[[float], object] = lambda share: None, inspect: Callable[[str, int, Any], None] | None = None,
     waits: bool = False,
 ) -> dict[str, Record]:  # fmt: skip
-    """Time each call alone on every rank, after a barrier on the devices. Return {name: fields of a record}.
+    """Time each call on every rank, one call at a time, after a barrier on the devices. Return {name of a call: fields of
+    its record}. All ranks must make this call.
 
-    The fields are those of `Timing`, and rank_ms: the median of each rank. All ranks must make this call. inspect: called
-    after the last repetition with each call's name, input set and output. waits: True if calls are too long to be enqueued
-    while the device sleeps.
+    The fields are those of `Timing`, and rank_ms: the median time of each rank in ms. advance: called after each
+    repetition with the fraction of the work done since its last call. inspect: called in the last repetition with each
+    call's name, the index of its input set, and its output. waits: True to accept times in which the device waited for
+    the CPU. This is necessary for calls that take longer to enqueue than the sleep before them can last.
     """
     kind = HostClock if ranks.device.type == "cpu" else QueueClock
     clocks = {name: kind(call, ranks, waits, 1, input_sets) for name, call in calls.items()}
@@ -148,9 +156,11 @@ def checked_times(
     work: EmbeddingData, names: Sequence[str], beside: Callable[[dict[str, Variant]], Mapping[str, Call]], *,
     repetitions: int, step: Step,
 ) -> tuple[Times, dict[str, Variant]]:  # fmt: skip
-    """Check variants against float64, then time them, and then check their last outputs.
+    """Check the variants `names` against float64, time them, and then check the outputs of the last timed calls. Return
+    the times, and {name: variant} for the variants that passed the first check.
 
-    beside: returns further calls to time, which are not checked. Raise `RuntimeError` if the baseline is wrong.
+    beside: a function that receives these variants and returns further calls, such as pooling alone. These calls are
+    timed but not checked. Raise `RuntimeError` if the baseline is wrong.
     """
     step(f"{work.name}: checking every variant", 0)
     device = work.ranks.device
@@ -178,7 +188,7 @@ def checked_times(
 
 
 def solo(ranks: Ranks) -> Ranks:
-    """Return a group of this rank alone."""
+    """Return process groups with this rank as their only member, so that it can measure alone."""
     me = [dist.get_process_group_ranks(ranks.group)[ranks.rank]]
     data, control = (
         dist.new_group(me, backend=backend, use_local_synchronization=True)
@@ -191,8 +201,11 @@ def solo(ranks: Ranks) -> Ranks:
 
 
 class Lines(NamedTuple):
-    """The timeline of a kernel, as arrays with a row for each unit of work or for each Triton program. Times are in us from
-    the start of the first unit."""
+    """The timeline of a fused embedding kernel. `waits` has a row for each Triton program. The other arrays have an
+    element for each unit of work: a slice (`put`) or some features of a sample (`direct`), which one program pools. Times
+    are in us from the start of the first unit. sent: the bytes that a unit sends to peers. program: the program that ran
+    a unit.
+    """
 
     start: np.ndarray
     end: np.ndarray
@@ -208,8 +221,8 @@ class Lines(NamedTuple):
         return float(max(self.end.max(initial=0), self.waits[:, 1].max(initial=0)))
 
     def bytes_by(self) -> tuple[list[float], list[float]]:
-        """Return (times in us, MB that have been sent by then) for `_BINS` + 1 equidistant times. The bytes of a unit count from
-        its end on.
+        """Return (times in us, MB sent until each time), for the volume over time that the papers' figures show. The
+        `_BINS` + 1 times are equidistant. The bytes of a unit count as sent when the unit ends.
         """
         edges = np.linspace(0, self.end_us, _BINS + 1)
         totals = [float(self.sent[self.end <= edge].sum()) / 1e6 for edge in edges]
@@ -217,7 +230,9 @@ class Lines(NamedTuple):
 
 
 def timeline_of(variant: FusedVariant, which: int) -> Lines:
-    """Run a fused variant on a GPU, and return the timeline of its kernel. All ranks must make this call."""
+    """Run a fused variant on a GPU, and return the timeline of its kernel. which: the index of the input set. All ranks
+    must make this call.
+    """
     work = variant.work
     executor = variant.executor
     jagged = as_jagged(work.inputs[which])
@@ -233,10 +248,10 @@ def timeline_of(variant: FusedVariant, which: int) -> Lines:
 
 
 def lines_of(found: np.ndarray, units: int) -> Lines:
-    """Convert the timeline that a kernel wrote into `found`.
+    """Convert the array that a kernel wrote as its timeline to `Lines`.
 
-    found: `units` rows for units of work, then a row for the wait of each program. Times are in ns. A row that no program
-    wrote is zero. `weft.kernels.embedding_all_to_all` defines the columns.
+    found: a row for each of the `units` units of work, then a row for each program with its wait for peers. Times are in
+    ns. Rows that no program wrote are zero, and are left out. `weft.kernels.embedding_all_to_all` defines the columns.
     """
     done, waits = (part[part[:, 1] > 0] for part in (found[:units], found[units:]))
     begin = done[:, 0].min()
@@ -255,8 +270,8 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
     """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
 
-    registers: per thread. threads, shared_bytes: per block. Leave out `shared_bytes` below 7 KiB, which never limits these
-    kernels.
+    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 if it is below 7 KiB, which never
+    limits these kernels.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)
@@ -268,9 +283,10 @@ def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
 
 
 def launched_kernels(call: Callable[[], object]) -> list[Record]:
-    """Return the kernels that `call` launches, once each, with registers, threads and theoretical occupancy.
+    """Return a record for each different kernel that `call` launches: its name, registers, threads, theoretical occupancy
+    and number of launches.
 
-    torch's profiler (Kineto) records launches; it reads no hardware counters. Raise `RuntimeError` if it records none.
+    torch's profiler (Kineto) records the launches, without hardware counters. Raise `RuntimeError` if it records none.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
@@ -288,7 +304,7 @@ def launched_kernels(call: Callable[[], object]) -> list[Record]:
 
 
 def kernels_of(events: Sequence[Any]) -> list[Record]:
-    """Return the kernels among Kineto's events, once each."""
+    """Return a record for each different kernel among the events of Kineto's trace, with its number of launches."""
     found: dict[str, Record] = {}
     for event in events:
         if event.get("cat") == "kernel":
@@ -307,7 +323,9 @@ def kernels_of(events: Sequence[Any]) -> list[Record]:
 
 
 class MeasuredStudy(OperatorBenchmark[Part]):
-    """A study whose parts are measured. Subclasses have `parts`, `study` and `_measured`."""
+    """The benchmark of a study of embeddings: it runs the study's `parts`. Subclasses define `parts`, `study` (the name
+    in records) and `measure`.
+    """
 
     parts: Sequence[Part]
     study: str
@@ -342,7 +360,9 @@ class MeasuredStudy(OperatorBenchmark[Part]):
         self, part: Part, found: Times, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], baseline: str,
         more: Mapping[str, Record] | None = None,
     ) -> list[Record]:  # fmt: skip
-        """Return a record for each timed call. more: further fields of some variants."""
+        """Return a record for each timed call of `part`. baseline: the variant to which speedups are relative. ceilings:
+        the peak rates of each rank, which are stored in the records. more: {variant: further fields of its record}.
+        """
         world = part.ranks or ranks.world_size
         common = common_fields(options, part.config, world, baseline, None, ceilings)
         common |= {"study": self.study, "figure": part.figure, "mode": "queued", "tiny": ranks.device.type == "cpu"}

@@ -17,7 +17,9 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Study:
-    """A study. name: its name on the command line. share: the fraction of the time of all studies that it takes."""
+    """A study that `weft reproduce` can simulate. name: its name on the command line. share: the fraction of `weft
+    reproduce all`'s time that this study takes, for the progress display.
+    """
 
     name: str
     module: ModuleType
@@ -39,7 +41,9 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Done:
-    """A study that has been run. rows: the data for its tables and pictures."""
+    """The results of a study that has been run. rows: the records in the form that the study's tables, pictures and
+    claims use.
+    """
 
     study: Study
     records: list[Record]

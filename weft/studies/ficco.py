@@ -1,14 +1,18 @@
-"""FiCCO's evaluation: its schedules compared with serial and shard overlap, and how often its heuristic chooses the
-fastest schedule.
+"""FiCCO's evaluation: its schedules compared with serial execution and shard-based overlap, and how often its heuristic
+chooses the fastest schedule.
 
-`simulated` returns records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` records a
-real machine. Both kinds of records have the same tables and pictures: figures 13, 12(b), 14, and the quality of choices
-(VI-D).
+`simulated` predicts the times on a machine from its model. `weft bench all_gather_matmul --preset table-1,synthetic`
+measures a real machine. Records of both kinds are shown in the same tables and pictures:
 
-A time is the time per call in a row of consecutive calls ("queued"). A speedup is relative to serial: NCCL's
-all-gather, then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the
-communication alone: full overlap without loss. The paper studies four of its eight schedules, because the others "are
-strictly worse" (V-B). Here all eight run, with as many steps as ranks.
+    figure 13      speedups over the ratio of GEMM time to communication time
+    figure 12(b)   the speedup of each schedule, and the heuristic's pick
+    figure 14      mean speedups by kind of schedule
+    VI-D           how often the heuristic picks the fastest schedule, and what wrong picks lose
+
+A time is the time per call in a row of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather,
+then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full
+overlap without loss. The paper defines eight schedules, but evaluates only four, because the others "are strictly worse"
+(V-B). Here all eight run. Each schedule has as many steps as there are ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -62,11 +66,12 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return predicted records of all variants of each GEMM, on `ranks` GPUs of machine `hw`.
+    """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. gemms: None
+    for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis.
 
-    The predictions use only the machine file. Raises `ValueError` for an unknown machine or topology, or if the number
-    of ranks does not divide a GEMM's M. progress: a function that is called with the name of the next GEMM, and the
-    fraction of the work done since the last call.
+    The predictions use only the machine file. Raises `ValueError` for an unknown machine or topology, or if the number of
+    ranks does not divide a GEMM's M. progress: a function that is called with the name of the next GEMM, and the fraction
+    of the work done since the last call.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
@@ -102,7 +107,8 @@ def simulated(
 
 
 def rows_of(records: Sequence[Record]) -> GemmRows:
-    """Return a row for each of FiCCO's GEMMs from its last run of all_gather_matmul, in the order of first appearance.
+    """Return a row for each of FiCCO's GEMMs, in the order of first appearance, from the last run of `all_gather_matmul`
+    with this GEMM.
 
     Raises `ValueError` if there are no such records, or if a GEMM lacks the time of serial, of the GEMM alone or of the
     communication alone.
@@ -131,12 +137,16 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
 
 
 def _gemm_of(config: str) -> GatheredGemm | None:
-    """Return the GEMM whose name is the first part of a configuration's name ("g1-m4")."""
+    """Return FiCCO's GEMM that a configuration runs, by the first part of the configuration's name ("g1" in "g1-m4")."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
 
 
 def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
-    """Return tables of figures 13, 12(b) and 14 and of the heuristic's accuracy, without columns that were not recorded."""
+    """Return the tables of the report, without columns that were not recorded.
+
+    They show speedups over the ratio of GEMM to communication (figure 13), by schedule (figure 12(b)) and by kind of
+    schedule (figure 14). The other tables show the choices of the heuristic and of weft, and the sensitivity analysis.
+    """
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
     if all({*EIGHT, SHARD} <= row.ms.keys() for row in rows):
@@ -197,7 +207,9 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
-    """Return the quality of the heuristic's choices, and of weft's own choices if they were recorded."""
+    """Return a table of how often the heuristic, and weft's own choosers if recorded, chose the fastest schedule. It also
+    shows how much speedup wrong choices lose.
+    """
     who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of the fastest"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
@@ -256,7 +268,9 @@ def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return sentences on the sources of the numbers."""
+    """Return sentences for the report: where its numbers come from, and how the choosers did on random GEMMs if they were
+    simulated.
+    """
     said = where(records[-1])
     if records[-1]["device"] != "simulated":
         return [f"{said} {_smaller(records)}".strip()]
@@ -264,7 +278,9 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:
-    """Return sentences on the schedules that the paper does not study, and on the source of its numbers."""
+    """Return sentences for the report: how often a schedule that the paper omits is the fastest, and which sections the
+    paper's numbers are from.
+    """
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     changed = rows.others.get("sensitivity") if isinstance(rows, GemmRows) else None
@@ -277,8 +293,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return a note that names the GEMMs with a reduced M, and the GEMMs for which the reduction changes the
-    heuristic's choice.
+    """Return a note for runs with reduced sizes. It names the GEMMs with a smaller M than in the paper, and the GEMMs
+    whose M has therefore fallen to K or below, which changes the heuristic's choice.
     """
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
@@ -290,7 +306,7 @@ def _smaller(records: Sequence[Record]) -> str:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown: runs and tables."""
+    """Return the generated part of the report, as Markdown: a note on the runs, and the tables."""
     rows = rows_of(records)
     mine = [r for r in records if _gemm_of(r["config"]) or r["variant"] in ("choosers", "sensitivity")]
     shown = [table for table in tables(rows) if table.title != CLAIMS]  # docs/reproduction.md has the claims
@@ -303,7 +319,11 @@ _COLOURS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
 
 
 def draw(directory: Path, rows: Sequence[GemmRow], title: str) -> list[Path]:
-    """Write figures 13, 12(b) and 14 as PNG files into `directory`, created if needed."""
+    """Write three pictures as PNG files into `directory`, created if needed. title: a description of the run.
+
+    They show speedups over the ratio of GEMM to communication (figure 13), by schedule (figure 12(b)) and by kind of
+    schedule (figure 14).
+    """
     figures = {"figure-13-ratio": _draw_ratio, "figure-12b-schedules": _draw_schedules, "figure-14-means": _draw_means}
     written = [directory / f"{name}.png" for name in figures]
     for path, paint in zip(written, figures.values(), strict=True):

@@ -1,7 +1,9 @@
-"""Selection of FiCCO's schedules: a sweep over the thresholds of the paper's heuristic, and a comparison on random shapes.
+"""Two evaluations of how a schedule of FiCCO is chosen: a fit of the thresholds in the paper's heuristic, and a comparison
+on random GEMMs.
 
-The closed form (`weft.plan.closed_form`) has no thresholds. The sweep fits the heuristic's thresholds to the same table
-on which the heuristic is evaluated. So the counts are upper bounds for heuristics of this form.
+The paper's heuristic compares a GEMM's sizes with thresholds. weft's closed form (`weft.plan.closed_form`) instead computes
+the time of each schedule by formulas. The first evaluation, `sweep`, fits the heuristic's thresholds to the same GEMMs on
+which it then counts good picks. So its counts are upper bounds for heuristics of this form.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C, VI-D and figure 12(a).
 """
@@ -33,9 +35,9 @@ _PAPERS_RANKS, _ABOVE = 8, 5.0
 
 
 def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
-    """Return random GEMMs, drawn like the synthetic GEMMs of `table_1.toml`.
-
-    Their sizes, op-to-byte ratios and traffic are within table I's ranges."""
+    """Return `count` random GEMMs, drawn like the synthetic GEMMs of `table_1.toml`. Their sizes, op-to-byte ratios and
+    memory traffic are within the ranges of the paper's table I.
+    """
     rng, found = random.Random(seed), list[GatheredGemm]()
     papers = [gemm.sharded(_PAPERS_RANKS) for gemm in TABLE_1]
     allowed = [(min(values), max(values)) for values in ([g.op_to_byte for g in papers], [g.traffic for g in papers])]
@@ -55,7 +57,9 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
 
 
 def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Return the losses of the closed form and of the paper's heuristic on random GEMMs, relative to the best of 8 schedules."""
+    """Return a record of the speedup that the closed form's and the heuristic's picks lose on random GEMMs, as fractions
+    of the speedup of the fastest of the eight schedules.
+    """
     lost: dict[str, list[float]] = {"closed_form": [], "heuristic": []}
     for gemm in drawn():
         step(f"GEMM {gemm.name} of {DRAWN}, drawn by seed {SEED}")
@@ -69,7 +73,7 @@ def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str]
 
 
 def said_of_drawn(records: Sequence[Record]) -> list[str]:
-    """Return a sentence on the random GEMMs of the last run; an empty list if there are no records."""
+    """Return a list with one sentence on the picks for random GEMMs in the last run; an empty list if that run has none."""
     mine = [r for r in records if r.get("variant") == "choosers"]
     if not mine or mine[-1]["run"] != records[-1]["run"]:
         return []
@@ -86,10 +90,10 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 
 
 class Swept(NamedTuple):
-    """The best thresholds found for one form of heuristic, which selects from the schedules `among`.
+    """The best result of one form of heuristic. form: its description. among: the schedules from which it picks, as text.
 
-    near: {table: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}. thresholds: {table: the best
-        thresholds as text}.
+    near: {table of GEMMs: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}. thresholds: {table:
+    the thresholds with which this number is reached, as text}.
     """
 
     form: str
@@ -99,9 +103,11 @@ class Swept(NamedTuple):
 
 
 def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
-    """Yield the best results of three forms of heuristic. tables: {title: first letter of the table's GEMMs}.
+    """Yield the best result of three forms of heuristic, each with four and with all eight schedules. The forms are one
+    schedule for all GEMMs, the paper's thresholds with a free scale, and free thresholds.
 
-    The sweep tries all thresholds that lead to different choices on a table.
+    tables: {title of a table of GEMMs: first letter of its GEMMs' names}. The sweep tries all thresholds that lead to
+    different picks.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (
@@ -128,8 +134,8 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
 
 
 def _near(rows: Sequence[GemmRow], among: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return, for each name in STUDIED, a bool per row: True if the schedule of this name is within NEAR of the best of
-    `among`.
+    """Return {schedule: bool array with an element per row}, for the paper's four schedules. An element is True if the
+    schedule's time for this GEMM is within `NEAR` of the fastest of `among`.
     """
     return {
         title: np.array([(lost := row.lost(name, among)) is not None and lost <= NEAR for row in rows])
@@ -144,9 +150,12 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 
 
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
-    """Return the number of GEMMs for which figure 12(a)'s tree picks a schedule near the best.
+    """Return the number of GEMMs for which the paper's decision tree (figure 12(a)) picks a schedule near the fastest
+    one.
 
-    The tree picks 2D if M / K is at most `border`. Otherwise the number of operations decides."""
+    near: the result of `_near`. The tree picks 2D if M / K is at most `border`. Otherwise the GEMM's FLOPs decide: one 1D
+    schedule below `low`, another above `high`, and a third one between.
+    """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border
     chosen = {

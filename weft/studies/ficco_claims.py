@@ -1,9 +1,11 @@
-"""The claims of FiCCO's sections II to VI, compared with a simulated or measured run.
+"""The claims of FiCCO's sections I to VI, except IV, compared with a simulated or measured run. `weft.studies.losses`
+measures section IV.
 
-For figures 12 to 14, the paper's text states only the largest speedups. Section IV is measured by
-`weft.studies.losses`.
+The paper's text gives only the largest speedups of its evaluation. The other values of figures 12 to 14 are only in
+pictures, and are not compared.
 
-Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12 to 14.
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12
+to 14.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _FOUR = tuple(STUDIED.values())
 
 
 def claims(rows: Sequence[GemmRow]) -> list[Claim]:
-    """Return the paper's claims. rows: the rows of table I and of the synthetic GEMMs."""
+    """Return the paper's claims with the results of a run. rows: the rows of table I and of the synthetic GEMMs."""
     return [*_ideal_and_shard(rows), *_schedules(rows), *_heuristic(rows)]
 
 
@@ -38,7 +40,9 @@ def _ideal_and_shard(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def _bell(rows: Sequence[GemmRow]) -> Claim:
-    """Return the claim that the ideal speedup rises with the ratio GEMM / communication up to 1, and falls above 1."""
+    """Return the claim that the ideal speedup is largest where GEMM and communication take equally long. It rises with
+    their ratio up to 1, and falls above 1.
+    """
     rising = [row for row in rows if row.ratio < 1]
     falling = [row for row in rows if row.ratio > 1]
     rho = [spearman([row.ratio for row in part], [row.ideal for row in part]) for part in (rising, falling)]
@@ -82,8 +86,8 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield weft's own targets for the closed form, a chooser of weft that the paper does not have. Each is a claim about
-    the number of GEMMs with a good choice.
+    """Yield two targets of weft for its closed form, a chooser that the paper does not have. Each target is a number of
+    GEMMs for which the closed form must pick a schedule near the fastest one.
     """
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [

@@ -1,4 +1,5 @@
-"""FiCCO's schedules by the paper's names, and the rows of its evaluation: each has the times of one GEMM by schedule.
+"""The names of FiCCO's schedules in the paper and in weft, and the rows of the evaluation. A row has one GEMM's time with
+each schedule.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V and VI.
 """
@@ -19,14 +20,19 @@ NEAR = 0.03
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """Return the name of the FiCCO candidate with these parameters, and with as many steps as ranks. shape: "1d" or "2d"."""
+    """Return weft's name of a FiCCO schedule with as many steps as ranks. `weft.builders.ficco` explains its three
+    choices.
+
+    shape: "1d" (chunks of rows) or "2d" (chunks of columns). start: "uniform" or "hetero". gemms: "fused" or "unfused".
+    by: how chunks are copied: "dma", "kernel" or "collective".
+    """
     if by == "collective":
         return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
 
 
 def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
-    """Return {the paper's name of a schedule, such as "hetero-fused-1D": name of the candidate}."""
+    """Return {the paper's name of a schedule, such as "hetero-fused-1D": weft's name}, for all schedules of these shapes."""
     return {
         f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
         for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")
@@ -54,8 +60,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run. others: {variant: record} of records without a GEMM. mesh: True if the run used the paper's
-    topology.
+    """The rows of a run, one for each GEMM. others: {variant: record} of the run's records that are not about one GEMM,
+    such as the sensitivity analysis. mesh: True if the GPUs were fully connected, as in the paper.
     """
 
     others: Mapping[str, Record]
@@ -64,10 +70,12 @@ class GemmRows(list["GemmRow"]):
 
 @dataclass(frozen=True)
 class GemmRow:
-    """The results for one GEMM, with the sizes that were run: N divided by the ranks, M possibly reduced.
+    """The results for one GEMM. gemm: the sizes that were run. Its N is that of one rank, and its M may be smaller than
+    in the paper.
 
-    pick: the heuristic's choice, with the threshold of this machine (of the paper's machine, if this one has no file).
-        ms: {variant: milliseconds}, including serial. closed: the closed form's choice, if it was recorded.
+    pick: the schedule that the paper's heuristic chooses, with the threshold of the machine that ran. If this machine has
+    no file, the threshold is that of the paper's machine. ms: {variant: milliseconds}, including serial. closed: the
+    schedule that the closed form chooses; "" if it was not recorded.
     """
 
     config: str
@@ -90,11 +98,13 @@ class GemmRow:
         return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
 
     def speedup(self, *among: str) -> float | None:
-        """Return the speedup of the fastest of `among` over serial; None if none was recorded."""
+        """Return the speedup over serial of the fastest variant in `among`; None if none was recorded."""
         best = self.best(among)
         return None if best is None else self.ms[SERIAL] / self.ms[best]
 
     def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Return the fraction of the best speedup that `chosen` loses; None if either was not recorded."""
+        """Return the fraction of the best speedup in `among` that is lost with the variant `chosen`, 0 if `chosen` is the
+        fastest. None if either was not recorded.
+        """
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)

@@ -1,7 +1,8 @@
 """Fused embedding + all-to-all: the paper's evaluation on a model of its machines, with records, tables and pictures.
 
-`weft.studies.fused_embedding_model` models two nodes, and four GPUs of one node (figures 10 to 14). `weft.studies.dlrm_iteration`
-models the training pass on 128 nodes (figure 15). `fused_embedding.toml` has the numbers.
+`weft.studies.fused_embedding_model` models one operator on two nodes, and on four GPUs of one node (figures 10 to 14).
+`weft.studies.dlrm_iteration` models a training iteration on 128 nodes (figure 15). `fused_embedding.toml` has the numbers
+of the machines.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4 and 4.
 """
@@ -50,8 +51,9 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return records of all figures, of other numbers of rows per bag, of the parts of an iteration, and of the sensitivity
-    analysis."""
+    """Return the records of the study: one for each figure, and four more. These show other mean numbers of rows per bag,
+    the tasks of one iteration, the sensitivity analysis, and other interpretations of the paper.
+    """
     numbers = our_numbers()
     common = {
         **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",
@@ -127,9 +129,11 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return the model's percentages with changed numbers, such as a NIC bandwidth that is 20% lower; a line per change.
+    """Return a record of the model's results under other interpretations of the paper. Each line has one changed number,
+    such as a NIC bandwidth that is 20% lower, and the resulting percentages.
 
-    For each change, the NIC's constant time per slice (nic.message) is derived from figure 12 again.
+    The NIC's time per message (nic.message) depends on the other numbers. So it is fitted to figure 12 anew for each
+    line.
     """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
@@ -164,7 +168,7 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
 
 
 def headline(numbers: Numbers) -> dict[str, float]:
-    """Return {claim: the model's percentage}."""
+    """Return {key of a claim: the model's number for it, in percent}."""
     between = [between_nodes(one, numbers).saved for one in BETWEEN]
     within = [in_a_node(one, numbers).saved for one in WITHIN]
     us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}
@@ -219,7 +223,9 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 
 def _where(surface: Record, gain: float) -> str:
-    """Return, for each number of samples, the fewest tables per node with at least this gain, as "samples x tables"."""
+    """Return the smallest DLRMs for which the fused operator saves at least the fraction `gain` of an iteration. For each
+    batch size, this is the smallest number of tables of a node, as "samples x tables".
+    """
     found = []
     for i, samples in enumerate(surface["samples"]):
         enough = [tables for tables, line in zip(surface["tables"], surface["gains"], strict=True) if line[i] >= gain]
@@ -348,7 +354,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return sentences on the number of reproduced claims, and on the assumption that determines the means."""
+    """Return sentences for the report: how many claims are reproduced, and which assumption determines the mean results."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]
@@ -373,13 +379,17 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows)[1:], conclusions(rows))  # docs/reproduction.md has the claims
 
 
 def draw(directory: Path, rows: Mapping[str, Record], title: str) -> list[Path]:
-    """Write figures 11 to 13 and the surface of figure 15 as PNG files into `directory`, created if needed."""
+    """Write four pictures as PNG files into `directory`, created if needed. title: a description of the run.
+
+    They show times over the kernel's occupancy (figure 11), times over the size of slices (figure 12), and the skew
+    between nodes (figure 13). The fourth shows the saved fraction of an iteration by samples and tables (figure 15).
+    """
     paths = [directory / "figure-12-slices.png", directory / "figure-15-surface.png"]
     with figure(paths[0], f"{title} (figures 11, 12, 13)", (9, 9), 3) as (occupancy, slices, skew):
         for axis, name, form in ((occupancy, "11", "occupancy"), (slices, "12", "vectors of a slice")):

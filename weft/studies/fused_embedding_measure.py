@@ -1,19 +1,23 @@
 """Fused embedding + all-to-all measured on the GPUs of a host: figures 9 to 14 of the paper, at its sizes.
 
-| figure | here | what is measured |
+The kernel has two transports: `direct` stores each pooled vector into the peer's memory ("zero-copy" in the paper), and
+`put` sends slices of vectors. One Triton program pools a slice. Programs pool slices for peers first, or all slices in
+natural order ("oblivious" in the paper).
+
+| figure or section | name of the parts here | what is measured |
 |---|---|---|
-| 10, 13, 14 | grid | batch and tables; every rank's time with both orders; zero-copy in one kernel and in one for each table |
-| 10, 14 | grid-short | the same with the 1 to 10 rows of a bag that DLRM's data generator draws by default |
-| 11 | occupancy | programs on a multiprocessor, and registers of a thread |
-| 12 | slices | vectors in a slice |
-| 9 | timeline | programs, puts and waits; bytes over time |
-| 3.4 | kernels | registers and occupancy of all kernels |
+| 10, 13, 14 | grid | each rank's time by batch size and tables; both orders; `direct` with one kernel, or a kernel per table |
+| 10, 14 | grid-short | the same with bags of 1 to 10 rows, the default of DLRM's data generator |
+| 11 | occupancy | the time over the number of programs on a multiprocessor, and over the registers of a thread |
+| 12 | slices | the time over the number of vectors in a slice |
+| 9 | timeline | when each program pools, sends and waits; bytes sent over time |
+| 3.4 | kernels | registers and occupancy of each variant's kernels |
 
-The paper's two nodes are two GPUs of a host here, so `put` sends over NVLink and not over InfiniBand. A slice is one
-sample's vectors of adjacent tables, which one program pools; the paper's has vectors of one table.
+The paper uses two nodes for `put`. Here they are two GPUs of a host, so `put` sends over NVLink and not over InfiniBand. A
+slice has one sample's vectors of adjacent tables; the paper's slices have several samples' vectors of one table.
 
-The rival `pipelined-N` cuts pooling into N kernels. While a kernel runs, NCCL's all-to-all sends the vectors of the kernel
-before it (2.2, 5).
+The variant `pipelined-N` is an alternative to fusion (2.2, 5). It splits pooling into N kernels. While a kernel runs,
+NCCL's all-to-all sends the vectors of the previous kernel.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4, 4.2, 4.3.
 """
@@ -106,7 +110,7 @@ Found = tuple[Times, Mapping[str, Record], list[str]]
 
 
 def _baseline_alone(built: dict[str, Variant]) -> Mapping[str, Call]:
-    """Return the baseline's pooling alone and its exchange alone."""
+    """Return two calls that time the baseline's parts: pooling alone, and the exchange of the pooled vectors alone."""
     baseline = built[BASELINE]
     assert isinstance(baseline, SerialVariant)
     pooled = baseline.pool(0)
@@ -162,8 +166,8 @@ def _timeline(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> 
 
 
 def waits_of(lines: Lines) -> Record:
-    """Return how long programs wait for peers: the shortest, median and longest wait in us, and the mean as a fraction of the
-    kernel's time.
+    """Return record fields on how long programs wait for peers: the shortest, median and longest wait in us, and the mean
+    wait as a fraction of the kernel's time. Return no fields if no program waited.
     """
     took = lines.waits[:, 1] - lines.waits[:, 0]
     if not len(took):
@@ -175,7 +179,9 @@ def waits_of(lines: Lines) -> Record:
 
 
 def puts_of(lines: Lines) -> Record:
-    """Return the number of puts, the time of the last put, and the fraction of programs with all puts before their local slices."""
+    """Return record fields on a kernel's puts, the copies of slices to peers. The fields are their number, the time of
+    the last put in us, and the fraction of programs that issue all puts before they pool slices for their own rank.
+    """
     remote = lines.sent > 0
     before = []
     for program in np.unique(lines.program):
@@ -191,8 +197,9 @@ def puts_of(lines: Lines) -> Record:
 
 
 def spans_of(lines: Lines) -> list[Any]:
-    """Return for each of the first Triton programs its units as [start, end, 1 for a put or 0], and the start and end of its
-    wait.
+    """Return the data for a picture of the first `_SHOWN` Triton programs: for each program [units, wait], in us.
+
+    A unit is [start, end, start of its put, or 0 without a put]. The wait for peers is [start, end], or None.
     """
     shown = []
     for program in range(_SHOWN):
@@ -205,7 +212,7 @@ def spans_of(lines: Lines) -> list[Any]:
 
 
 def _kernels(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> Found:
-    """Return registers and occupancy of the kernels of each variant. The kernels are not timed here."""
+    """Record registers and occupancy of the kernels of each variant. The kernels are not timed here."""
     step(f"{part.name}: checking every variant", 1)
     names = [name for name in part.variants if why_not(name, work.ranks.device) is None]
     built = {name: make_variant(name, work) for name in names}

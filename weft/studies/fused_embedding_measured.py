@@ -25,7 +25,7 @@ _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return each configuration's last run; raise `ValueError` if there are no records."""
+    """Return the last run of each configuration; raise `ValueError` if there are no records."""
     return rows_of_study(records, STUDY, "fused embedding")
 
 
@@ -46,7 +46,7 @@ def skew(record: Record) -> float:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the paper's claims, as far as they were measured."""
+    """Return the paper's claims with the measured numbers. Claims without measurements are left out."""
     return [*_of_grids(rows), *_of_occupancy(rows), *_of_slices(rows), *_of_timeline(rows), *_of_kernels(rows)]
 
 
@@ -197,7 +197,7 @@ def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -
 
 
 def _row_bytes(record: Record) -> float:
-    """Return the bytes of the rows that a rank reads from one table. A row counts once per id."""
+    """Return the bytes that a rank reads from one table per call. A row that several bags contain counts each time."""
     return float(record["batch"] * record["bag"] * record["dim"] * 4)
 
 
@@ -286,7 +286,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def _ratios(cases: Sequence[Mapping[str, Record]], variant: str, over: str) -> list[float]:
-    """Return the speedup of `variant` over `over` in each configuration in which both were measured."""
+    """Return the speedup of `variant` relative to the variant `over`, for each configuration in which both were measured."""
     return [by[over]["p50_ms"] / by[variant]["p50_ms"] for by in cases if {variant, over} <= by.keys()]
 
 
@@ -299,7 +299,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), conclusions(rows))
 
@@ -350,7 +350,9 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
 
 
 def _programs(axis: Any, spans: Sequence[Any]) -> None:
-    """Draw the units, puts and wait of each program, as rows."""
+    """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. spans: see
+    `spans_of`.
+    """
     named: set[str] = set()
 
     def label(name: str) -> str | None:

@@ -2,17 +2,19 @@
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 to 4.3.
 
-A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law):
+A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law). `share` is
+the attainable fraction of the bandwidth, `units` the number of compute units, and `waves` the wavefronts that a unit can hold:
 
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
-Contention is the effect in figure 11 beyond an occupancy of 75%, where more wavefronts slow each other down in memory.
-Slices are pooled one after the other. A pooled slice for another node is queued at the NIC. The NIC sends one slice at a time, in
+Figure 11 shows that beyond an occupancy of 75%, more wavefronts slow each other down in memory: this is the contention. Slices
+are pooled one after the other. A pooled slice for another node is queued at the NIC, which sends one slice at a time, in the time
 
     bytes of the slice / bandwidth + time per message
 
-Pooling a slice takes the time p, and sending it the time n. In natural order (the paper's "oblivious" order) both nodes pool the R
-slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling ends
+The order of slices causes a difference between the nodes' times. Pooling a slice takes the time p, and sending it the time n. Each
+node pools R slices for itself and R slices for the other node. In natural order (the paper's "oblivious" order) both nodes pool the
+R slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling ends
 at the time 2 R p on each node. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
 
     p < n < 2 p    node 0 ends at 2 R p; node 1 ends at R p + R n, when its last slice arrives; so skew is (n / p - 1) / 2
@@ -41,7 +43,7 @@ _SLICES_SAVE = 0.55
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration of figures 10 to 14. batch: the global batch size. tables: the number of tables of a GPU."""
+    """A size of the operator in figures 10 to 14. batch: the global batch size. tables: the number of tables on each GPU."""
 
     batch: int
     tables: int
@@ -53,13 +55,15 @@ class Setting:
 
     @property
     def vectors(self) -> int:
-        """The number of vectors that a GPU pools for all ranks."""
+        """The number of vectors that a GPU pools: one for each of its tables and each sample of the global batch."""
         return self.batch * self.tables
 
 
 @dataclass(frozen=True)
 class Times:
-    """The times in us of the baseline's parts, and of the fused kernel on each node."""
+    """The times in us of an operator. pooling, exchange, shuffle: the baseline's kernels, all-to-all, and rearrangement
+    of received vectors. fused: the fused kernel on each node.
+    """
 
     pooling: float
     exchange: float
@@ -72,7 +76,9 @@ class Times:
 
     @property
     def saved(self) -> float:
-        """The fraction of the baseline's time that the fused kernel saves, on the slowest node."""
+        """The fraction of the baseline's time that the fused kernel saves. The slowest node determines the time of the
+        fused kernel.
+        """
         return 1 - max(self.fused) / self.baseline
 
     @property
@@ -81,7 +87,9 @@ class Times:
 
 
 def rate(numbers: Numbers, occupancy: float) -> float:
-    """Return the pooling rate of a GPU in bytes/us. occupancy: the fraction of its wavefronts that are active."""
+    """Return the rate in bytes/us at which a GPU reads rows while it pools. occupancy: the active wavefronts, as a
+    fraction of the wavefronts that the GPU can hold.
+    """
     waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
     in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
     crowded = min(1.0, max(0.0, (occupancy - _CALM) / (_CROWDED - _CALM)))
@@ -101,8 +109,8 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of two nodes with one GPU each. occupancy: the occupancy of the fused kernel; 0 for the paper's
-    value.
+    """Return the times of the operator on two nodes with one GPU each. slice_size: vectors in a slice. occupancy: the
+    occupancy of the fused kernel; 0 for the value in the paper.
     """
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
     exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]
@@ -120,7 +128,9 @@ def between_nodes(
 
 
 def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
-    """Return the time in us at which the last slice arrives. The NIC sends slices in order, each when it is ready."""
+    """Return the time in us at which a node's last slice arrives at the other node. ready_us: when each slice is pooled.
+    The NIC sends one slice at a time, in this order.
+    """
     bytes_us = 1e6 * slice_size * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"]
     each_us = bytes_us + numbers.us("nic.message")
     places = np.arange(len(ready_us))
@@ -129,14 +139,14 @@ def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
 
 
 def slice_us(numbers: Numbers) -> tuple[float, float]:
-    """Return (time to pool a slice, time to send it through the NIC)."""
+    """Return (time to pool a slice, time to send a slice through the NIC) in us."""
     pooling_us = SLICE * bag_bytes(numbers) / rate(numbers, numbers["gpu.occupancy"])
     return pooling_us, 1e6 * SLICE * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"] + numbers.us("nic.message")
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return the numbers with the NIC's time per message fitted to figure 12: with the fitted time, larger slices save as
-    much in this setting as in the figure.
+    """Return `numbers` with the NIC's time per message (nic.message) fitted to figure 12. With this time, slices of 64
+    vectors save as much time relative to slices of 4 as in the figure. setting: the size of the operator in the figure.
     """
 
     def saving(us: float) -> float:
@@ -152,8 +162,9 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of GPUs of one node. Each table has its own kernel, which stores vectors directly in the memory
-    of the GPUs that need them. So there is no NIC and no shuffle.
+    """Return the times of the operator on the GPUs of one node. The fused operator has a kernel for each table, which
+    stores vectors directly into the memory of the GPUs that need them. So it needs no NIC, and no shuffle of received
+    vectors.
     """
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks
@@ -165,7 +176,7 @@ def in_a_node(setting: Setting, numbers: Numbers) -> Times:
 
 
 def _tables_us(setting: Setting, numbers: Numbers) -> tuple[float, float]:
-    """Return (time of all tables' kernels, time of their launches) in us."""
+    """Return (time in which the kernels of all tables read and pool rows, time of their launches) in us."""
     waves = setting.batch * numbers["model.dim"] / 64  # a wavefront for 64 columns of a bag
     filled = min(1.0, waves / (numbers["gpu.units"] * numbers["gpu.waves"]))
     return setting.vectors * bag_bytes(numbers) / rate(numbers, filled), setting.tables * numbers.us("gpu.launch")
@@ -176,7 +187,9 @@ def _unfused_pooling_us(setting: Setting, numbers: Numbers) -> float:
 
 
 def _shuffle_us(setting: Setting, numbers: Numbers) -> float:
-    """Return the time to read and write the received vectors."""
+    """Return the time in us of the baseline's shuffle, which reads the received vectors and writes them in the layout of
+    the output.
+    """
     return numbers.us("gpu.launch") + _memory_us(2 * setting.vectors * numbers["model.dim"] * FLOAT, numbers)
 
 

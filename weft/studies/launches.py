@@ -1,4 +1,4 @@
-"""Launch overhead of finer schedules: the CPU's time to launch a call, and what CUDA graphs save, from `weft bench` records.
+"""Launch overhead of schedules with many steps, from `weft bench` records: the CPU time of a call, and the savings by CUDA graphs.
 
 A schedule with more pieces has more steps, and the CPU launches each step: a GEMM, a copy, a signal or a wait. If calls are
 small, launching takes longer than the work.
@@ -22,8 +22,9 @@ _LEAST = 5  # schedules of a shape
 
 
 class LaunchRow(NamedTuple):
-    """A schedule of one shape. steps: the number of steps of one rank. cpu_us: the CPU's time to launch a queued call. ms: {mode:
-    time of a call}, for the recorded modes.
+    """The times of one schedule for one shape of an operator. steps: the number of steps that a rank launches per call.
+    cpu_us: the CPU time to launch one call, in a row of queued calls. ms: {timing mode ("queued", "single", "graph"): ms
+    per call}, for the recorded modes.
     """
 
     config: str
@@ -34,7 +35,9 @@ class LaunchRow(NamedTuple):
 
 
 def rows_of(records: Sequence[Record]) -> list[LaunchRow]:
-    """Return a row for each pinned schedule, by shape and number of steps. Raise `ValueError` if none was pinned."""
+    """Return a row for each schedule that a run selected by name, in the order of shapes, and then of numbers of steps.
+    Raise `ValueError` if no record has such a schedule.
+    """
     rows = []
     for of_config in last_runs(records, lambda r: (r["op"], r["config"], r["dtype"])).values():
         by: dict[str, dict[str, Record]] = {}
@@ -54,7 +57,7 @@ def rows_of(records: Sequence[Record]) -> list[LaunchRow]:
 
 
 def _steps(r: Record, variant: str) -> int | None:
-    """Return the number of steps of a rank; None if the variant pins no schedule."""
+    """Return the number of steps of a rank in the schedule `variant`; None if the variant is not a schedule's name."""
     p = described(r["op"], m=r["m"], n=r["n"], k=r["k"], ranks=r["ranks"], dtype=r["dtype"])
     try:
         return sum(len(lane.steps) for lane in named(p, variant).build().of_rank(0))
@@ -88,7 +91,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def claims(rows: Sequence[LaunchRow]) -> list[Claim]:
-    """Return the paper's claims on launch overhead, as far as recorded."""
+    """Return the paper's claims on launch overhead with the recorded numbers. Claims without records are left out."""
     by: dict[str, list[LaunchRow]] = {}
     for row in rows:
         by.setdefault(row.config, []).append(row)
@@ -116,5 +119,5 @@ def claims(rows: Sequence[LaunchRow]) -> list[Claim]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     return block(notes(records), tables(rows_of(records)))

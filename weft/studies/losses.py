@@ -4,7 +4,7 @@ docs/characterisation.md explains the study. Each GEMM's records become a `LossR
 and a verdict on the paper's observations:
 
 - A trend over GEMMs is tested by rank correlation (Spearman's rho). The claim holds if rho has the claimed sign, and at
-  most 5% of random permutations have a rho at least as large.
+  most 5% of random permutations of the GEMMs have a rho at least as large.
 - A claim about each GEMM holds if at most one GEMM in ten is an exception. In an exception the reverse holds by more than the 2%
   noise of repetitions.
 
@@ -73,10 +73,11 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 
 @dataclass(frozen=True)
 class LossRow:
-    """All measurements of one GEMM.
+    """All measurements of one GEMM and its all-gather.
 
-    ms, overlap: by variant; records may lack some variants. varies: (spread over repetitions, spread over ranks) of the time
-    of the whole GEMM, relative to its median. The spread over repetitions leaves out the shortest and the longest fifth.
+    ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both ran}.
+    Records may lack some variants. varies: how much the time of the undivided GEMM varies over repetitions, and over
+    ranks, as fractions of its median. The variation over repetitions leaves out the shortest and the longest fifth.
     """
 
     gemm: GatheredGemm
@@ -87,13 +88,15 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time divided by its baseline's time (1: no loss); None if either was not recorded."""
+        """Return a variant's time divided by its baseline's time (1: no loss); None if either was not recorded. A
+        baseline is the undivided operation, or the operation alone (`BASELINES`).
+        """
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[LossRow]:
-    """Return a row per GEMM from its last run, in the order of first appearance."""
+    """Return a row for each GEMM from its last run, in the order of first appearance."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
@@ -166,8 +169,8 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table with a line for each row, and means. losses: {column: variant whose loss it shows}. first, last: the
-    columns before and after these.
+    """Return a table with a line for each GEMM, and the mean losses here and in the paper. losses: {column: variant whose
+    loss it shows}. first, last: the columns before and after the losses.
     """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
@@ -183,7 +186,9 @@ def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[st
 
 
 class Claim(NamedTuple):
-    """A claim of the paper. held: None if there are too few GEMMs for a verdict."""
+    """An observation of the paper, and whether it holds here. text: the observation. where: its section. held: None if
+    there are too few GEMMs for a verdict. numbers: the result here, as text.
+    """
 
     where: str
     text: str
@@ -244,8 +249,8 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section `where` of an observation, or "not in the paper" for copies by kernel, which the paper does not
-    study.
+    """Return the section `where` in which the paper makes an observation. For copies by kernel (`by`), which the paper
+    does not study, return "not in the paper".
     """
     return "not in the paper" if by == "kernel" else where
 
@@ -268,9 +273,10 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """Return the fraction of permutations of `y` whose rank correlation with `x`, times `sign`, is at least that of `y`.
+    """Return the p-value of a rank correlation between `x` and `y`, with the claimed sign 1 or -1.
 
-    sign: 1 or -1, the claimed sign of the correlation.
+    The p-value is the fraction of random permutations of `y` that correlate at least as strongly with `x` as `y` does.
+    Only correlations of the claimed sign count.
     """
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
@@ -330,7 +336,9 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
 
 
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
-    """Write the four pictures as PNG files into `directory`, created if needed. `title`: a description of the run."""
+    """Write four pictures as PNG files into `directory`, created if needed: decomposition losses of GEMMs and of
+    all-gathers, contention losses, and the fractions of both losses (figures 7 to 10). title: a description of the run.
+    """
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
     written = [directory / f"{name}.png" for name, *_ in _FIGURES]
@@ -355,14 +363,18 @@ def _said(row: LossRow, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Return the fraction of each loss in the sum of both losses. A gain counts as no loss; without loss both are 0."""
+    """Return the two losses as fractions of their sum, for figure 10. decomposition, contention: factors, 1 without a
+    loss. A factor below 1 counts as no loss. Without any loss, both fractions are 0.
+    """
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0
     return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw `shares` of GEMMs cut by rows and of all-gathers by dma. For 64 pieces, use the contention loss of 8 pieces."""
+    """Draw `shares` for each GEMM and each all-gather: how much of the total loss is due to decomposition. GEMMs are cut
+    by rows, and all-gathers are copied by dma. For GEMMs in 64 pieces, the contention loss was measured with 8 pieces.
+    """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
         "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),
@@ -383,7 +395,9 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw bars from 1 (no loss). The axis is logarithmic if losses differ much."""
+    """Draw losses as bars from 1 (no loss), for each label a bar of each series in `losses`. The axis is logarithmic if
+    losses differ much.
+    """
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")

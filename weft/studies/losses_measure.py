@@ -1,14 +1,14 @@
 """Measurement of the decomposition and contention losses of one GEMM and its all-gather.
 
-    decomposition loss  time of the pieces, one after the other and alone, divided by the time of the whole
-    contention loss     time of the same pieces while the other side is busy, divided by their time alone
+    decomposition loss  time of the pieces, one after the other and alone, divided by the time of the undivided operation
+    contention loss     time of the same pieces while the other operation runs concurrently, divided by their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-Each repetition runs every variant once, as a lane (`StudyLane`) with a fixed number of calls. For concurrent runs, the
-numbers of calls are chosen such that the lanes of the GEMM and of the all-gather take equally long. Only the time in
-which both lanes run is used; timestamps of calls show the progress of each lane in this time. The fraction of time in
-which both run is recorded as `overlap`.
+Each repetition runs every variant once. A variant has a lane (`StudyLane`): a series of equal calls that run one after the
+other. For contention, two lanes run concurrently: one for the GEMM and one for the all-gather. Their numbers of calls are
+chosen such that both lanes take equally long. Only the time in which both lanes run is used; timestamps of calls show the
+progress of each lane in this time. The fraction of time in which both run is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ _LONGEST_SLEEP_S = 0.05
 
 @dataclass(eq=False)
 class StudyLane:
-    """A lane: a series of calls that run one after the other, `call` `count` times. Lanes may run concurrently.
+    """A lane: a series of equal calls that run one after the other. `call` runs `count` times. Lanes may run
+    concurrently.
 
-    by: the resource that the lane uses. enqueue_s: the CPU time to enqueue the last run, if calls are asynchronous.
+    by: the kind of work: "gemm", or the transport of an all-gather. enqueue_s: the CPU time to enqueue the lane's last
+    run on a GPU.
     """
 
     call: Call
@@ -58,14 +60,14 @@ class StudyLane:
 
 
 def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
-    """Return the bytes of a rank's shard, rounded up so that its pieces are equal and aligned."""
+    """Return the bytes of a rank's shard in the all-gather, rounded up so that its `pieces` pieces are equal and aligned."""
     multiple = pieces * _PIECE_MULTIPLE
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """The memory of a rank for all-gathers: its shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all
-    shards, which NCCL or gloo fills.
+    """A rank's side of the all-gathers: it owns their memory, and runs lanes. The memory holds the rank's shard of
+    `nbytes`, and twice all gathered shards: symmetric memory for copies by peers, and ordinary memory for NCCL or gloo.
 
     A context manager. All ranks must construct it.
     """
@@ -82,7 +84,9 @@ class Side(AbstractContextManager["Side"], ABC):
         self._box.close()
 
     def gather(self, by: By, pieces: int) -> Call:
-        """Return a call that gathers the shards of all ranks in `pieces` equal pieces."""
+        """Return a call that gathers the shards of all ranks. Each shard is sent in `pieces` equal pieces, one after the
+        other.
+        """
         size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
@@ -95,7 +99,9 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. All ranks must make this call."""
+        """Run the all-gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. All ranks must make
+        this call.
+        """
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
@@ -114,7 +120,7 @@ class Side(AbstractContextManager["Side"], ABC):
         self.ranks.meet()  # otherwise the next check would clear memory that a peer still reads
 
     def _bytes_of(self, rank: int) -> torch.Tensor:
-        """Return the shard of `rank`: 32-bit words, each unique over all ranks."""
+        """Return the contents of `rank`'s shard: 32-bit words, each unique over all ranks."""
         words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
@@ -129,8 +135,8 @@ class Side(AbstractContextManager["Side"], ABC):
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Start the lanes together. Return a list for each lane: its start, then the end of each of its calls. All times are
-        seconds of one clock.
+        """Run the lanes concurrently. Return for each lane the timestamps of its start and of the end of each call, in
+        seconds. All lanes have the same clock.
         """
 
 
@@ -194,7 +200,9 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run the lanes after a sleep kernel that lasts as long as enqueueing the lanes took last time, up to 50 ms."""
+        """Enqueue the lanes while a sleep kernel occupies the GPU, so that the lanes start together and never wait for
+        the CPU. The sleep lasts as long as enqueueing the same lanes took last time, up to 50 ms.
+        """
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -219,8 +227,8 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Return an order of calls, as indices of lanes. Each lane occurs as often as its count, and the next lane is
-    always the lane with the least relative progress.
+    """Return an order in which one thread runs the calls of several lanes, so that all lanes progress equally. counts:
+    the number of calls of each lane. The result has an index of a lane for each call.
     """
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
@@ -278,8 +286,9 @@ BASELINES = (
 class Found:
     """The results of one GEMM by variant, equal on all ranks.
 
-    timings: the times of a call, which is the sequence of all pieces. overlap: for concurrent lanes, the median
-        fraction of time in which both run, on the rank where it is smallest. errors: see `check_cuts`.
+    timings: {variant: the time of the complete operation, with all its pieces}. overlap: {variant with two concurrent
+    lanes: fraction of time in which both run}. This is the median over repetitions, on the rank where it is smallest.
+    errors: see `check_cuts`.
     """
 
     timings: dict[str, Timing]
@@ -291,8 +300,8 @@ class Found:
 class MeasuringEffort(NamedTuple):
     """The duration of measurements.
 
-    alone_s, beside_s: the shortest duration of a lane, alone and concurrent with another lane. repetitions: the number
-        of repetitions, without the first, which is discarded.
+    alone_s, beside_s: the least time in seconds that a lane runs, alone and concurrent with another lane. repetitions:
+    the number of repetitions that are recorded. One more runs before them, and is discarded.
     """
 
     alone_s: float
@@ -336,9 +345,10 @@ def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: Measur
 def make_lanes(
     alone: dict[str, StudyLane], side: Side, effort: MeasuringEffort
 ) -> dict[str, tuple[StudyLane, StudyLane]]:
-    """Set the number of calls of the lanes that run alone. Return {variant: pair of lanes that run concurrently}.
+    """Choose numbers of calls so that lanes run long enough, and make the pairs of lanes for contention. Return {variant:
+    (lane of the GEMM, lane of the all-gather)}.
 
-    All ranks must make this call.
+    alone: {variant: lane that runs alone}, whose `count` is set here. All ranks must make this call.
     """
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
@@ -359,9 +369,10 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Return {variant: seconds of a call in each repetition, or for pairs the values of `together`}.
-
-    Each repetition starts with another variant."""
+    """Run all variants in each repetition, starting with another variant each time. Return {variant: its values}. A
+    variant with one lane has the seconds of a call for each repetition. A pair has the three values of `together` for
+    each repetition.
+    """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
@@ -374,8 +385,8 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Run two lanes concurrently, and return the result of `together`. Raise `RuntimeError` if no attempt has enough overlap on
-    every rank.
+    """Run two lanes concurrently, and return the result of `together`. If they overlap too little, try again with more
+    calls. Raise `RuntimeError` if no attempt has enough overlap on every rank.
     """
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
@@ -391,10 +402,11 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Return [seconds of a GEMM, seconds of an all-gather, while both lanes ran; fraction of the time in which both ran].
+    """Return [seconds of a GEMM, seconds of an all-gather, overlap]. Both times are means over the time in which both
+    lanes ran. The overlap is this time as a fraction of the whole time.
 
-    gemm, gather: a lane's start and the end of each of its calls. Progress between two timestamps is assumed to be
-        linear.
+    gemm, gather: the timestamps of a lane's start and of the end of each call, in seconds. Progress between two
+    timestamps is assumed to be linear.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -405,10 +417,10 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Increase the number of calls of the lane that ended first, then multiply both numbers by `longer`. All ranks must
-    make this call.
+    """Change the numbers of calls so that both lanes take equally long: as long as the slower lane did, times `longer`.
+    All ranks must make this call.
 
-    marks: for each lane, its start and the end of each of its calls.
+    marks: for each lane, the timestamps of its start and of the end of each call in the last run.
     """
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
@@ -423,8 +435,7 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
-    The lane runs twice, and the second result is returned, because the first call may load a kernel or find memory
-    cold.
+    The lane runs twice, and the second result is returned. In the first run, kernels may be loaded, and caches are cold.
     """
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
@@ -439,7 +450,7 @@ def _play_alone(lane: StudyLane, side: Side) -> list[float]:
 
 
 class Matrices:
-    """A and B of random numbers, and torch calls that multiply them into one result."""
+    """Random A and B, one output matrix, and calls of torch that multiply A and B undivided or in pieces."""
 
     def __init__(self, gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -451,8 +462,9 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return a call that computes the GEMM in pieces of A. cut: "rows": each piece is a separate GEMM. "columns":
-        the pieces accumulate into the result.
+        """Return a call that computes the GEMM in pieces. cut: "rows": A is cut into blocks of rows, and each piece
+        computes its rows of the output. "columns": A is cut into blocks of columns, and the pieces' products accumulate
+        in the output.
         """
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
@@ -462,13 +474,14 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Return {name of a cut: its error relative to the undivided GEMM}. Each error is the maximum over ranks. All ranks must
-    make this call.
+    """Compare the GEMM in pieces with the undivided GEMM. Return {name of a cut: error}, the largest over ranks. All
+    ranks must make this call.
 
-    Errors are root mean squares, divided by the root mean square of the undivided result. The limit is the sum of two terms. The
-    first is the dtype's eps x sqrt(accumulated pieces), because each accumulation rounds. The second is fp32's eps x sqrt(K),
-    because cuBLAS may sum in another order. With at most 64 pieces (`CUTS`), a missing piece would cause an error of about
-    1 / sqrt(64) = 0.125 or more. Raise `RuntimeError` if an error is above the limit.
+    The error is the root mean square of the difference, divided by the root mean square of the undivided result. Its
+    limit is the sum of two terms. The first is the dtype's eps x sqrt(accumulated pieces), because each accumulation
+    rounds. The second is fp32's eps x sqrt(K), because cuBLAS may sum in another order. With at most 64 pieces (`CUTS`),
+    a missing piece would cause an error of about 1 / sqrt(64) = 0.125 or more. Raise `RuntimeError` if an error is above
+    the limit.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]

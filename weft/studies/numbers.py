@@ -15,15 +15,16 @@ from weft.reading import parse_toml
 
 @dataclass(frozen=True)
 class Numbers(Quantities):
-    """Quantities by key, in bytes, seconds, bytes/s or FLOP/s.
+    """The numbers of a model by key, in SI units: bytes, seconds, bytes/s or FLOP/s. A key is "group.name", as in the
+    TOML file.
 
-    numbers = load_numbers("fused_embedding.toml")
-    numbers["nic.bandwidth"]               20e9
-    numbers.scaled("nic.bandwidth", 0.8)   the numbers with 0.8 times that value
+        numbers = load_numbers("fused_embedding.toml")
+        numbers["nic.bandwidth"]               20e9
+        numbers.scaled("nic.bandwidth", 0.8)   a copy in which this number is multiplied by 0.8
     """
 
     def with_value(self, key: str, value: float) -> Numbers:
-        """Return the numbers with another value for `key`, in the unit of `key`."""
+        """Return a copy with another value for `key`, in the unit that the file uses for `key`."""
         self[key]
         return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
 
@@ -39,7 +40,7 @@ class Numbers(Quantities):
 
     @property
     def assumed(self) -> list[int]:
-        """Return [number of assumed numbers, number of all numbers], as stored in records."""
+        """Return [number of assumed numbers, number of all numbers]. Records store this pair."""
         return [len(list(self.of_source("assumed"))), len(self.quantities)]
 
 

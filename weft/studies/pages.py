@@ -25,9 +25,10 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Context manager: yield the axes of stacked panels, and at the end write the PNG file `path`. Create its folder if needed.
+    """Create a picture, as a context manager: yield a list of axes, one for each of `panels` stacked panels, and then
+    write the PNG file `path`. Create its folder if needed.
 
-    " (log)" or similar is added to the labels of logarithmic axes.
+    size: (width, height) in inches. The labels of logarithmic axes get the suffix "logarithmic axis".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
@@ -49,7 +50,9 @@ def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -
 def bars(
     axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
 ) -> list[Any]:
-    """Draw a bar of each group at each label, from `base` on, and a line at 1. Return the bars of each group."""
+    """Draw grouped bars, with a line at 1. groups: {name in the legend: a height for each label}. base: the value at
+    which bars begin. Return the bars of each group.
+    """
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
         places = np.arange(len(labels)) + (i - (len(groups) - 1) / 2) * width
@@ -61,7 +64,7 @@ def bars(
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
-    """Return the fields that are equal in all records of one simulated run."""
+    """Return the fields that all records of one simulated run of operator `op` share."""
     quantities = list[Quantity](machine[key] for key in machine)
     return {
         **head_of(op, machine.name, [sum(one.source == "assumed" for one in quantities), len(quantities)]),
@@ -70,7 +73,9 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
-    """Return the common fields of simulated records. assumed: [number of assumed numbers, number of all numbers]."""
+    """Return the fields that all records of one simulated run share, whatever its model. assumed: [number of assumed
+    numbers, number of all numbers].
+    """
     code = provenance()
     return {
         "op": op, "mode": "queued", "device": "simulated", "machine": machine, "run": uuid.uuid4().hex[:12],
@@ -81,7 +86,9 @@ def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
 
 
 def scaled(machine: Machine, key: str, factor: float) -> Machine:
-    """Return the machine with the number `key` multiplied by `factor`. Counts of at least 4 are rounded."""
+    """Return the machine with the number `key` multiplied by `factor`, for sensitivity analyses. Counts of 4 or more are
+    rounded to integers.
+    """
     one = machine[key]
     value = one.value * factor
     whole = one.unit == "1" and one.value >= 4 and one.value == int(one.value)
@@ -90,9 +97,11 @@ def scaled(machine: Machine, key: str, factor: float) -> Machine:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """Return the model of a machine.
+    """Return the simulator's model of `ranks` GPUs of a machine. topology: the name of another topology than the
+    machine's own.
 
-    Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a missing number."""
+    Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a missing number.
+    """
     try:
         model = model_of(machine, ranks)
         if topology is not None:
@@ -104,8 +113,8 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
 
 
 def last_run(records: Sequence[Record], study: str, what: str, command: str) -> list[Record]:
-    """Return the records of the last run of `study`; raise `ValueError` if there are none. what: the study's subject.
-    command: its name in `weft reproduce`.
+    """Return the records of the last run of `study`. Raise `ValueError` if there are none. what, command: the study's
+    subject and its name in `weft reproduce`, for this error.
     """
     mine = [record for record in records if record.get("study") == study]
     if not mine:
@@ -114,7 +123,9 @@ def last_run(records: Sequence[Record], study: str, what: str, command: str) -> 
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """Return sentences on the source of the numbers. ranks: the numbers of ranks as text, if they differ between records."""
+    """Return sentences for the report that say how its numbers were obtained. last: a record of the run. ranks: the
+    numbers of ranks as text, if records differ in them.
+    """
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
         return f"Measured on {last['machine']}, {of} ranks, {last['dtype']}, queued; {at}."
@@ -122,7 +133,9 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def where_simulated(last: Record, of: str, more: str = "") -> str:
-    """Return sentences on the source of simulated numbers. of: machines and dtype. more: a clause on the machine file."""
+    """Return sentences for the report on how its numbers were simulated. of: the machines and the dtype. more: text to
+    append about the assumed numbers.
+    """
     assumed, known = last["assumed"]
     return (
         f"Simulated: {of}; commit {last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} "
@@ -131,7 +144,9 @@ def where_simulated(last: Record, of: str, more: str = "") -> str:
 
 
 def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
-    """Return a block of a page: the text between two markers, with tables in Markdown."""
+    """Return the generated part of a report, as Markdown: the paragraphs `first`, the tables with their titles, and the
+    paragraphs `last`.
+    """
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

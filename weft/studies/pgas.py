@@ -1,13 +1,16 @@
-"""PGAS embedding retrieval on V100s: simulated weak and strong scaling, bounds, and the implied rate of the paper's baseline.
+"""PGAS embedding retrieval on V100s: simulated weak and strong scaling, upper bounds of the speedup, and the rate at which
+the paper's baseline must have communicated.
 
 The paper's baseline pools, calls an all-to-all and unpacks; `serial` models it. `direct` stores pooled vectors in the
-peers' outputs, as PGAS does. The V100's links bound the speedup over a baseline at full link rate. The paper's speedup
-is higher. So the paper's baseline must communicate below link rate, and the model is not fitted to this speedup. The
-speedup implies the rate of the paper's baseline:
+peers' outputs while it pools, as the paper's PGAS kernel does. If the baseline communicated at the full rate of the V100's
+links, the links would bound the speedup of `direct`. The paper's speedup is above this bound, so the paper's baseline must
+communicate below link rate. The model is not fitted to the paper's speedup. Instead, the rate of the paper's baseline is
+computed from it:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 
-Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems", IV.
+Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems",
+IV.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scaling experiment. tables: the total number of tables, given the number of ranks. rows: the mean rows per bag."""
+    """A scaling experiment of the paper, and its results. tables: a function from the number of ranks to the number of
+    tables of all ranks. rows: the mean number of rows in a bag. speedups: {number of ranks: the paper's speedup}. mean:
+    their mean. where: the section.
+    """
 
     name: str
     tables: Callable[[int], int]
@@ -60,10 +66,11 @@ speedups, mean: the paper's speedups of PGAS over its baseline."""
 
 @dataclass(frozen=True)
 class PgasRow:
-    """The results for one number of GPUs.
+    """The results for one scaling experiment on one number of GPUs.
 
-    Times in us: pooling and unpacking at memory rate, exchange at link rate; serial and direct are simulated. sent: the
-    bytes that a rank sends. link_sent: the bytes over the rank's fullest link.
+    Times are in us. pooling, unpacking: lower bounds at the memory's rate. exchange: a lower bound at the links' rate.
+    serial, direct: simulated times of the baseline and of the PGAS kernel. sent: the bytes that a rank sends to all
+    peers. link_sent: the bytes on the rank's link with the most bytes.
     """
 
     scaling: str
@@ -82,14 +89,16 @@ class PgasRow:
 
     @property
     def sending(self) -> float:
-        """The time in us in which `direct` sends. The rank's own samples come last, and their pooling at memory rate is
-        excluded.
+        """The time in us in which `direct` sends. The kernel pools the rank's own samples last, so their pooling time is
+        subtracted.
         """
         return self.direct - self.pooling / self.ranks
 
     @property
     def bound(self) -> float:
-        """The speedup without overheads: the sum of all parts, divided by the longer of pooling and exchange."""
+        """The largest possible speedup: pooling, exchange and unpacking one after the other, divided by the longer of
+        pooling and exchange.
+        """
         return (self.pooling + self.exchange + self.unpacking) / max(self.pooling, self.exchange)
 
 
@@ -165,7 +174,9 @@ def rows_of(records: Sequence[Record]) -> PgasRows:
 
 
 def implied_gbps(row: PgasRow, speedup: float) -> float:
-    """Return the baseline's GB/s per rank that the paper's `speedup` implies, given the simulated time of `direct`."""
+    """Return the rate in GB/s per rank at which the paper's baseline must have communicated to give the paper's
+    `speedup`. The rest of the time is as in the simulation.
+    """
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 
 
@@ -304,7 +315,9 @@ def _machine_table() -> ResultTable:
 
 
 def conclusions(found: PgasRows) -> list[str]:
-    """Return sentences on the reproduced claims and on the rate of the paper's baseline."""
+    """Return sentences for the report: how many claims are reproduced, and which rate the paper's speedups imply for its
+    baseline.
+    """
     made = claims(found)
     two = found.rows["weak", 2]
     rate = implied_gbps(two, SCALINGS[0].speedups[2])
@@ -322,13 +335,17 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     found = rows_of(records)
     return block(notes(records), tables(found)[1:], conclusions(found))  # docs/reproduction.md has the claims
 
 
 def draw(directory: Path, found: PgasRows, title: str) -> list[Path]:
-    """Write figures 5 and 8 (scaling), 6 and 9 (parts), and 7 and 10 (volume over time) into `directory`, created if needed."""
+    """Write the pictures into `directory`, created if needed. title: a description of the run.
+
+    For weak and strong scaling they show the speedups (figures 5 and 8), the times of the parts (6 and 9), and the bytes
+    sent over time (7 and 10).
+    """
     paths = [directory / "figure-5-scaling.png", directory / "figure-7-volume.png"]
     with figure(paths[0], f"{title} (figures 5, 6, 8, 9)", (9, 8), 2) as axes:
         for axis, scaling in zip(axes, SCALINGS, strict=True):

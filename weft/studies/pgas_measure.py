@@ -1,19 +1,19 @@
 """PGAS embedding retrieval measured on one and two GPUs, at the paper's sizes: figures 4 to 10.
 
-| figure | here | what is measured |
+| figure or section | name of the parts here | what is measured |
 |---|---|---|
-| 5, 6, 7 | weak | 64 tables of each GPU: times, the baseline's components, and bytes over time |
-| 8, 9, 10 | strong | 96 tables in all: the same |
-| III-A | batch | components at smaller batches, where launches and synchronisation dominate |
-| IV-A | width | the same bytes as vectors of several widths, with one row a bag: the cost of small messages |
-| 4, IV | dlrm | inference over 100 batches, with the dense MLP before the retrieval or beside it |
+| 5, 6, 7 | weak | weak scaling, with 64 tables on each GPU: times, the baseline's components, and bytes sent over time |
+| 8, 9, 10 | strong | strong scaling, with 96 tables in all: the same measurements |
+| III-A | batch | the baseline's components for small batches, in which launches and synchronisation dominate |
+| IV-A | width | the cost of small messages: vectors of several widths with equal bytes in total, and one row in each bag |
+| 4, IV | dlrm | inference over 100 batches, with the dense MLP before the retrieval or concurrent with it |
 
 The baseline is the paper's: EmbeddingBagCollection (an `nn.EmbeddingBag` for each table), an all-to-all with
-`async_op=True`, a wait, and unpacking. Its components are found by the paper's method. The communication phase is
-timed as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference is
-the communication. For `direct` the kernel records when its bytes leave.
+`async_op=True`, a wait, and unpacking. Its components are found by the paper's method. The phase after pooling is timed
+as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference of both
+times is the communication. The `direct` and `put` kernels record when they send their bytes.
 
-On one GPU each rank measures alone, both at the same time, and rank 0's times are recorded.
+For results on one GPU, both ranks measure alone at the same time, and rank 0's times are recorded.
 
 Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
 Systems", III-A, IV.
@@ -103,10 +103,11 @@ class _Pgas(MeasuredStudy):
 
 
 def components(built: Mapping[str, Variant]) -> dict[str, Call]:
-    """Return the calls of the paper's breakdown of its baseline, and the pooling of one kernel for all tables.
+    """Return the calls whose times give the paper's breakdown of its baseline, and the pooling of variant `batched`,
+    which has one kernel for all tables.
 
-    computation: pooling. phase: the all-to-all, the wait and unpacking. one float: the same phase, with an all-to-all of a
-    single float for each rank.
+    computation: the baseline's pooling. phase: the baseline's all-to-all, wait and unpacking. one float: the same phase
+    with an all-to-all that sends a single float to each rank. exchange: the all-to-all alone.
     """
     baseline = built.get(ASYNCHRONOUS, built[BASELINE])
     assert isinstance(baseline, SerialVariant)
@@ -162,7 +163,9 @@ def _retrieval(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
 
 
 class _Dlrm(nn.Module):
-    """The dense part of a DLRM: the bottom MLP of dense features, dot products of all pairs of vectors, and the top MLP."""
+    """The part of a DLRM without embeddings: the bottom MLP of the dense features, dot products of all pairs of vectors,
+    and the top MLP.
+    """
 
     places: torch.Tensor
 
@@ -174,7 +177,9 @@ class _Dlrm(nn.Module):
         self.register_buffer("places", first * (features + 1) + second)
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the predictions [batch, 1]. dense: the output of `bottom`. pooled: [batch, features * dim]."""
+        """Return the predictions [batch, 1]. dense: the output of the bottom MLP [batch, dim]. pooled: the pooled vectors
+        of all tables [batch, features * dim].
+        """
         vectors = torch.cat([dense, pooled], dim=1).view(len(dense), -1, dense.shape[1])
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         out: torch.Tensor = self.top(torch.cat([dense, products[:, self.places]], dim=1))
@@ -189,7 +194,7 @@ def _mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 class _Inference(EmbeddingData):
-    """The retrieval, and the dense part of a DLRM with the same weights on all ranks."""
+    """The data of DLRM inference: tables and bags for the retrieval, and an MLP part with the same weights on all ranks."""
 
     def __init__(self, work: EmbeddingData) -> None:
         self.__dict__.update(work.__dict__)
@@ -202,7 +207,7 @@ class _Inference(EmbeddingData):
             self.dense = [torch.rand(self.local_batch, _DENSE, device=device) for _ in range(self.input_sets)]
 
     def reference(self, which: int) -> torch.Tensor:
-        """Return the predictions in float64, from vectors in float64."""
+        """Return the predictions for the input set with index `which`, computed in float64 from float64 vectors."""
         model = self.model.double()
         out: torch.Tensor = model(model.bottom(self.dense[which].double()), self.of_pooled.reference(which))
         self.model.float()
@@ -216,8 +221,8 @@ class _Inference(EmbeddingData):
 
 
 class _Pipeline:
-    """One way to run a batch. retrieve: the variant that retrieves the vectors. beside: True to run the dense MLP on a separate
-    stream.
+    """One way to run inference on a batch. retrieve: the variant that pools and exchanges the vectors. beside: True to
+    run the bottom MLP concurrently on a separate stream.
     """
 
     def __init__(self, work: _Inference, retrieve: Variant, beside: bool) -> None:
@@ -256,8 +261,8 @@ class _Pipeline:
 def _inference(
     part: Part, work: EmbeddingData, repetitions: int, batches: int, step: Step
 ) -> tuple[Times, dict[str, Record]]:
-    """Time `batches` batches of each pipeline, which cycle through the input sets. Return (times per batch, further fields
-    of each pipeline).
+    """Time DLRM inference over `batches` batches with each pipeline. The batches cycle through the input sets. Return
+    (times per batch, {pipeline: further fields of its record}).
     """
     step(f"{part.name}: checking every variant", 0)
     model = _Inference(work)

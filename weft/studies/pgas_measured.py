@@ -36,12 +36,14 @@ _SCALINGS = (
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return each configuration's last run; raise `ValueError` if there are no records."""
+    """Return the last run of each configuration; raise `ValueError` if there are no records."""
     return rows_of_study(records, STUDY, "PGAS retrieval")
 
 
 class Parts(NamedTuple):
-    """The baseline's components in ms, by the paper's method, with a synchronisation in each call."""
+    """The times of the baseline's parts in ms: computation, communication, and synchronisation with unpacking. They are
+    measured by the paper's method (`weft.studies.pgas_measure`), in which the host waits for the device in each call.
+    """
 
     computation: float
     communication: float
@@ -52,7 +54,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(by: Mapping[str, Record]) -> Parts | None:
-    """Return the components of a configuration; None if they were not measured."""
+    """Return the times of the baseline's parts in one configuration; None if they were not measured."""
     names = (COMPUTATION, "phase", "one float", BASELINE, "direct", "batched computation")
     if any("single_ms" not in by.get(name, {}) for name in names):
         return None
@@ -61,7 +63,9 @@ def parts_of(by: Mapping[str, Record]) -> Parts | None:
 
 
 def sending_share(record: Record) -> float | None:
-    """Return the share of the kernel's time in which its bytes leave; None without a curve of bytes."""
+    """Return the fraction of the kernel's time until 99% of its bytes have been sent; None if the record has no bytes
+    over time.
+    """
     if "us" not in record:
         return None
     total = record["sent_mb"][-1]
@@ -70,7 +74,9 @@ def sending_share(record: Record) -> float | None:
 
 
 def peak_gbps(record: Record) -> float | None:
-    """Return the highest rate at which bytes leave, over a fiftieth of the kernel's time; None without a curve of bytes."""
+    """Return the highest rate in GB/s at which the kernel sends, as a mean over a fiftieth of its time. None if the
+    record has no bytes over time.
+    """
     if "us" not in record:
         return None
     step = record["us"][1] - record["us"][0]
@@ -78,8 +84,8 @@ def peak_gbps(record: Record) -> float | None:
 
 
 def peak_claim(what: str, where: str, by: Mapping[str, Record]) -> Claim | None:
-    """Return the claim that `direct` needs less bandwidth at its peak than NCCL's all-to-all on average; None if this was not
-    measured.
+    """Return the claim that the peak rate of `direct` is below the mean rate of NCCL's all-to-all, so that `direct` needs
+    less bandwidth. Return None if either was not measured.
     """
     peak = peak_gbps(by.get("direct", {}))
     if peak is None or "exchange" not in by:
@@ -89,7 +95,7 @@ def peak_claim(what: str, where: str, by: Mapping[str, Record]) -> Claim | None:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the paper's claims, as far as they were measured."""
+    """Return the paper's claims with the measured numbers. Claims without measurements are left out."""
     return [*(claim for scaling in _SCALINGS for claim in _of_scaling(scaling, rows)), *_of_others(rows)]
 
 
@@ -279,13 +285,13 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), conclusions(rows))
 
 
 def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
-    """Write pictures of bytes over time (figures 7, 10) into `directory`, created if needed."""
+    """Write pictures of the bytes sent over time (figures 7 and 10) into `directory`, created if needed."""
     shown = [
         (scaling, by) for scaling in _SCALINGS if "us" in (by := rows.get((scaling.name, "2"), {})).get("direct", {})
     ]

@@ -1,10 +1,11 @@
 """Power and memory traffic of schedules on GPUs, from records of `weft bench OP --counters`.
 
-The driver counts reads and writes of memory together, on the whole GPU. So the tables show them next to the bytes that
-the simulator computes from the schedule (`weft.sim.traffic`). Rows without a schedule are calls that run alone.
+The counters are those of the GPU's driver. They count reads and writes of memory together, on the whole GPU. So the tables
+also show the bytes that the simulator computes from the schedule (`weft.sim.traffic`). Rows without a schedule are parts of
+the operator that run alone, such as the GEMM.
 
-Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 6.2 and figure 18 (memory
-traffic). "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VIII-B (power).
+Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 6.2 and figure 18
+(memory traffic). "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VIII-B (power).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone",
 
 
 class PowerRow(NamedTuple):
-    """The power and the traffic of a call of operator `op`.
+    """The driver's counters during calls of one variant of operator `op`, or of a part of it alone.
 
-    schedule: the schedule that ran; None for calls alone. computed_bytes: None if weft cannot compute it.
+    schedule: the schedule that ran; None for a part alone. counters: power, and memory bytes per call. computed_bytes:
+    the memory bytes per call that the simulator computes from the schedule; None if it cannot.
     """
 
     op: str
@@ -46,7 +48,9 @@ class PowerRow(NamedTuple):
 
 
 def rows_of(records: Sequence[Record]) -> list[PowerRow]:
-    """Return a row for each call of each configuration's last run. Raise `ValueError` if no record has counters."""
+    """Return a row for each variant, and for each part alone, in each configuration's last run. Raise `ValueError` if no
+    record has counters.
+    """
     mine = [r for r in records if r.get("counters")]
     if not mine:
         raise ValueError("no record has the driver's counters: run weft bench with --counters")
@@ -116,7 +120,9 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def claims(rows: Sequence[PowerRow]) -> list[Claim]:
-    """Return the papers' claims on traffic (GEMM + reduce-scatter) and on power (all-gather + GEMM), as far as recorded."""
+    """Return the papers' claims on memory traffic (GEMM + reduce-scatter) and on power (all-gather + GEMM). Claims
+    without records are left out.
+    """
     configs: dict[tuple[str, str], dict[str, PowerRow]] = {}
     for row in rows:
         configs.setdefault((row.op, row.config), {})[row.variant] = row
@@ -128,7 +134,9 @@ def claims(rows: Sequence[PowerRow]) -> list[Claim]:
 
 
 def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
-    """Return T3's claim on memory accesses, for the chosen schedule and for tracked GEMMs."""
+    """Return T3's claim that it saves memory accesses, once for weft's choice of schedule, and once for schedules with
+    tracked GEMMs, whose tiles signal the copies.
+    """
 
     def saved(what: str, begin: str) -> Claim | None:
         shares = []
@@ -145,7 +153,9 @@ def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
 
 
 def _power(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
-    """Return FiCCO's claims on power: copy engines against copying kernels, and concurrent against isolated execution."""
+    """Return FiCCO's claims on power. They compare copies by copy engines with copies by kernels, and concurrent
+    operations with operations that run alone.
+    """
     fewer, higher = list[tuple[float, float]](), list[tuple[float, float]]()
     for of in configs:
         by = {how: _of_ficco(of, how) for how in ("dma", "kernel")}
@@ -174,5 +184,5 @@ def _held(
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     return block(notes(records), tables(rows_of(records)))

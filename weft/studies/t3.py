@@ -6,18 +6,19 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     FC-2  forward, the MLP's second layer                k = 4 hidden / ranks
     FC-1  backward, the gradient of the MLP's input      k = 4 hidden / ranks
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
+          input projection's input
 
-FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward. The paper's GEMMs are in FP16, with weights
-that are not transposed.
+By default all GEMMs are in bf16, and FC-1 and IP have the weight layout of the forward pass. The paper's GEMMs are in FP16, with
+weights that are not transposed; measurements can have this dtype and this layout, too.
 
-`simulated` simulates a machine's model with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
---preset t3` measures a real machine, without the all-gather. Both have the same tables: the times of GEMM,
+`simulated` predicts times on a machine from its model, for the schedule that weft's planner selects. `weft bench
+matmul_reduce_scatter --preset t3` measures a real machine, without the all-gather. Both have the same tables: the times of GEMM,
 reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure
 18).
 
 T3's hardware has a tracker that triggers copies, and memory that adds received values to its contents (near-memory compute). In
-weft's software, tiles set signals, streams wait for the signals, and kernels add. So kernels read partial sums again, which T3's
-memory would add in place.
+weft's software, GEMM tiles set signals, copies wait for the signals in streams, and kernels add received values. So kernels read
+partial sums again, which T3's memory would add in place.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """
@@ -50,7 +51,9 @@ BACKWARD = ("FC-1", "IP")
 
 
 class Network(NamedTuple):
-    """A network of table 2. tokens: the total over all sequences of a batch."""
+    """A Transformer of the paper's table 2. tokens: the number of tokens in a batch, over all its sequences. ranks: the
+    numbers of ranks of tensor parallelism. large: True for the networks of section 6.4.
+    """
 
     name: str
     hidden: int
@@ -83,10 +86,11 @@ _ABOVE = (
 
 @dataclass(frozen=True)
 class SublayerRow:
-    """The results of one sub-layer.
+    """The results of one sub-layer. problem: its sizes. chosen: the schedule that weft selected, whose time is `weft_ms`.
 
-    gather_ms: 0 if it was not recorded. moved: ({kind: bytes of memory traffic} of serial, the same for the selected
-        schedule); None for machines without a file.
+    gather_ms: the all-gather; 0 if it was not recorded. moved: ({kind of access: bytes of memory traffic} with serial,
+    the same with `chosen`), or None for machines without a file. pinned: {schedule that was run by name: ms}. row_major:
+    True if the weights are not transposed, as in the backward pass.
     """
 
     network: Network
@@ -108,7 +112,9 @@ class SublayerRow:
         return f"{self.network.name} {self.layer}, {self.problem.world_size} ranks"
 
     def fastest(self, *begins: str) -> tuple[float, str] | None:
-        """Return (milliseconds, name) of the fastest pinned schedule whose name begins with one of `begins`."""
+        """Return (milliseconds, name) of the fastest schedule whose name begins with one of `begins`, among schedules
+        that were run by name. None if there are none.
+        """
         return min(((ms, name) for name, ms in self.pinned.items() if name.startswith(begins)), default=None)
 
     @property
@@ -123,7 +129,9 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """The fraction of the serial schedule's memory traffic that is saved, not counting the all-gather."""
+        """The fraction of serial's memory traffic that the selected schedule saves, without the all-gather; None if it is
+        unknown.
+        """
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 
@@ -140,10 +148,10 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records of serial and of the planner's choice for each sub-layer.
+    """Return two records for each sub-layer: the predicted time of serial, and of the schedule that the planner selects.
 
-    Raises `ValueError` for an unknown machine or topology. progress: a function that is called with the next sub-layer,
-    and the fraction of the work done since the last call.
+    Raises `ValueError` for an unknown machine or topology. progress: a function that is called with the name of the next
+    sub-layer, and the fraction of the work done since the last call.
     """
     machine, found = load_machine(hw), list[Record]()
     chosen = networks or NETWORKS
@@ -170,7 +178,9 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the predicted time in ms of NCCL's collective on y [m, n] alone, per call in a sequence of equal calls."""
+    """Return the predicted time in ms of NCCL's collective alone, on the GEMM's output y [m, n]. The time is that of one
+    call in a sequence of equal calls.
+    """
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")
@@ -207,7 +217,9 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
 
 
 def _names(record: Record) -> list[tuple[Network, str]]:
-    """Return the network and layer of a record: as recorded, or by its sizes. Layers of equal sizes share one name."""
+    """Return the (network, layer) pairs of a record: as recorded, or those with the record's sizes. Layers of equal
+    sizes, such as FC-1 and FC-2, share one name.
+    """
     if "layer" in record:
         return [(next(n for n in NETWORKS if n.name == record["network"]), record["layer"])]
     sizes, found = (record["m"], record["n"], record["k"]), []
@@ -233,7 +245,9 @@ def _moved(p: MatmulReduceScatter, chosen: str, machine: str) -> tuple[dict[str,
 
 
 def tables(rows: Sequence[SublayerRow]) -> list[ResultTable]:
-    """Return a table of speedups for each dtype and layout of weights, and a table of computed traffic for the first of them."""
+    """Return a table of speedups for each combination of dtype and weight layout. The first combination also has a table
+    of computed memory traffic.
+    """
     kinds = list(dict.fromkeys((row.problem.dtype, row.row_major) for row in rows))
     parts = [[row for row in rows if (row.problem.dtype, row.row_major) == kind] for kind in kinds]
     titles = [
@@ -302,7 +316,7 @@ def _moves(rows: Sequence[SublayerRow]) -> ResultTable:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return notes on the sources of the numbers, as sentences."""
+    """Return sentences for the report that say how its numbers were obtained."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
     last = mine[-1] | {"dtype": " or ".join(dict.fromkeys(r["dtype"] for r in mine))}
@@ -316,7 +330,9 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences that say which schedules weft chose, and how many sub-layers are faster than the ideal."""
+    """Return sentences for the report: which schedules weft chose, how many sub-layers are faster than the ideal, and
+    what the paper reports.
+    """
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{name} for {taken.count(name)}" for name in dict.fromkeys(taken))
     said = [f"weft's choices for {counted(len(rows), 'sub-layer')}: {count}."]
@@ -327,7 +343,9 @@ def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def _moves_say(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return a sentence on the memory traffic of weft's choices, in the rows of the table of traffic."""
+    """Return a list with one sentence on how much weft's choices change memory traffic, for the sub-layers in the table
+    of traffic. Return an empty list if the traffic is unknown.
+    """
     first = (rows[0].problem.dtype, rows[0].row_major)
     saved = [row.less_moved for row in rows if (row.problem.dtype, row.row_major) == first]
     more = [-share for share in saved if share is not None]
@@ -342,7 +360,9 @@ def _moves_say(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences on the pinned schedules of the first table: tracked GEMMs, and output maps with a GEMM per chunk."""
+    """Return sentences on two kinds of schedules that were run by name: GEMMs whose tiles signal the copies ("tracked"),
+    and output maps with a GEMM for each chunk ("direct").
+    """
     found, first = [], (rows[0].problem.dtype, rows[0].row_major)
     mine = [row for row in rows if (row.problem.dtype, row.row_major) == first]
     for title, begin in (("Tracked GEMMs", "tracked"), ("Output maps with a GEMM for each chunk", "direct")):
@@ -355,7 +375,9 @@ def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def claims(rows: Sequence[SublayerRow]) -> list[Claim]:
-    """Return the paper's claims on speedups of the first two networks (6.1), for software on two GPUs, as far as recorded."""
+    """Return the paper's claims on the speedups of Mega-GPT-2 and T-NLG (6.1), with the numbers of software on two GPUs.
+    Claims without records are left out.
+    """
     mine = [row for row in rows if not row.network.large and row.problem.dtype == "bf16" and not row.row_major]
     tracked = [row.serial_ms / best[0] for row in mine if (best := row.fastest("tracked"))]
     gains: tuple[tuple[str, str, float, Sequence[float]], ...] = (
@@ -371,13 +393,13 @@ def claims(rows: Sequence[SublayerRow]) -> list[Claim]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), [" ".join(conclusions(rows))])
 
 
 def draw(directory: Path, rows: Sequence[SublayerRow], title: str) -> list[Path]:
-    """Write figure 16 as a PNG file into `directory`, created if needed."""
+    """Write a picture of the sub-layers' speedups (figure 16) as a PNG file into `directory`, created if needed."""
     path = directory / "figure-16-speedups.png"
     ideal = "ideal: the longer of GEMM and NCCL's reduce-scatter, then the all-gather"
     heights = {ideal: [row.ideal for row in rows], "weft": [row.speedup for row in rows]}

@@ -1,6 +1,11 @@
-"""T3's claims that `t3_sublayers` does not cover: figures 4, 5, 6, 10, 14, 17, 19 and 20, the tracker, and section 7.1.
+"""T3's claims other than the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1, 6.3 to 7.5.
+They concern communication's share of an iteration (figure 4), unchanged stages of sliced GEMMs (5), compute units split
+between operations (6), and accesses of a ring step (10). Others concern the reduce-scatter alone (14), traffic over time
+(17), faster iterations (19), more compute units (20), the tracker's size, and direct reduce-scatters (section 7.1).
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1, 6.3
+to 7.5.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ _LAYER_SPEEDUPS = {"t3": "T3", "t3-mca": "T3-MCA"}
 def claims(
     small: Sequence[HardwareRow], large: Sequence[HardwareRow], found: Mapping[str, Record], gpu: TrackingGpu
 ) -> Iterator[Claim]:
-    """Yield the claims. small, large: the rows of the small and large networks. found: {name of a figure: its record}."""
+    """Yield the claims with the simulation's numbers. small: the sub-layers of Mega-GPT-2 and T-NLG. large: those of
+    GPT-3, PALM and MT-NLG. found: {name of a figure: its record}.
+    """
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)
     yield from _splits(found["6"])
@@ -74,7 +81,9 @@ def _splits(record: Record) -> Iterator[Claim]:
 
 
 def _steps(rows: Sequence[HardwareRow]) -> Claim:
-    """Return the claim that all sub-layers read and update as many bytes as figure 10 shows for each step of the ring."""
+    """Return the claim that the simulated sub-layers read and update as many bytes in memory as the paper counts for a
+    ring reduce-scatter (figure 10).
+    """
     held = True
     for row in rows:
         chunk = row.moved["sequential"]["GEMM writes"] / row.ranks
@@ -102,7 +111,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Return the claim about the sub-layer in which T3-MCA reaches the smallest fraction of the ideal's speedup."""
+    """Return the claim that names the sub-layer in which T3-MCA is furthest from the ideal's speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
@@ -156,7 +165,9 @@ def _more_units(record: Record) -> Iterator[Claim]:
 
 
 def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
-    """Return the claim that T3 with the paper's tracker is within 1% of T3 with a tracker of unlimited size."""
+    """Return the claim that the paper's tracker is large enough: T3 is at most 1% slower than with a tracker of unlimited
+    size.
+    """
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))

@@ -1,9 +1,17 @@
-"""T3's figures 5, 6, 10, 14, 17 and 20 on the model of its hardware, and the effect of each assumed number.
+"""T3's further figures on the model of its hardware, and the effect of each assumed number.
 
-`simulate_...` functions return a record's fields, and `..._table` functions make tables from these. Numbers that the paper shows
-only in pictures are omitted.
+    figure 5    work-groups and stages of a GEMM that is split over ranks
+    figure 6    compute units split between a GEMM and an all-reduce
+    figure 10   memory accesses of each step of the ring
+    figure 14   a reduce-scatter alone
+    figure 17   memory traffic over time
+    figure 20   twice the compute units
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and 7.5.
+Functions `simulate_...` return the fields of a record, and functions `..._table` make a table from such a record. Numbers
+that the paper shows only in pictures are omitted.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and
+7.5.
 """
 
 from __future__ import annotations
@@ -41,8 +49,11 @@ MORE_UNITS = 2
 
 
 def simulate_splits(gpu: TrackingGpu) -> Record:
-    """Simulate figure 6: GEMM and all-reduce, each alone on a part of the compute units, for OP and FC-2 of two
-    networks, on 8 ranks.
+    """Simulate an overlap in which GEMM and all-reduce share the GPU's compute units (figure 6). Each runs alone on its
+    part of the units.
+
+    The GEMMs are the attention's output projection (OP) and the second MLP layer (FC-2) of Mega-GPT-2 and T-NLG, on 8
+    ranks.
     """
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):
@@ -60,7 +71,10 @@ def simulate_splits(gpu: TrackingGpu) -> Record:
 
 
 def splits(record: Record) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """Return {(GEMM's units, all-reduce's units): mean (all-reduce slowdown, GEMM slowdown, speedup)}."""
+    """Return {(compute units of the GEMM, of the all-reduce): (all-reduce slowdown, GEMM slowdown, speedup)}. The values
+    are geometric means over GEMMs. Slowdowns are fractions, relative to all units. The speedup is that of the overlap
+    over one after the other.
+    """
     cells = record["cells"]
 
     def of(split: tuple[int, int]) -> list[Record]:
@@ -96,7 +110,9 @@ def splits_table(record: Record) -> ResultTable:
 
 
 def simulate_ring(gpu: TrackingGpu) -> Record:
-    """Simulate figure 14: the reduce-scatter alone on four GPUs."""
+    """Simulate a ring reduce-scatter alone on four GPUs, for several sizes, by a kernel and with near-memory adds (figure
+    14).
+    """
     found = [
         [size, reduce_scatter(size * 2**20, 4, gpu).us, reduce_scatter(size * 2**20, 4, gpu, near_memory=True).us]
         for size in MEGABYTES
@@ -105,7 +121,9 @@ def simulate_ring(gpu: TrackingGpu) -> Record:
 
 
 def ring_bound_us(record: Record, mebibytes: float) -> float:
-    """Return a lower bound in us of a ring reduce-scatter of `mebibytes` MiB on four GPUs: the time on its links."""
+    """Return a lower bound in us of the ring reduce-scatter of `mebibytes` MiB on four GPUs: the time that its bytes need
+    on the links.
+    """
     us: float = 3 * (mebibytes * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
     return us
 
@@ -122,8 +140,10 @@ def ring_table(record: Record) -> ResultTable:
 
 
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
-    """Simulate figure 17: memory traffic over time of the GEMM alone, T3 and T3-MCA, for T-NLG's FC-2 on 8 ranks, 4K
-    tokens.
+    """Simulate the memory traffic over time of one sub-layer: of its GEMM alone, with T3, and with T3-MCA (figure 17).
+    bins: the number of intervals of time in which bytes are counted.
+
+    The sub-layer is T-NLG's second MLP layer (FC-2) on 8 ranks, with 4K tokens.
     """
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
@@ -168,8 +188,10 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Simulate figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the compute units, also with faster memory and
-    with faster links.
+    """Simulate T3 on a GPU with twice the compute units ("GPU-2X-CU", figure 20). The record has further variants of this
+    GPU, with faster memory and with faster links.
+
+    The sub-layers are the attention's output projection (OP) and the second MLP layer (FC-2) of all networks.
     """
     units = {str(times): _with_units(gpu, times) for times in (1, MORE_UNITS)}
     other = other_reading()
@@ -214,9 +236,11 @@ def more_units_table(record: Record) -> ResultTable:
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
-    """Return {name: (number of layers that gain more with twice the compute units, number of layers)}.
+    """Return how many sub-layers have a larger speedup with twice the compute units, as {name: (this number, number of
+    sub-layers)}.
 
-    The names "OP" and "FC-2" stand for the gain of T3-MCA on these layers, and "ideal" for the gain of the ideal on FC-2.
+    The names "OP" (attention's output projection) and "FC-2" (second MLP layer) stand for speedups of T3-MCA on these
+    layers. The name "ideal" stands for the ideal's speedup on FC-2.
     """
     pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
     found = {}
@@ -227,7 +251,9 @@ def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
 
 
 def simulate_direct(gpu: TrackingGpu) -> Record:
-    """Simulate section 7.1: T-NLG's sub-layers with a direct reduce-scatter on a full mesh, with the ring's total bandwidth."""
+    """Simulate T-NLG's sub-layers on a full mesh, where GEMMs store each chunk directly at its owner instead of along a
+    ring (section 7.1). The mesh's links together have the bandwidth of the ring's links.
+    """
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -256,14 +282,18 @@ def direct_table(record: Record) -> ResultTable:
 
 
 def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
-    """Return the ring's output map if all ranks compute chunks in the same order; section 4.4 staggers them."""
+    """Return a ring output map with which all ranks compute the output's chunks in the same order. T3 instead staggers
+    the order, so that each rank begins with another chunk (section 4.4). tiles: the number of output tiles.
+    """
     ring = ring_reduce_scatter(tiles, world, rank=rank)
     entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)
     return OutputMap(tiles, world, order=tuple(range(world)), entries=entries)
 
 
 def simulate_stagger(gpu: TrackingGpu) -> Record:
-    """Simulate section 4.4 on all ranks: T-NLG's sub-layers with T3-MCA, with and without staggered chunks."""
+    """Simulate T-NLG's sub-layers with T3-MCA twice: with chunks in staggered order, and with the same order on all ranks
+    (section 4.4).
+    """
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -298,7 +328,9 @@ def networks_table() -> ResultTable:
 
 
 def stages_table(gpu: TrackingGpu) -> ResultTable:
-    """Return figure 5: a GEMM split over ranks in k keeps its number of work-groups and stages; each has less work."""
+    """Return a table of a GEMM whose k is split over ranks (figure 5). More ranks leave its numbers of work-groups and
+    stages unchanged, and reduce the work of each work-group.
+    """
     whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
     for ranks in (1, 8, 16):
         gemm = HardwareGemm(whole.tokens, whole.features, whole.k // ranks)
@@ -316,7 +348,9 @@ def stages_table(gpu: TrackingGpu) -> ResultTable:
 
 
 def step_table() -> ResultTable:
-    """Return figure 10: the memory accesses of a ring step, in chunks."""
+    """Return a table of the memory accesses in each step of the ring reduce-scatter, sequential and with T3, in chunks
+    (figure 10).
+    """
     lines = [
         ("first", "1 read", "none: the GEMM stores at the peer"),
         ("steady", "2 reads, 1 write", "1 read, 1 update"),
@@ -331,7 +365,9 @@ def step_table() -> ResultTable:
 
 
 def simulate_sensitivity(gpu: TrackingGpu, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Run T-NLG's eight sub-layers with each assumed and derived number 20% lower and higher."""
+    """Simulate T-NLG's eight sub-layers once for each change of a number that is assumed or derived, by -20% and by +20%.
+    Each line of the record has a change, and the mean speedups.
+    """
     which = [one for one in sublayers(large=False) if one[0].name == "T-NLG"]
     lines = [["none", None, *_means(gpu, which)]]
     for key, quantity in gpu.quantities.items():
@@ -383,7 +419,9 @@ ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {
 
 
 def simulate_assumptions(step: Callable[[str], None] = lambda what: None) -> Record:
-    """Simulate the sixteen sub-layers under other assumptions, each a line of the record."""
+    """Simulate the sixteen sub-layers of Mega-GPT-2 and T-NLG under other assumptions about the hardware and the GEMM
+    (`ASSUMPTIONS`). Each line of the record has an assumption, and the mean results.
+    """
     which, lines = list(sublayers(large=False)), []
     for name, (values, own_writes) in ASSUMPTIONS.items():
         step(name)
@@ -415,7 +453,7 @@ def assumptions_table(record: Record) -> ResultTable:
 
 
 def simulate_dram(gpu: TrackingGpu) -> Record:
-    """Return the memory bandwidth of GEMM and ring accesses, derived from DRAM timings."""
+    """Return a record of the memory bandwidths that follow from DRAM timings, for the access patterns of GEMM and ring."""
     rates = [[name, dram.rate(accesses, gpu.count("memory.channels"))] for name, accesses in dram.patterns().items()]
     return {"figure": "dram", "rates": rates, "update": dram.update_ratio(), "effective": gpu["memory.effective"]}
 

@@ -1,7 +1,8 @@
 """T3's evaluation on its own hardware: records, tables and pictures of `weft reproduce t3`.
 
-`weft.studies.t3_sublayers` has the sub-layers and the paper's claims. `t3_figures` has the other figures and the sensitivity.
-`t3_iteration` has whole iterations. `weft.studies.t3` runs the same sub-layers in software on existing GPUs.
+`weft.studies.t3_sublayers` simulates single sub-layers, and has the main claims. `t3_figures` has the other figures and the
+sensitivity analysis. `t3_iteration` has whole iterations. `weft.studies.t3` instead runs the same sub-layers in software on
+existing GPUs.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2 to 7.
 """
@@ -28,7 +29,11 @@ _STEPS = 75  # progress steps
 
 
 class Rows(NamedTuple):
-    """The content of a page. small, large: sub-layers under either interpretation of the paper's link bandwidth."""
+    """The results of a run. small: {GB/s of a link in one direction: the sub-layers of Mega-GPT-2 and T-NLG}. large: the
+    same for GPT-3, PALM and MT-NLG. figures: {name of a figure: its record}.
+
+    The paper's "150 GB/s bi-directional" can mean 75 or 150 GB/s in each direction. Both are simulated.
+    """
 
     small: dict[str, list[sub.HardwareRow]]
     large: dict[str, list[sub.HardwareRow]]
@@ -36,7 +41,9 @@ class Rows(NamedTuple):
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return the records of all figures: sub-layers for both link bandwidths, then a record per other figure."""
+    """Return the records of the study: each sub-layer with each of two link bandwidths, then one record for each other
+    figure.
+    """
 
     def step(what: str) -> None:
         progress(f"simulating {what}", 1 / _STEPS)
@@ -69,7 +76,7 @@ def _last_run(records: Sequence[Record]) -> list[Record]:
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return the last run's rows; raise `ValueError` if there are no records."""
+    """Return the results of the last run; raise `ValueError` if there are no records."""
     last = _last_run(records)
     small: dict[str, list[sub.HardwareRow]] = {}
     large: dict[str, list[sub.HardwareRow]] = {}
@@ -138,13 +145,15 @@ def _other_reading(rows: Rows) -> ResultTable:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return all numbers in the paper's text, each with the model's number. Sections 6.1, 6.2 and 6.4 come first."""
+    """Return a claim for each number in the paper's text, with the model's number. Those on sub-layers (6.1, 6.2 and 6.4)
+    come first.
+    """
     small, large = rows.small["75"], rows.large["75"]
     return [*sub.claims(small, large), *other_claims(small, large, rows.figures, t3_gpu())]
 
 
 def conclusions(rows: Rows) -> list[str]:
-    """Return sentences on the numbers of the paper that the model reproduces."""
+    """Return sentences for the report: how many of the paper's numbers the model reproduces, and which it does not."""
     found = sub.claims(rows.small["75"], rows.large["75"])
     judged = [claim for claim in found if claim.limit is not None]
     missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
@@ -155,7 +164,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def _ranges(rows: Rows) -> str:
-    """Return a sentence on the effect of other assumptions on the means."""
+    """Return a sentence on how far the mean speedups of T3 and T3-MCA change under other assumptions."""
     lines = rows.figures["assumptions"]["lines"]
     t3, mca = ([100 * (line[i] - 1) for line in lines] for i in (1, 2))
     reverse = [line[0] for line in lines if line[1] > line[2]]
@@ -181,13 +190,17 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return the page's generated block, as Markdown."""
+    """Return the generated part of the report, as Markdown."""
     rows = rows_of(records)
     return block(notes(records), tables(rows)[1:], conclusions(rows))  # docs/reproduction.md has the claims
 
 
 def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
-    """Write figures 16, 17, 18 and 6.4's networks as PNG files into `directory`, created if needed."""
+    """Write four pictures as PNG files into `directory`, created if needed. title: a description of the run.
+
+    They show the speedups of sub-layers of Mega-GPT-2 and T-NLG (figure 16) and of the large networks (section 6.4). The
+    others show memory traffic over time (figure 17), and all memory accesses of each sub-layer (figure 18).
+    """
     return [
         sub.draw_speedups(directory, rows.small["75"], f"{title} (figure 16)", "figure-16-hardware.png"),
         sub.draw_speedups(directory, rows.large["75"], f"{title} (section 6.4)", "figure-20-large.png"),

@@ -6,15 +6,16 @@ GEMMs and collectives:
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-For a GEMM without a collective, the model takes the time of the GEMM of equal sizes that has a collective. The other operations of
-a Transformer (without fused attention) are estimated by a roofline: each reads and writes memory at the rate of table 1:
+Each GEMM without a collective is assumed to take as long as the GEMM of the same layer that has one. The other operations of a
+Transformer (without fused attention) are estimated by a roofline. Each reads and writes memory at the bandwidth of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], not sharded; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-Backward has twice as many passes as forward. The paper attributes 40 to 45% of an iteration to attention (6.3), without
-a breakdown. The roofline estimate is lower. `deviations` compares both assumptions.
+The backward pass reads and writes memory twice as often as the forward pass. The paper attributes 40 to 45% of an iteration to
+attention (6.3), without a breakdown. The roofline estimate is lower. `deviations` compares both assumptions with the paper's
+speedups.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and 6.4.
 """
@@ -54,8 +55,13 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The times of a layer's parts in us. gemms: all GEMMs. sliced: the GEMMs with a collective. rest: the operations estimated
-    by the roofline. saved: the saved time, by configuration."""
+    """The times of the parts of a Transformer layer in us, for one iteration. Layers are equal, so ratios hold for the
+    network, too.
+
+    gemms: all GEMMs. sliced: the GEMMs that have a collective after them. collectives: all collectives. saved:
+    {configuration, such as "t3-mca": the time that it saves}. rest: {kind of operation that is estimated by the roofline:
+    its time}.
+    """
 
     name: str
     large: bool
@@ -66,10 +72,10 @@ class Iteration:
     rest: Mapping[str, float]
 
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
-        """Return the time of the iteration in us.
+        """Return the time of a layer in us, in an iteration without overlap.
 
-        rest: the fraction of the time for operations that are not simulated; if it is None, these operations take
-            `times` x the roofline estimate.
+        rest: the time of operations that are not simulated, as a fraction of the result. If it is None, these operations
+        take `times` x the roofline estimate.
         """
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)
@@ -80,7 +86,9 @@ class Iteration:
 
 
 def roofline_us(hidden: int, tokens: int, ranks: int, phase: Phase, gpu: TrackingGpu) -> dict[str, float]:
-    """Return {kind of operation: time in us} of a layer's operations other than the GEMMs of its sub-layers."""
+    """Return {kind of operation: time in us} for the operations of a layer that are not simulated: attention,
+    element-wise operations, and in training the update of the weights.
+    """
     scores = tokens * SEQUENCE * hidden / HEAD / ranks
     flop = 4 * tokens * SEQUENCE * hidden / ranks
     attention = 2 * PASSES["scores"] * scores / gpu["memory.bandwidth"] + flop / (gpu.peak * gpu["gpu.efficiency"])
@@ -106,7 +114,7 @@ def iterations(rows: Sequence[HardwareRow], phase: Phase) -> Iterator[Iteration]
 
 
 def simulate_future(gpu: TrackingGpu) -> Record:
-    """Return times of GEMMs and collectives of the networks of one and ten trillion parameters."""
+    """Simulate the GEMMs and collectives of two imagined networks with one and ten trillion parameters (section 2.4)."""
     found = []
     for network in FUTURE:
         ranks, out = network.ranks[0], 2.0 * network.tokens * network.hidden
@@ -119,7 +127,9 @@ def simulate_future(gpu: TrackingGpu) -> Record:
 
 
 def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, list[Iteration]]]:
-    """Return (name, iterations in the order of PHASES) of each network, the futuristic ones last."""
+    """Return (name, [training iteration, prompt iteration]) for each network and number of ranks. The networks with
+    trillions of parameters, from the record `future`, come last.
+    """
     lines: list[tuple[str, list[Iteration]]] = []
     of_phase = [list(iterations(rows, phase)) for phase in PHASES]
     lines += [(pair[0].name, list(pair)) for pair in zip(*of_phase, strict=True)]
@@ -136,9 +146,9 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 
 
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
-    """Return figure 4: the share of an iteration spent in collectives.
+    """Return a table of the fraction of an iteration that collectives take (figure 4).
 
-    The table also shows the collectives' share of sub-layer time if GEMMs are twice as fast.
+    The last columns show the collectives' fraction of the time of sub-layers, now and if GEMMs become twice as fast.
     """
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
@@ -166,7 +176,7 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
 
 
 def share_with_faster_gemms(one: Iteration) -> float:
-    """Return the share of collectives in sub-layers whose GEMMs are twice as fast."""
+    """Return the fraction of the time of sub-layers that collectives would take if GEMMs were twice as fast."""
     return _share(one, one.sliced / 2)
 
 
@@ -175,7 +185,7 @@ def _share(one: Iteration, gemms: float) -> float:
 
 
 def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
-    """Return figure 19: the speedups of iterations, with the paper's in brackets."""
+    """Return a table of the speedups of iterations with T3 (figure 19), with the paper's in brackets."""
     cells: list[tuple[str, ...]] = []
     for phase in PHASES:
         found = list(iterations(rows, phase))
@@ -198,7 +208,10 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 def deviations(
     rows: Mapping[bool, Sequence[HardwareRow]], rest: float | None = None, times: float = 1.0
 ) -> dict[str, float]:
-    """Return the deviations from the paper's speedups in points. rest, times: see `Iteration.total`."""
+    """Return {name of a result: our iteration speedup minus the paper's, in points}. rest, times: see `Iteration.total`.
+
+    rows: {False: sub-layers of Mega-GPT-2 and T-NLG, True: sub-layers of the large networks}.
+    """
     found = {}
     for (phase, large), paper in PAPER.items():
         of = list(iterations(rows[large], phase))  # type: ignore[arg-type]
@@ -230,7 +243,9 @@ def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Re
 
 
 def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return a table of each part's fraction of an iteration."""
+    """Return a table of the fraction of an iteration that each part takes: GEMMs, collectives, and each kind of estimated
+    operation.
+    """
     lines = [(phase, one) for phase in PHASES for rows in (small, large) for one in iterations(rows, phase)]
     columns: dict[str, Callable[[Any], str]] = {"iteration": lambda line: f"{line[0]}: {line[1].name}"}
     columns["GEMMs"] = lambda line: f"{line[1].gemms / line[1].total():.0%}"
@@ -241,7 +256,9 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:
-    """Return sentences on the largest deviation from the paper, with the roofline and with a fixed share for attention."""
+    """Return sentences on the largest deviation of iteration speedups from the paper's. One estimates the operations that
+    are not simulated by the roofline, the other assumes a fixed fraction for them.
+    """
     off, fixed = (max(map(abs, deviations(rows, rest).values())) for rest in (None, REST))
     return (
         f"Iteration speedups deviate from the paper by at most {off:.1f} points with the roofline. With a fixed {REST:.1%} for "

@@ -8,8 +8,8 @@ A sub-layer is a GEMM, its ring reduce-scatter, and the all-gather of the sum. T
     ideal        the longer of GEMM and reduce-scatter, each alone, then the all-gather
     ideal+nmc    the same, with a reduce-scatter whose sums are computed in memory (near-memory compute, NMC)
 
-`simulated` returns records, from which the tables and pictures are made. `weft.studies.t3_figures` has the figures other than
-15, 16 and 18, and `weft.studies.t3_iteration` whole iterations.
+This module has the speedups of sub-layers (figures 15 and 16) and their memory traffic (figure 18). `weft.studies.t3_figures` has
+the other figures, and `weft.studies.t3_iteration` has whole iterations.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6 and 7.5.
 """
@@ -49,9 +49,12 @@ READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """The results of a sub-layer, in us and bytes. scatter_nmc: the reduce-scatter with near-memory compute. t3, mca: GEMM and
-    reduce-scatter together. gemm_t3, gemm_mca: the end of their GEMM. moved: {configuration ("sequential" or "t3-mca"): {kind:
-    bytes}}.
+    """The results of a sub-layer, in us and bytes. gemm, scatter, gather: GEMM, reduce-scatter and all-gather, each
+    alone. scatter_nmc: the reduce-scatter alone with near-memory compute.
+
+    t3, mca: the time of the fused GEMM and reduce-scatter with T3 and with T3-MCA. gemm_t3, gemm_mca: the time until the
+    GEMM in them ends. threshold: the queue length below which T3-MCA issues accesses of the ring. moved: {configuration
+    ("sequential" or "t3-mca"): {kind of access: bytes}}.
     """
 
     network: str
@@ -84,12 +87,12 @@ class HardwareRow:
         return self.us("sequential") / self.us(variant)
 
     def less(self, *kinds: str) -> float:
-        """Return the factor by which T3-MCA moves fewer bytes of these kinds."""
+        """Return the memory traffic of these kinds of access without overlap, divided by that with T3-MCA."""
         return sum(self.moved["sequential"][k] for k in kinds) / sum(self.moved["t3-mca"][k] for k in kinds)
 
     @property
     def saved(self) -> float:
-        """The fraction of all memory accesses that T3-MCA saves."""
+        """The fraction of the sequential configuration's memory accesses that T3-MCA saves."""
         return 1 - sum(self.moved["t3-mca"].values()) / sum(self.moved["sequential"].values())
 
 
@@ -132,7 +135,9 @@ def rows_on(
     gpu: TrackingGpu, which: Sequence[tuple[Network, int, str, HardwareGemm]], own_writes: OwnWrites = "watermarks",
     step: Callable[[str], None] = lambda what: None,
 ) -> list[HardwareRow]:  # fmt: skip
-    """Return the row of each sub-layer. Layers of equal sizes (FC-1 and FC-2) run once."""
+    """Simulate sub-layers on `gpu`, and return a row for each. Layers of equal sizes (FC-1 and FC-2) are simulated once.
+    own_writes: the assumed order of a GEMM's own stores and loads.
+    """
     found: dict[tuple[HardwareGemm, int], HardwareRow] = {}
     with ThreadPoolExecutor(2) as pool:  # simulations release the GIL
         todo = {(gemm, ranks): (network, layer, ranks, gemm) for network, ranks, layer, gemm in which}
@@ -164,7 +169,7 @@ def row_from(record: Record) -> HardwareRow:
 
 
 def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
-    """Return {configuration: (geometric mean, maximum) of the speedups}."""
+    """Return {configuration: (geometric mean, maximum) of the speedups over sequential}."""
     found = {}
     for variant in VARIANTS[1:]:
         speedups = [row.speedup(variant) for row in rows]
@@ -173,7 +178,9 @@ def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
 
 
 def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[Claim]:
-    """Return the claims with numbers of sections 6.1, 6.2 and 6.4."""
+    """Return the paper's numbers on the speedups of sub-layers (6.1, and 6.4 for large networks) and on memory traffic
+    (6.2), with the model's numbers.
+    """
 
     def percent(factor: float) -> float:
         return 100 * (factor - 1)
@@ -227,7 +234,7 @@ def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[C
 
 
 def in_order(rows: Sequence[HardwareRow]) -> bool:
-    """True if T3 < T3-MCA < ideal in the geometric means."""
+    """True if the geometric means of speedups are in the paper's order: T3 < T3-MCA < ideal."""
     means = summary(rows)
     return all(means[a][0] < means[b][0] for a, b in pairwise(("t3", "t3-mca", "ideal")))
 
