@@ -84,8 +84,8 @@ class Part:
 
 
 def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the parts to run. A name is that of a part or of a figure, which stands for all its parts. Without names,
-    return all parts. Raise `ValueError` for an unknown name.
+    """Return the parts to run. Each name is that of a part, or of a figure: then all parts of the figure run. Without
+    names, return all parts. Raise `ValueError` for an unknown name.
     """
     known = {part.name for part in parts} | {part.figure for part in parts}
     if unknown := [name for name in names if name not in known]:

@@ -58,7 +58,7 @@ class Done:
 
 
 def simulated(progress: Progress = lambda what, share: None) -> list[Done]:
-    """Run the studies one after the other.
+    """Run all studies one after the other, and return the results of each.
 
     progress: a function that is called with the description of the next piece of work, and the fraction of all work done
     since the last call.
@@ -81,7 +81,7 @@ def simulated(progress: Progress = lambda what, share: None) -> list[Done]:
 
 
 def missed_table(found: Sequence[Done]) -> ResultTable:
-    """Return the claims that are not reproduced."""
+    """Return a table of the claims that are not reproduced."""
     lines = [(one.study.name, claim) for one in found for claim in one.claims if not claim.reproduced]
     columns: dict[str, Callable[[Any], str]] = {
         "study": lambda line: line[0],

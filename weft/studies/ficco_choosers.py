@@ -1,9 +1,9 @@
-"""Two evaluations of how a schedule of FiCCO is chosen: a fit of the thresholds in the paper's heuristic, and a comparison
-on random GEMMs.
+"""Two evaluations of how a schedule of FiCCO is chosen: `sweep` fits the thresholds of the paper's heuristic, and
+`judge_drawn` compares choosers on random GEMMs.
 
 The paper's heuristic compares a GEMM's sizes with thresholds. weft's closed form (`weft.plan.closed_form`) instead computes
-the time of each schedule by formulas. The first evaluation, `sweep`, fits the heuristic's thresholds to the same GEMMs on
-which it then counts good picks. So its counts are upper bounds for heuristics of this form.
+the time of each schedule by formulas. `sweep` fits the heuristic's thresholds to the same GEMMs on which it then counts
+good picks. So its counts are upper bounds for heuristics of this form.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C, VI-D and figure 12(a).
 """

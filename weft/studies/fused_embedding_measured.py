@@ -1,4 +1,5 @@
-"""Fused embedding + all-to-all as measured by `weft bench fused_embedding`: records to claims, tables and pictures.
+"""The report on fused embedding + all-to-all as measured by `weft bench fused_embedding`: claims, tables and pictures from
+its records.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4, 4.2, 4.3.
 """

@@ -66,10 +66,10 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """A rank's side of the all-gathers: it owns their memory, and runs lanes. The memory holds the rank's shard of
-    `nbytes`, and twice all gathered shards: symmetric memory for copies by peers, and ordinary memory for NCCL or gloo.
+    """A rank's side of the all-gathers: it owns their memory, and runs lanes. nbytes: the size of the rank's shard.
 
-    A context manager. All ranks must construct it.
+    There are two buffers for the gathered shards: symmetric memory for copies by peers, and ordinary memory for NCCL or
+    gloo. A context manager. All ranks must construct it.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -310,10 +310,10 @@ class MeasuringEffort(NamedTuple):
 
 
 def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
-    """Check and time one GEMM and the all-gather of its A. Raise `RuntimeError` if a result is wrong. All ranks must
-    make this call.
+    """Check and time one GEMM and the all-gather of the GEMM's A. Raise `RuntimeError` if a result is wrong. All ranks
+    must make this call.
 
-    step: a function that is called with each piece of work and its fraction; the fractions sum to 1.
+    step: a function that is called with the description of each piece of work and its fraction; the fractions sum to 1.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -403,7 +403,7 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     """Return [seconds of a GEMM, seconds of an all-gather, overlap]. Both times are means over the time in which both
-    lanes ran. The overlap is this time as a fraction of the whole time.
+    lanes ran. The overlap is this time as a fraction of the time from the first start to the last end.
 
     gemm, gather: the timestamps of a lane's start and of the end of each call, in seconds. Progress between two
     timestamps is assumed to be linear.
@@ -501,7 +501,7 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference, divided by the root mean square of `wanted`. Compute both in
+    """Return the root mean square of `found` - `wanted`, divided by the root mean square of `wanted`. Compute both in
     blocks of rows to save memory.
     """
     squares = np.zeros(2)

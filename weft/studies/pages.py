@@ -1,4 +1,6 @@
-"""Helpers of all studies: common fields of simulated records, pictures, blocks of pages, and notes on sources."""
+"""Helpers of all studies: common fields of simulated records, pictures, generated parts of reports, and sentences on where
+numbers come from.
+"""
 
 from __future__ import annotations
 

@@ -214,8 +214,9 @@ class _Inference(EmbeddingData):
         return out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the largest allowed error. For the baseline it is 1e-4, because sums of 64 rows, of products, and of 8,000
-        features round in fp32. For other variants it is twice the baseline's error, but at least 1e-5.
+        """Return the largest allowed error. The baseline's limit is 1e-4, because fp32 rounds three kinds of sums: of 64
+        rows, in dot products, and of the top MLP's 8,000 features. For other variants the limit is twice the baseline's
+        error, but at least 1e-5.
         """
         return 1e-4 if name == PIPELINES[0] else max(2 * errors[PIPELINES[0]], 1e-5)
 

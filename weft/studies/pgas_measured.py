@@ -1,7 +1,7 @@
-"""PGAS embedding retrieval as measured by `weft bench pgas`: records to claims, tables and pictures.
+"""The report on PGAS embedding retrieval as measured by `weft bench pgas`: claims, tables and pictures from its records.
 
-Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
-Systems", III-A, IV.
+Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems",
+III-A, IV.
 """
 
 from __future__ import annotations

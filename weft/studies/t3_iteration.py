@@ -256,8 +256,8 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:
-    """Return sentences on the largest deviation of iteration speedups from the paper's. One estimates the operations that
-    are not simulated by the roofline, the other assumes a fixed fraction for them.
+    """Return sentences on the largest deviation of iteration speedups from the paper's. They compare two assumptions
+    about the operations that are not simulated: the roofline, and a fixed fraction of the iteration.
     """
     off, fixed = (max(map(abs, deviations(rows, rest).values())) for rest in (None, REST))
     return (

@@ -87,7 +87,7 @@ class HardwareRow:
         return self.us("sequential") / self.us(variant)
 
     def less(self, *kinds: str) -> float:
-        """Return the memory traffic of these kinds of access without overlap, divided by that with T3-MCA."""
+        """Return the bytes that the sequential configuration moves by these kinds of access, divided by those of T3-MCA."""
         return sum(self.moved["sequential"][k] for k in kinds) / sum(self.moved["t3-mca"][k] for k in kinds)
 
     @property
