@@ -71,7 +71,9 @@ void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, 
     const auto add = is_double ? add_row<Double> : is_single ? add_row<Single> : is_brain ? add_row<Brain> : add_row<Half>;
     const int64_t item = is_double ? 8 : is_single ? 4 : 2;
     int64_t width;
-    if (__builtin_mul_overflow(cols, item, &width)) throw nb::value_error(("cols=" + std::to_string(cols) + " is too many").c_str());
+    if (__builtin_mul_overflow(cols, item, &width))
+        throw nb::value_error(("cols=" + std::to_string(cols) + " elements of " + std::to_string(item) +
+                               " bytes must be less than 2^63 bytes").c_str());
     require_copy(dst_pitch, src_pitch, width, rows);
     if (cols == 0 || rows == 0) return;
     if (dst % uintptr_t(item) || (rows > 1 && dst_pitch % item))

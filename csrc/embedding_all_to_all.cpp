@@ -18,15 +18,15 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-// The number of row addresses to collect before their rows are summed. The addresses stay in the L2 cache. After each
-// such batch of addresses, the prefetch pipeline runs empty.
+// The number of row addresses to collect before their rows are summed. So many addresses fit into the L2 cache. A smaller
+// number would be slower, because no rows are prefetched at the end of each such batch of addresses.
 constexpr int64_t rows_at_once = 4096;
 // The smallest number of samples to pool slot by slot. Large blocks keep a small table's rows, and the page table
 // entries of a large table, in the caches. Small blocks are sent earlier.
 constexpr int64_t least_block_samples = 32;
 constexpr int64_t most_block_samples = 4096;
 constexpr int64_t staging_bytes = 4 << 20;  // the maximum per thread
-// The prefetch distance. A table that the L2 cache may hold gets a shorter distance.
+// The prefetch distance, which is shorter for a table that may fit into the L2 cache.
 constexpr int64_t bytes_ahead = 16 << 10;
 constexpr int64_t near_bytes_ahead = 4 << 10;
 constexpr int64_t near_table_bytes = 1 << 20;
@@ -76,7 +76,7 @@ struct Plan {
     int64_t batch, stride_bytes;
     std::vector<Slice> slices;
     std::vector<Block> blocks;  // in the order of work
-    std::vector<int64_t> group_ends;  // groups of blocks that are pooled together: the end of each
+    std::vector<int64_t> group_ends;  // the end of each group of blocks that are pooled together
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
@@ -110,7 +110,7 @@ struct Plan {
         int64_t room = block_samples;
         for (int64_t i = 0; i < world; ++i) {
             const int64_t d = c.remote_first ? (c.rank + 1 + i) % world : i;
-            if (!c.outputs[d]) continue;  // these samples are pooled by another call
+            if (!c.outputs[d]) continue;  // another call pools these samples
             for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1];) {
                 const int64_t count = std::min(room, c.batch_starts[d + 1] - first);
                 blocks.push_back({d, first, count, block_samples - room});
@@ -201,7 +201,7 @@ class Worker {
         return call_.outputs[block.destination] +
                (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes + slice.column * plan_.size;
     }
-    // The same in this thread's staging memory, where `put` sums slices for other ranks.
+    // Returns the address of this slice in the thread's staging memory, where `put` sums slices for other ranks.
     char *staged(const Block &block) const { return staging_.get() + block.in_group * staged_stride(); }
 
     void find(int64_t s, const Block &block, char *out, int64_t out_stride, bool stream) {

@@ -95,7 +95,8 @@ int bits_of(uint64_t most) {
     return bits;
 }
 
-// Memory that the next sort takes. Never destroyed: Python objects may be destroyed after C++'s static objects.
+// Memory of earlier sorts, which the next sort reuses. It is never destroyed, because Python objects that use it may be
+// destroyed after C++'s static objects.
 struct KeptWords {
     std::mutex mutex;
     std::unique_ptr<uint64_t[]> words;
@@ -449,7 +450,8 @@ template <class T>
 void gradients_of_weights_as(const std::vector<BackwardSlot> &slots, const std::vector<BackwardTable> &tables,
                              const SparseInput &in, const std::vector<const char *> &weights, const T *gradients,
                              int64_t stride, float *out, int threads) {
-    std::vector<int64_t> keys;  // slots of one key write the same elements, so one thread processes them, in order
+    // Slots of one key write the same elements. So one thread processes all slots of a key, in order.
+    std::vector<int64_t> keys;
     for (const BackwardSlot &slot : slots)
         if (std::find(keys.begin(), keys.end(), slot.key) == keys.end()) keys.push_back(slot.key);
     std::fill_n(out, in.n_values, 0.0f);

@@ -60,8 +60,8 @@ struct Update {
     int threads;
 };
 
-// Words that another object may have used before. Fresh pages would cost a page fault each: for the keys of a sort, half of
-// its time. The process keeps the largest memory given back, up to 1 GiB.
+// An array of words, in memory that an earlier array may have used. Each new page would cost a page fault; for the keys of a
+// sort, these faults would take half of its time. The process keeps the largest freed array for reuse, up to 1 GiB.
 class ReusedWords {
   public:
     ReusedWords() = default;

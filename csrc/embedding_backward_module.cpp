@@ -27,7 +27,8 @@ std::vector<BackwardTable> tables_from(const Table &given) {
     std::vector<BackwardTable> tables;
     for (size_t i = 0; i < given.shape(0); ++i) {
         const int64_t *t = line(given, i);
-        require(t[0] > 0 && t[1] > 0, "table " + std::to_string(i) + ": rows and dim must be at least 1");
+        require(t[0] > 0 && t[1] > 0, "table " + std::to_string(i) + ": rows=" + std::to_string(t[0]) + " and dim=" +
+                                          std::to_string(t[1]) + " must be at least 1");
         tables.push_back({t[0], t[1]});
     }
     return tables;
@@ -40,7 +41,9 @@ std::vector<BackwardSlot> slots_from(const Table &given, size_t tables) {
     for (size_t i = 0; i < given.shape(0); ++i) {
         const int64_t *s = line(given, i);
         require(s[0] >= 0 && size_t(s[0]) < tables && s[1] >= 0 && s[2] >= 0,
-                "slot " + std::to_string(i) + ": its table must exist, key and column must not be negative");
+                "slot " + std::to_string(i) + ": table=" + std::to_string(s[0]) + " must be at least 0 and below " +
+                    std::to_string(tables) + ", and key=" + std::to_string(s[1]) + " and column=" + std::to_string(s[2]) +
+                    " must not be negative");
         slots.push_back({s[0], s[1], s[2], s[3] != 0});
     }
     return slots;
@@ -52,7 +55,8 @@ SparseInput input_from(uintptr_t values, int values_bits, int64_t n_values, uint
             "values_bits=" + std::to_string(values_bits) + ", offsets_bits=" + std::to_string(offsets_bits) +
                 ": pass 32 or 64 for each");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
-    require(batch >= 0 && n_values >= 0, "batch and n_values must not be negative");
+    require(batch >= 0 && n_values >= 0, "batch=" + std::to_string(batch) + " and n_values=" + std::to_string(n_values) +
+                                             " must not be negative");
     return {reinterpret_cast<const void *>(values), values_bits, n_values, reinterpret_cast<const void *>(offsets),
             offsets_bits, reinterpret_cast<const float *>(per_sample_weights), batch, hash};
 }
@@ -66,8 +70,9 @@ int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradient
                int dtype, int rule, bool sparse, const std::vector<double> &numbers, bool is_stochastic, int64_t seed,
                bool skip_nonfinite, int n_threads, const std::string &isa) {
     require(memory.shape(1) == 5 && int64_t(memory.shape(0)) == sorted.tables(),
-            "memory must have a line of 4 addresses and a number for each of " + std::to_string(sorted.tables()) +
-                " tables");
+            "memory has " + std::to_string(memory.shape(0)) + " rows and " + std::to_string(memory.shape(1)) +
+                " columns: pass a row for each of " + std::to_string(sorted.tables()) +
+                " tables, with 4 addresses and the table's number");
     require(rule >= 0 && rule <= 6, "rule=" + std::to_string(rule) + ": pass a number from 0 to 6");
     require(numbers.size() == 11, "numbers has " + std::to_string(numbers.size()) +
                                       " entries: pass 11, learning rate, factor, eps, weight decay, beta1, beta2, "
@@ -138,7 +143,9 @@ void register_embedding_backward(nb::module_ &m) {
                   input_from(values, values_bits, n_values, offsets, offsets_bits, 0, batch, hash, n_threads);
               const auto of_tables = tables_from(tables);
               const auto of_slots = slots_from(slots, of_tables.size());
-              require(weights.size() == of_tables.size(), "weights must have one address for each table");
+              require(weights.size() == of_tables.size(),
+                      "weights has " + std::to_string(weights.size()) + " addresses: pass one for each of " +
+                          std::to_string(of_tables.size()) + " tables");
               std::vector<const char *> addresses;
               for (const uintptr_t weight : weights) addresses.push_back(reinterpret_cast<const char *>(weight));
               const Dtype of_dtype = dtype_from(dtype);

@@ -62,8 +62,8 @@ float mean_of_squares(const float *g, int64_t dim) {
     return (even + odd) / float(dim);
 }
 
-// Stochastic rounding: rounds up with probability (value - lower neighbour) / (upper - lower neighbour). The 24 lowest
-// bits of `random` decide. weft/kernels/embedding_backward.py does the same.
+// Rounds stochastically: up with probability (value - lower neighbour) / (upper - lower neighbour). The 24 lowest bits of
+// `random` decide. weft/kernels/embedding_backward.py does the same.
 void narrow_at_random(float value, uint64_t, float *to) { *to = value; }
 void narrow_at_random(float value, uint64_t random, Brain *to) {
     uint32_t bits;

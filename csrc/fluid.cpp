@@ -1,9 +1,9 @@
 // The fluid model of the simulator's engine: the remaining work and the speed of each running step, and the time of the
 // next completion. weft/sim/engine.py decides which steps exist and when they begin.
 //
-// Lanes that can slow each other down form a part (weft/sim/scarce.py). When work begins or ends, only the speeds in
-// its part change. Speeds are cached by the set of running steps, because the same sets recur. A pulse reports that a
-// step has done a given fraction of its work.
+// Lanes that can slow each other down form a part (weft/sim/scarce.py). When work in a part begins or ends, only the speeds
+// in this part change. Speeds are cached by the set of running steps, because the same sets recur. A pulse is an event that
+// reports that a step has done a given fraction of its work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -100,7 +100,7 @@ class Fluid {
             ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
         }
         changed_.clear();
-        // skip ends that were planned with other speeds
+        // Skip ends that were planned before speeds changed.
         while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();
         return ends_.empty() ? std::numeric_limits<double>::infinity() : ends_.top().at_us;
     }
@@ -135,7 +135,7 @@ class Fluid {
     // Advances a part to time `now`. Adds to `due` the lanes with pulses, then the lanes that are done.
     void flow(Part &part, double now, Due &due) {
         const double passed = now - part.at_us;
-        const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock has a lower resolution
+        const double nearly = std::max(done_us, 1e-12 * now);  // a large time has a coarser floating-point resolution
         part.at_us = now;
         for (Working &one : part.working) {
             one.rest -= passed * one.speed;

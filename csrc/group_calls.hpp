@@ -2,7 +2,8 @@
 //
 // One thread at a time makes calls. The watchdog thread reads the digests, and records refusals and the time of its
 // last check. Both threads hold the GIL. No function here releases the GIL or calls Python between its first and last
-// access, so each function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
+// access to shared data, so each function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of
+// its list.)
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -90,8 +91,7 @@ struct Health {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
     bool is_stale() const { return now() - looked_at > stale_s; }
-    // Returns true if the group has not failed and the watchdog has checked it recently. First calls the methods that
-    // `looks` refers to.
+    // Calls the methods in `looks`. Returns true if then the group has not failed, and its watchdog has checked recently.
     bool is_well() const {
         if (nb::len(looks))
             for (nb::handle look : nb::borrow<nb::tuple>(checked(PySequence_Tuple(looks.ptr()))))  // a method may change the list
@@ -101,7 +101,7 @@ struct Health {
 
     std::atomic<int64_t> failed{0};  // native waits read it, and Python writes it by its address
     double looked_at = now(), stale_s;
-    // weak references to methods that fail the group if they know of a failure that the watchdog has not seen yet
+    // Weak references to methods that make the group fail if they know of a failure that the watchdog has not seen yet.
     nb::list looks;
 };
 

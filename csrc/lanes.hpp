@@ -1,6 +1,6 @@
 // Vectors of fp32 lanes, and their conversion from and to fp16 and bf16. Include this file only in files that are
-// compiled once per instruction set: all code here has internal linkage and uses no library templates. Otherwise the
-// linker could keep a shared inline function compiled with wide instructions for the whole module.
+// compiled once per instruction set: all code here has internal linkage and uses no library templates. Otherwise the linker
+// could merge copies of an inline function, and keep a copy with wide instructions, which older machines cannot run.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -1,8 +1,8 @@
 // Layouts and addresses of many tensors (address, device, dtype, sizes and strides) as comparable bytes.
 //
 // Python needs a call for each of these properties. For the tables of a recommendation model, these calls take longer
-// than launching the kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all
-// properties of a tensor in one call. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+// than a kernel launch. DLPack's C exchange API returns all properties of a tensor in one call. A framework's tensor type
+// offers this API as a capsule. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 //
 // The arguments of a whole call are read in the same way, so a cached call is found in a microsecond.
 #pragma once
@@ -72,8 +72,9 @@ class LayoutReader {
         return bytes(words);
     }
 
-    // Returns the key of a call: its arguments as in `signature`, strings, tuples, and objects of the types
-    // `identified`. any_rows: a number of rows that is omitted from matrices in the key, or -1.
+    // Returns the key of a call's arguments. Unlike `signature`, it also allows strings, tuples, and objects of the types in
+    // `identified`, which are compared by identity. any_rows: matrices with this number of rows get the same key for any
+    // number of rows; -1: no matrix does.
     nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows) const {
         Words words;
         words.reserve(96);
@@ -105,7 +106,7 @@ class LayoutReader {
   private:
     // One object per call, because querying a tensor may run Python code, which may run another call.
     struct Words : std::vector<int64_t> {
-        int64_t any_rows = -1;  // the number of rows that keys of matrices omit; -1: none
+        int64_t any_rows = -1;  // the number of rows that the key omits from a matrix; -1: none
     };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
@@ -133,7 +134,7 @@ class LayoutReader {
             words.insert(words.end(), {flag, object == Py_True});
         } else if (PyLong_CheckExact(object)) {
             int64_t value = 0;
-            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: the argument checks report it
+            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits, which the argument checks will report
             words.insert(words.end(), {number, value});
         } else if (PyFloat_CheckExact(object)) {
             words.insert(words.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});
@@ -148,7 +149,7 @@ class LayoutReader {
                 PyErr_Clear();  // a tensor without memory, for example on the device meta
                 return false;
             }
-            if (!has_memory(argument, tensor)) return false;  // the argument checks report it
+            if (!has_memory(argument, tensor)) return false;  // the argument checks will report freed memory
             add(words, tensor);
         } else {
             return false;

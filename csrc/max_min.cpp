@@ -29,8 +29,8 @@ struct Part {
     double most, times;
 };
 
-// Returns the limit of a resource: the most of `room` that one step may take, if no step takes more than its cap. caps:
-// (cap, number of steps with this cap). The limit is infinite if there is enough for all steps.
+// Returns the limit of a resource: the largest amount of `room` that each step may take, if no step takes more than its cap.
+// The limit is infinite if `room` is enough for all caps. caps: (cap, number of steps with this cap).
 double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
     std::sort(caps.begin(), caps.end());
     double waiting = 0.0;
@@ -172,7 +172,7 @@ std::vector<double> max_min(Running steps, const std::vector<double> &capacity) 
     for (size_t i = 0; i < n; ++i)
         for (const Use &use : steps.uses[i]) wanted[use.resource] += use.amount * steps.counts[i];
 
-    // Only an oversubscribed resource can stop a step; these resources are renumbered.
+    // Only an oversubscribed resource can limit a step, so give these resources new, consecutive numbers.
     std::vector<int> number(capacity.size(), -1);
     std::vector<double> room;
     for (size_t r = 0; r < capacity.size(); ++r) {
@@ -290,8 +290,7 @@ int SharesInFlow::add(int key) {
     const Uses &uses = shares_.uses(key);
     for (const Use &one : uses.share) use(number, one);
     for (const Use &one : uses.hold) {
-        // Only if the holders together hold more units than exist, they take turns. Otherwise these units are never
-        // short.
+        // The holders share the units only if together they hold more units than exist.
         use(number, {shares_.resources() + one.resource, one.amount});
         held_[one.resource].emplace_back(number, one.amount);
         touch(one.resource);
@@ -394,8 +393,7 @@ void SharesInFlow::touch(int resource) {
     is_touched_[resource] = true;
 }
 
-// Updates the speed of a step after one limit has changed. If the step's cap at another resource changes, this resource
-// is marked.
+// Updates the speed of a step after one limit has changed. Marks the resources at which the step's cap changes.
 void SharesInFlow::see(int number, int because) {
     Step &step = steps_[number];
     const double speed = step.speed, otherwise = step.otherwise;

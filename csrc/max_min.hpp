@@ -10,8 +10,9 @@ namespace weft {
 // The share of a resource that remains for other steps if kernels that started earlier hold all its units.
 constexpr double max_min_least = 1e-3;
 
-// The resources that a step uses at full speed, as (resource, amount): shared, held, and disturbed; and for a link that
-// carries a part of a transfer, the amount of the whole transfer (`Load` in weft/sim/max_min.py).
+// The resources that a step uses at full speed, as (resource, amount), in four lists: shared, held and disturbed resources,
+// and, for each link that carries a part of a transfer, the amount of the whole transfer. See `Load` in
+// weft/sim/max_min.py.
 using Amounts = std::vector<std::pair<int64_t, double>>;
 using Load = std::tuple<Amounts, Amounts, Amounts, Amounts>;
 

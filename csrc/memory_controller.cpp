@@ -181,7 +181,7 @@ class Run {
         for (auto [slot, slab] : waiting) work(slot / s_.slots);
     }
 
-    // Lets the oldest work-group of a unit whose operands have arrived compute a slab.
+    // Starts the computation of a slab on an idle unit, by its oldest work-group whose operands have arrived.
     void work(int unit) {
         if (unit_busy_[unit]) return;
         int best = -1;
@@ -225,7 +225,7 @@ class Run {
 
     void retire(int slot) {
         ++retired_;
-        // The first stage of work-groups has ended, which no traffic of the ring disturbs.
+        // The first stage of work-groups has ended. No traffic of the ring has disturbed it, so it is the stage to measure.
         if (!measured_ && retired_ >= std::min(n_tiles_, s_.units * s_.slots)) {
             measured_ = true;
             intensity_ = clock_.now > 0 ? gemm_busy_ns_ / clock_.now : 1.0;
@@ -257,8 +257,8 @@ class Run {
         for (int i = 0; i < n; ++i) queue.push_back({op, kind, bytes / n, number(p), i + 1 == n ? slot : -1, ++came_});
     }
 
-    // Allocates the tracker entries of a tile's wavefronts. Returns false if their set is full. Before a tile begins,
-    // it may allocate entries only if it is the next tile of its set. So an earlier tile never waits for a later tile.
+    // Allocates entries in the tracker for a tile's wavefronts. Returns false if their set is full. A tile that has not begun
+    // may allocate entries only if it is the next tile of its set. So an earlier tile never waits for a later tile.
     bool take(int tile) {
         if (!s_.sets || s_.made || taken_[tile]) return true;
         int &held = held_[tile % s_.sets];
@@ -291,7 +291,7 @@ class Run {
             unpark(p.tile + s_.sets * (s_.ways / s_.wavefronts));
             admit();
         }
-        if (s_.copies > 1) {  // a kernel reduces whole chunks
+        if (s_.copies > 1) {  // then a kernel reduces whole chunks
             if (--missing_[c]) return;
             for (int t : tiles_of_[c])
                 for (int w = 0; w < s_.wavefronts; ++w) copy_.push_back({t, w});
@@ -327,7 +327,7 @@ class Run {
             send(link);
             return;
         }
-        reading_ -= read_bytes(p);  // a kernel writes the last sum to memory, so it stays there
+        reading_ -= read_bytes(p);  // the last sum stays in this GPU's memory, where a kernel writes it
         put(queues_.ring_writes, p, store_op, ring_write, -1);
         copy();
     }

@@ -27,8 +27,7 @@ struct ControllerSetup {
     std::vector<int> output, copied, expected, lands, peer, link;
     int block = 1;          // wavefronts of a tile per copy
     bool made = false;      // true: the products already exist, and no GEMM runs
-    // the number of copies of each element that a step of the ring reads; if above 1, a kernel reduces them in each
-    // step
+    // The number of copies of each element that a step of the ring reads. If it is above 1, a kernel reduces them.
     int copies = 1;
     int arrival = 2;        // what memory does with arriving bytes: 1 store, 2 add
     int sets = 0, ways = 0, wavefronts = 1;

@@ -29,8 +29,9 @@ class Queues {
 
     explicit Queues(const ControllerSetup &s) : s_(s) {}
 
-    // Takes the next burst; returns false if none may go now. in_dram: bursts that DRAM has not served yet. threshold: the
-    // largest in_dram at which the ring may go under `mca` arbitration; 0: any. gemm_ended: no requests of the GEMM follow.
+    // Takes the next burst from a queue. Returns false if no burst may be taken now. in_dram: the number of bursts that DRAM has
+    // not served yet. threshold: the largest in_dram at which `mca` arbitration takes a burst of the ring; 0: any.
+    // gemm_ended: true if no requests of the GEMM follow.
     bool take(Burst &burst, double now, int in_dram, int threshold, bool gemm_ended) {
         std::deque<Burst> *queue = pick(now, in_dram, threshold, gemm_ended);
         if (!queue) return false;

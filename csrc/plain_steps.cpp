@@ -129,7 +129,7 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        // Make the stream wait for the collective, for backends that have not done so.
+        // If the backend returns a work handle, make the stream wait for the collective. Other backends have done so already.
         if (work.is_valid() && !work.is_none()) call_method(work, wait_);
     }
 }

@@ -8,8 +8,9 @@
 // not used, because some machines lack it. For a mean, the sum is divided by the length. fp16 and bf16 results are
 // rounded to nearest, ties to even. The result of an empty bag is zeros.
 //
-// Two functions limit the number of compiled variants. `FindRows` turns indices into row addresses, by index width,
-// hash and bounds check. `Pool` gets only addresses, so it can prefetch rows of later bags and tables.
+// Pooling is split into two functions, so that fewer variants must be compiled. `FindRows` turns indices into row addresses;
+// it has variants for the width of an index, the hash and the bounds check. `Pool` gets only addresses, so it can also
+// prefetch rows of later bags and tables.
 #pragma once
 #include <cstdint>
 #include <string_view>

@@ -3,10 +3,10 @@
 //
 // All code here has internal linkage and uses no library templates, for the reason in lanes.hpp.
 //
-// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed. The last vector
-//     ends exactly at `dim` and may overlap the vector before. Both compute the same sums in the overlap, so no masks
-//     are needed. Rows wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the
-//     widest power of two that fits.
+// Registers: the sum of a bag, a row of `dim` elements, is in registers, as N vectors of W lanes. The last vector ends exactly
+//     at `dim` and may overlap the vector before. Both compute the same sums in the overlap, so no masks are needed. Rows
+//     wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the widest power of two
+//     that fits.
 #include "isa.hpp"
 #include "lanes.hpp"
 
@@ -33,8 +33,8 @@ template <int bytes> inline void stream(void *to, const void *from) {
     memcpy(to, from, bytes);
 }
 
-// Parameters that are the same for all bags. They are copied to local variables, because the compiler must assume that
-// the stores below change a structure.
+// Parameters that are the same for all bags. The loops copy them to local variables: otherwise the compiler must assume that
+// the stores of sums change this structure.
 struct Fixed {
     int64_t ahead;
     bool mean, stream, ragged;  // ragged: rows may end in one more cache line

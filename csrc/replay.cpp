@@ -46,7 +46,7 @@ void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
 struct Surroundings {
     nb::object groups;      // all groups that are alive, as a dict
     nb::object coalescing;  // the groups whose collectives torch collects into one, as a dict
-    nb::object is_any_autocast_enabled;  // this variant takes no text argument, which torch would have to parse
+    nb::object is_any_autocast_enabled;  // faster than `is_autocast_enabled`, which must parse the name of a device type
     nb::object is_autocast_enabled, is_capturing;
     Names names{};
 };
@@ -75,8 +75,8 @@ class KnownCall {
             for (nb::handle name : results) results_.push_back(steps_->place(name));
     }
 
-    // Makes the call. Returns nothing if the call must take the slow path. rows: the number of rows, for calls that
-    // allow any number.
+    // Makes the call, and returns its result; nothing if the call must take the slow path. rows: the number of rows, for calls
+    // that allow any number of rows.
     nb::object repeat(const Given &given, int64_t rows) {
         const Names &names = surroundings_.names;
         const nb::object group = call(group_);
@@ -258,7 +258,7 @@ class KnownCalls {
     static nb::object found(nb::handle dict, nb::handle key) {
         PyObject *const value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
         if (!value && PyErr_Occurred()) throw nb::python_error();
-        return nb::borrow(value);  // a reference of its own, because the record may be removed during the call
+        return nb::borrow(value);  // a new reference, because another thread may remove the record during the call
     }
 
     nb::object reader_object_;

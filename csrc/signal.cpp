@@ -27,8 +27,8 @@ double now_s() {
 uint32_t *low_half(Counter *counter) { return reinterpret_cast<uint32_t *>(&counter->value); }
 
 void wake(Counter *counter) {
-    // Sequentially consistent on both sides: either the waiter's next check reads the new value, or this thread sees
-    // that the waiter sleeps.
+    // This fence, and the waiter's registration in `sleepers`, are sequentially consistent. So either the waiter's next check
+    // reads the new value, or this thread sees that the waiter sleeps.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (counter->sleepers.load(std::memory_order_relaxed) > 0)
         syscall(SYS_futex, low_half(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

@@ -383,7 +383,7 @@ class StreamProgram {
         operations_.push_back(operation);
         return size() - 1;
     }
-    // While operations are issued, the GIL is released. Another thread must not change what the loop reads.
+    // The GIL is released while operations are issued. So no other thread may change the data that the loop reads.
     void require_idle() const {
         if (running_) throw std::runtime_error("another thread runs this program: make one program per thread");
     }
