@@ -163,5 +163,5 @@ def impostor(group):
 
 def test_a_listener_without_the_secret_is_left(pool: Pool) -> None:
     listening, dialing = pool.run(impostor, ranks=2, timeout_s=40)
-    assert re.search(r"127.0.0.1:\d+: it (closed the connection|does not belong to this process group)", dialing)
+    assert re.search(r"127.0.0.1:\d+: the peer (closed the connection|does not belong to this process group)", dialing)
     assert listening.startswith("DeadlineError: ")

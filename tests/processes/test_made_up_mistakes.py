@@ -99,7 +99,9 @@ def test_a_mistake_in_a_form_is_named() -> None:
     class Unknown(Spec):
         form = Scaled
 
-    with pytest.raises(TypeError, match="made_up_mistake: gradients_of has y: use fields of form, x, mistake"):
+    with pytest.raises(
+        TypeError, match=r"made_up_mistake: gradients_of has y: use only fields of 'form' \(x, mistake\)"
+    ):
         Misspelt()
     with pytest.raises(TypeError, match=r"made_up_mistake: form.scale has type bytes \| None: use one of Tensor, "):
         Unknown()

@@ -37,7 +37,9 @@ def test_schedules_of_experts() -> None:
         NotApplicableError, match="the number of pieces of experts of a rank is 0: it must be at least 1"
     ):
         dispatch_sorted(AllToAllMatmul.even(8, 8, 8, 2, 2), chunks=0)
-    with pytest.raises(NotApplicableError, match="more than 192 tokens on average, so sharing tiles saves less time"):
+    with pytest.raises(
+        NotApplicableError, match="more than 192 tokens on average, so GEMM tiles with tokens of several ranks"
+    ):
         dispatch_sorted(AllToAllMatmul.even(4096, 8, 8, 2, 2), chunks=1)
     with pytest.raises(ValueError, match="experts=100000000 is too large: plan for at most 65536 experts"):
         described("all_to_all_matmul", m=8, n=8, k=8, ranks=2, experts=100_000_000)

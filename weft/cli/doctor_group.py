@@ -108,7 +108,7 @@ def _path(one: Seat, other: Seat) -> str:
 
 
 def print_group(report: GroupReport) -> None:
-    """Print hosts and devices of the ranks, and the pairs of ranks by connection."""
+    """Print the host and the device of each rank. Print each kind of connection, with the pairs of ranks that it connects."""
     world = len(report.seats)
     print(f"{counted(world, 'rank')} on {counted(len(report.hosts), 'host')}\n")
     for host in report.hosts:

@@ -36,8 +36,9 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """The options and the division of work of an embedding_all_to_all. Ranks compare `said` in every call, since plans
-    must be equal on all ranks.
+    """The options and the division of work of an embedding_all_to_all.
+
+    Plans must be equal on all ranks. So in every call, ranks compare the text `said`, which lists a plan's properties.
     """
 
     sharding: EmbeddingSharding

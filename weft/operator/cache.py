@@ -1,8 +1,13 @@
 """The cache of compiled operators (`weft.operator.compiled_operator`).
 
 At the first call of a shape, ranks compare their calls before any rank computes or allocates
-(`weft.operator.together`). Later calls find the compiled operator by their key: shapes, dtypes and options. A lookup by
-signature (`weft.runtime.layouts`) is faster and comes first. A full cache drops the least recently used operators.
+(`weft.operator.together`). Later calls find the compiled operator in one of two ways:
+
+- By signature: the call's arguments, with the layouts of tensors in place of their contents and addresses. Native code
+  reads a signature in a microsecond (`weft.runtime.layouts`), so this lookup comes first.
+- By key: shapes, dtypes and options, after all checks of the arguments.
+
+A full cache drops the least recently used operators.
 """
 
 from __future__ import annotations

@@ -198,7 +198,10 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Return the names of the chosen schedules for exactly this problem. pinned: None or "autotune"."""
+    """Choose schedules for the sizes of `p`, not for its size bucket as `_names_near` does. Return their names.
+
+    pinned: None or "autotune".
+    """
     if pinned is not None:
         measure.measure_gemms(p, comm, tensors, deadline_s)
     model = this_machine.machine_model(comm.device, p.world_size)

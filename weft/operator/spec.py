@@ -332,7 +332,7 @@ class Operator(ABC, Generic[C]):
                 raise TypeError(f"{self.name}: form.{field} has type {hints[field]}: use one of {known}")
         if unknown := [field for field in self.gradients_of if field not in of_call]:
             raise TypeError(
-                f"{self.name}: gradients_of has {', '.join(unknown)}: use fields of form, {', '.join(of_call)}"
+                f"{self.name}: gradients_of has {', '.join(unknown)}: use only fields of 'form' ({', '.join(of_call)})"
             )
         self.kinds = tuple(_SCHEMA[hints[field]] for field in of_call)
         self._compared = tuple(field in self.compared for field in of_call)

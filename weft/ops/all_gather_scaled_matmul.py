@@ -74,19 +74,19 @@ def all_gather_scaled_matmul(
           rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - If some rank has only one row: one element in the shape of a single row-wise scale, such as [1, 1]. It is the
-          scale of every row of this shard. The rank with one row cannot distinguish it from row-wise scales, so all
-          ranks treat it as row-wise.
-        - One element in any other case, such as a scalar: one scale for all of A. Pass the same value on every rank;
-          weft does not check it.
+        - One element in the shape of one row's scale, such as [1, 1], while any rank has only one row: the same scale
+          for each row of this shard. (For the rank with one row this is the first case, so all ranks treat the scales
+          as row-wise.)
+        - Any other single element, such as a scalar: one scale for all of A. Pass the same value on every rank; weft
+          does not check it.
     B_scales: for each B, its fp32 scale: one element. With row-wise A_scale also [1, N_i], a scale for each column.
     biases: for each B, [N_i] or None. A bf16 or fp16 result needs a bias of its own dtype, an fp8 result needs a bf16
         bias, and an fp32 result cannot have a bias. None: no biases.
     result_scales: must be None, or a list of None: scales of results are not supported. Multiply B_scales by them
         instead.
-    out_dtypes: the dtype of each result: torch.bfloat16, float16 or float32. If A_scale and B_scales have one element
-        each, also float8_e4m3fn; an entry None means float8_e4m3fn too. fp8 results saturate at the largest fp8 number.
-        If the whole argument is None, all results are bfloat16.
+    out_dtypes: the dtype of each result: torch.bfloat16, float16, float32, or float8_e4m3fn if A_scale is not row-wise.
+        An entry None means float8_e4m3fn. fp8 results saturate at the largest fp8 number. If the whole argument is
+        None, all results are bfloat16.
     use_fast_accum: for each B, True for faster, less exact accumulation. None: False for all.
     return_A: True to return the gathered A too, as torch's op always does. False allows more schedules and saves a
         copy.

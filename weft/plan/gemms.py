@@ -87,9 +87,11 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
-    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms, at least 3 and at most 50. If one call takes
-    more than 3 ms, there are 2 calls. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15
-    ms.
+    Each GEMM has a warm-up call. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15 ms.
+    The predicted time also determines the number of timed calls of a GEMM:
+
+    - more than 3 ms: 2 calls
+    - up to 3 ms: as many calls as fit into 3 ms, but at least 3 and at most 50
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0

@@ -176,7 +176,8 @@ class _Built:
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0, most_us: float = math.inf) -> float:
     """Return the time of one run in us, but at least `at_least_us`.
 
-    If the first run takes longer than `most_us`, stop the simulation and return infinity.
+    `run_us` simulates one run in mode "single", and two consecutive runs in the other modes. If the first simulated run
+    takes longer than `most_us`, stop the simulation and return infinity.
     """
     return max(at_least_us, run_us(schedule, model, mode, most_us))
 

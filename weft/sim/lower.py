@@ -219,10 +219,11 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (owner, setter): the ranks that represent both ends of a signal from `rank` to the peer at `distance`.
+        """Return (owner, setter) for a signal from `rank` to the peer at `distance`.
 
-        owner: the simulated rank that represents the peer. setter: the rank that sends the owner the corresponding
-            signal, at `distance` before the owner.
+        owner: the simulated rank that represents the peer.
+        setter: the rank that sends the same signal to the owner. The owner is at `distance` from the setter, so the
+            setter is `rank` only if the peer is simulated itself.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world

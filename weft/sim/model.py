@@ -378,7 +378,11 @@ class Model:
 
     @property
     def _ways(self) -> np.ndarray:
-        """All combinations of tile and split: `[4, count]`, with rows, columns, parts of k, and efficiency."""
+        """The ways to compute a matmul: each combination of a tile and a number of parts into which k is split.
+
+        An array `[4, count]` with a column for each way: the tile's rows, the tile's columns, the number of parts, and
+        the tile's efficiency.
+        """
         return _all_ways(self.tile, self.tile_half)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:

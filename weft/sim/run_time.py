@@ -36,7 +36,8 @@ _STEPS_OF_PERMUTATION = 2
 
 
 def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.inf) -> float:
-    """Return the time of one run in microseconds; infinite if the first run takes longer than `most_us`.
+    """Return the time of one run in microseconds; infinite if the first simulated run takes longer than
+    `most_us`.
 
     The schedule is not checked: it must be verified or from a weft builder.
     """

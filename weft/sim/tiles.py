@@ -166,9 +166,11 @@ def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
 
 
 class Tables:
-    """The evaluated tiles of a step on ranks that have the same number of tiles and the same contents of buffers.
+    """The sizes, `Set` steps and bytes read of a kernel's tiles, evaluated for several ranks at once.
 
-    The values of most expressions are equal on all these ranks, and are counted and sorted only once.
+    These ranks have the same number of tiles. Buffers that determine dynamic sizes, such as tables of counts, have the
+    same expected contents on these ranks. So most expressions have the same values on all these ranks. Then the tiles
+    with each value are counted once for all ranks, and the counts are sorted once.
     """
 
     def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:

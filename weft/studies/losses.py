@@ -497,9 +497,9 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
         whole = sorted({r["config"] for r in rows if "n_over" not in r}, key=lambda name: int(name[1:]))
         parts, measured = [], rows_of(rows)
         if whole:
-            which = "all GEMMs" if len(whole) == len(measured) else ", ".join(whole)
+            which = "These records" if len(whole) == len(measured) else f"The records of {', '.join(whole)}"
             parts.append(
-                f"In the older records of {which}, each rank computed all N columns of table I, and not only its share of them."
+                f"{which} predate a change: each rank computed all N columns of table I. Now it computes only its share of them."
             )
         for one in tables(measured):
             parts += [one.title, markdown_table([column.replace("\n", " ") for column in one.columns], one.cells)]

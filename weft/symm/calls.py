@@ -90,7 +90,8 @@ class GroupCalls(_core.CallCounts):
         """Handle a peer's refusal of a call. If this rank has already made the call, return the peer's reason: the group
         must then fail. Otherwise return "".
 
-        If this rank has refused the call too, the peer's refusal counts as the peer's answer to this rank's refusal.
+        A rank that refuses a call waits for an answer from each peer. If this rank has refused the call too, the peer
+        sends no other answer: its refusal counts as the answer.
         """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:

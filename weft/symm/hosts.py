@@ -307,7 +307,7 @@ class _Dial:
             return None
         both = self._theirs, self._nonce
         if not hmac.compare_digest(self._proof, _code(token, b"listens", *both)):
-            raise OSError("it does not belong to this process group")
+            raise OSError("the peer does not belong to this process group")
         return _code(token, b"to L", *both), _code(token, b"to C", *both)
 
     @property
@@ -321,7 +321,7 @@ class _Dial:
     def _recv(self, count: int) -> bytes:
         data = self.socket.recv(count)  # also raises the error of a connection that failed
         if not data:
-            raise OSError("it closed the connection")
+            raise OSError("the peer closed the connection")
         return data
 
 

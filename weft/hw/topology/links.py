@@ -142,7 +142,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A topology for any number of ranks.
+    """A rule that builds the topology of a given number of ranks.
 
     builder: a function such as `weft.hw.topology.ring`. numbers: the builder's arguments after the number of ranks.
         ranks: the only allowed number of ranks; 0 if any number is allowed.

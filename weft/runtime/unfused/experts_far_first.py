@@ -69,15 +69,16 @@ class FarFirst:
     def way(
         self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
     ) -> tuple[bool, Callable[[], None]]:
-        """Return two values: True if this call must send rows for other hosts first, and a function to call at its end.
+        """Choose whether this call sends rows for other hosts first. Return (True if it does, a function).
 
-        Measurements of earlier calls decide (`weft.runtime.two_ways`). With `early`, the call always sends these rows
-        first, unless the links are too fast for a gain. All ranks must make the same calls of this method.
+        The caller must call the function when its call ends: it records the time of the call. The recorded times of
+        earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed. It always sends these rows first,
+        unless the links are too fast for a gain. All ranks must make the same calls of this method.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
         size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
-        early: the result of the method `early`; None for a call that begins only after its rendezvous.
+        early: the exchanges that this call may begin before its rendezvous has ended; None if it begins afterwards.
         """
         if self._memory is None:
             return False, lambda: None

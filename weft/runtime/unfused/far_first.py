@@ -1,4 +1,4 @@
-"""Functions for calls of CPU ranks on several hosts that send the data for other hosts first.
+"""Functions for calls of CPU ranks on several hosts. Such a call sends the data for other hosts first.
 
 A call sends these data in up to `PIECES` pieces. All ranks exchange each piece. gloo's threads send the pieces while the
 rank computes with the data of its own host.

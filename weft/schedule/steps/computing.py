@@ -138,7 +138,7 @@ class Reduce(Step):
     the sum is rounded once.
 
     A part with one row, except the first part, is broadcast over the rows of out. norm: also write an RMSNorm of the rounded
-    out. If out is the only part, only the norm is written."""
+    out. With a norm and parts=(out,), the step reads out and writes only the norm."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
