@@ -43,6 +43,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["plan", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["bench", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["reproduce", "t3", "--topology", "ring"], "--topology without --hw"),
+        (["doctor", "--links", "links.toml"], "--links needs --group: run weft doctor --group --links links.toml"),
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
         (["plan", "--hw", "h200"], "weft: --hw is before the operator: write the operator first, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),

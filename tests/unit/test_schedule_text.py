@@ -127,6 +127,10 @@ def test_json_is_complete() -> None:
     assert kinds == {"wait", "copy", "for", "collective", "compute"}
 
 
+def test_a_schedule_for_no_rank_prints() -> None:
+    assert "x" in str(replace(every_kind_of_step(), world_size=0))
+
+
 def test_what_goes_without_saying_may_be_left_out() -> None:
     schedule = every_kind_of_step()
     document = json.loads(to_json(schedule))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from schedule_checks import faults
@@ -17,8 +18,24 @@ from support.slow import mostly, slow
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 from weft.errors import ScheduleError
-from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Lane, Region, Schedule, Set, Signals, Step, Wait
+from weft.schedule import (
+    RANK,
+    Buffer,
+    Collective,
+    Copy,
+    Draft,
+    Expr,
+    Lane,
+    Region,
+    Schedule,
+    Set,
+    Signals,
+    Step,
+    Wait,
+    total,
+)
 from weft.schedule.expr import Index
+from weft.schedule.kernels import Unpack
 from weft.schedule.steps import CopyBy
 from weft.schedule.verify import verify
 from weft.schedule.verify.forked_tiles import forked
@@ -451,6 +468,47 @@ def test_real_schedules_need_each_of_their_waits(schedule: Schedule) -> None:
                 steps = lane.steps[:number] + lane.steps[number + 1 :]
                 lanes = (*schedule.lanes[:i], replace(lane, steps=steps), *schedule.lanes[i + 1 :])
                 assert "race on box@" in faults(replace(schedule, lanes=lanes)), (lane.name, str(step))
+
+
+def test_contents_of_a_buffer_that_is_not_declared() -> None:
+    d = Draft("d", 2)
+    counts = Draft("o", 2).buffer("counts", 2, 1, "int64", "symmetric")
+    x, y = d.buffer("x", total("counts", 0, 1), 4, "fp32", "input"), d.buffer("y", 8, 4, "fp32", "output")
+    d.holds(counts, [[3, 5], [5, 3]])
+    missing = "buffer 'counts' does not exist: declare it with Draft.buffer"
+    assert missing in faults(d.schedule())
+    d.lane("c").copy(x.part(), y.part(rows=(0, total("counts", 0, 1))), "kernel")
+    assert missing in faults(d.schedule())
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (("x", "2", 2), "buffer x: rows='2': a str is neither a whole number nor an expression of the rank"),
+        (("x", 1.5, 2), "buffer x: rows=1.5: a float is neither a whole number"),
+        (("x", True, 2), "buffer x: rows=True must be an integer or an expression, not a bool"),
+        (("x", 2, RANK), "buffer x: cols=Expr('rank') must be a whole number, the same on all ranks"),
+        (("x", 2, 2.0), "buffer x: cols=2.0 must be a whole number"),
+        (("", 2, 2), "schedule d: buffer name '' must be a non-empty str"),
+        ((5, 2, 2), "schedule d: buffer name 5 must be a non-empty str"),
+    ],
+)
+def test_buffers_that_are_no_matrices_are_refused_as_they_are_declared(declared: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        Draft("d", 2).buffer(*declared, "fp32", "input")
+
+
+def test_rows_may_be_an_expression() -> None:
+    assert str(Draft("d", 2).buffer("x", total("counts", 0, 1), 4, "fp32", "input").rows) == str(total("counts", 0, 1))
+
+
+def test_a_negative_extent_is_refused_as_it_is_written() -> None:
+    lane = Draft("d", 2).lane("a")
+    with pytest.raises(ValueError, match="lane a: repeat has extent=-1: use 0, which runs no step, or more"):
+        lane.repeat("i", -1, Copy(X, Y))
+    with pytest.raises(ValueError, match="lane a: tiles has extent=-2"):
+        lane.tiles(Unpack(), "t", -2, Copy(X, Y))
+    assert not lane.steps
 
 
 def test_words_that_are_none_are_refused_as_they_are_written() -> None:

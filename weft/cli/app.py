@@ -119,6 +119,8 @@ def doctor(
         from weft.cli.doctor_group import run
 
         raise typer.Exit(run(links))
+    if links:
+        raise ValueError(f"--links needs --group: run weft doctor --group --links {links} on every rank")
     from weft.cli.doctor import examine, print_report
 
     report = examine()

@@ -61,7 +61,7 @@ class EmbeddingOptimizer:
         unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
         this check ranks synchronise and wait for the device.
     clip_value: the limit on the absolute value of each element of a row's gradient, as in
-        `torch.nn.utils.clip_grad_value_`.
+        `torch.nn.utils.clip_grad_value_`. It cannot be combined with `clip_norm`.
     clip_norm: the limit on the norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`.
         If the norm is larger, all gradients are scaled down. Ranks all-reduce the norm before each update. Rows that
         "skip" leaves unchanged do not count.

@@ -25,7 +25,7 @@ def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[st
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
         of_ranks = sorted(substitute(buffer.rows, of_rank) for of_rank in values)
-        ends = sorted({of_ranks[0], of_ranks[-1]})
+        ends = sorted({*of_ranks[:1], *of_ranks[-1:]})  # a faulty schedule may have 0 ranks
         formula = str(buffer.rows)
         n_rows = formula if len(formula) <= 24 else " to ".join(map(str, ends))
         size = " to ".join(_bytes(n * row_bytes) for n in ends)

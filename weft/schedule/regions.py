@@ -133,6 +133,11 @@ class Access(NamedTuple):
     updates: bool = False
 
 
+def undeclared(buffer: str) -> str:
+    """Return the error text for a name that no buffer has."""
+    return f"buffer {buffer!r} does not exist: declare it with Draft.buffer"
+
+
 def read(region: Region) -> Access:
     return Access(region, True, False)
 

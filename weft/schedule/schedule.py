@@ -27,9 +27,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
+from weft.errors import ScheduleError
 from weft.schedule.expr import INDEX_TYPES, RANK, Index, Values, require_index
 from weft.schedule.kernels import TileKernel
 from weft.schedule.printing import buffer_lines, step_lines, wrapped
+from weft.schedule.regions import undeclared
 from weft.schedule.steps import (
     ITEM_BYTES,
     OPS,
@@ -78,7 +80,10 @@ class Schedule:
     contents: tuple[Contents, ...] = ()
 
     def buffer(self, name: str) -> Buffer:
-        return next(buffer for buffer in self.buffers if buffer.name == name)
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise ScheduleError(undeclared(name))
 
     def values(self, rank: int) -> Values:
         """Return the values of variables in expressions on `rank`: the number "rank", and the expected contents of
@@ -216,6 +221,16 @@ class Draft:
         self._contents: dict[str, Contents] = {}
 
     def buffer(self, name: str, rows: Index, cols: int, dtype: str, role: Role) -> Buffer:
+        """Declare a buffer of rows x cols elements on every rank, and return it.
+
+        Raise `TypeError` or `ValueError` if an argument is not legal: `name` must be a non-empty str, `rows` an integer or an
+        expression, and `cols` an integer.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"schedule {self.name}: buffer name {name!r} must be a non-empty str, such as 'x'")
+        require_index(rows, f"buffer {name}: rows")
+        if isinstance(cols, bool) or not hasattr(cols, "__index__"):
+            raise TypeError(f"buffer {name}: cols={cols!r} must be a whole number, the same on all ranks")
         if name in self._buffers:
             raise ValueError(f"schedule {self.name}: two buffers are named {name!r}: give each its own name")
         if dtype not in ITEM_BYTES:
@@ -318,6 +333,7 @@ class LaneDraft:
         return self.then(Reduce(out, parts, accumulate, norm))
 
     def tiles(self, kernel: TileKernel, index: str, extent: Index, *body: Step) -> LaneDraft:
+        self._require_extent("tiles", extent)
         return self.then(Tiles(kernel, index, extent, body))
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
@@ -337,7 +353,12 @@ class LaneDraft:
         """Append a loop over `steps` with `index` = 0 .. extent - 1.
 
         To run steps on some ranks only, use an extent that is 0 on the other ranks, such as lookup((0, 1), RANK)."""
+        self._require_extent("repeat", extent)
         return self.then(For(index, extent, steps))
+
+    def _require_extent(self, method: str, extent: Index) -> None:
+        if isinstance(extent, int) and extent < 0:
+            raise ValueError(f"lane {self.name}: {method} has extent={extent}: use 0, which runs no step, or more")
 
     def _require(self, wanted: type, given: Any, fix: str) -> None:
         if not isinstance(given, wanted):

@@ -71,6 +71,8 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if group is None:
         raise ValueError(NO_GROUP)
     if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not a member of the group: only its members may make this call")
         if hasattr(group, "get_group"):
             raise ValueError(
                 f"group={group!r} is a {type(group).__name__}: pass the group of one dimension, its get_group(dim)"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from weft.schedule.printing import describe
-from weft.schedule.regions import ITEM_BYTES, Access, Buffer, Declared, box_of, overlap
+from weft.schedule.regions import ITEM_BYTES, Access, Buffer, Declared, box_of, overlap, undeclared
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Collective, Read, Step, totals_of, variables_of
 from weft.schedule.steps.collectives import disagreement
@@ -22,6 +22,10 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
         for name, times in Counter(item.name for item in items).items():
             if times > 1:
                 yield f"{times} {what} are named {name!r}: give each its own name"
+    names = {buffer.name for buffer in schedule.buffers}
+    for held in schedule.contents:
+        if held.buffer not in names:
+            yield undeclared(held.buffer)
     for buffer in schedule.buffers:
         sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
         if min(map(min, sizes)) < 0:
@@ -124,7 +128,7 @@ def _misplaced(where: Declared, access: Access) -> Iterator[str]:
     if not 0 <= at < len(buffers):
         yield f"{describe(region, where.rank)}: rank {at} does not exist: use 0 to {len(buffers) - 1}"
     elif region.buffer not in buffers[at]:
-        yield f"buffer {region.buffer!r} does not exist: declare it with Draft.buffer"
+        yield undeclared(region.buffer)
     else:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
