@@ -54,7 +54,10 @@ def provenance(root: Path = ROOT) -> Provenance:
 
 
 def write_note(root: Path = ROOT) -> Path:
-    """Write `benchmarks/.commit`, for a copy without `.git`, and return its path. Raise `ValueError` outside a git checkout."""
+    """Write the commit and the hash of its sources into `benchmarks/.commit`, and return the path of this file.
+
+    A copy of the tree without `.git` reads them from this file. Raise `ValueError` outside a git checkout.
+    """
     known = _from_git(root)
     if known is None:
         raise ValueError(

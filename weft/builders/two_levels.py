@@ -100,7 +100,10 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
         return lookup(ends[0], owner), lookup([b - a for a, b in zip(*ends, strict=True)], owner)
 
     def multiply(owner: Index, chunk: int | None, at: Index) -> None:
-        """Multiply rows of `owner` that are in the box of rank `at`."""
+        """Multiply rows of the shard of `owner`, read from the buffer `box` of rank `at`.
+
+        chunk: the number of the chunk of the shard; None: the whole shard.
+        """
         first, count = rows(owner, chunk)
         for w, y in zip(ws, ys, strict=True):
             part = box.part(rows=(owner // grid.near * most + first, count), at=at)

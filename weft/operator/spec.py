@@ -1,8 +1,8 @@
 """The base class of an operator's specification: the arguments of its calls, checks, problem, buffers and gradients.
 
 For all operators, weft derives the rest from the specification: the comparison across ranks, the cache of shapes, the
-choice of a schedule, and the unfused call. It also derives autograd in eager mode and under torch.compile, plans and
-benchmarks.
+choice of a schedule, and the unfused call. It also derives plans, benchmarks, and autograd. Autograd works in eager mode and
+under torch.compile.
 
 A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
 arguments into a NamedTuple, the *form* of a call, and passes the call to `weft.operator.calls.made`.

@@ -81,9 +81,9 @@ def embedding_all_to_all(
         of `sharding.local_tables(rank)`. Sums are in fp32.
     features: the sparse input of the *global* batch for (at least) this rank's features. Pass a KeyedJaggedTensor
         (weft's or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block for each feature of this
-        rank's tables, in column order. values: int32 or int64 row numbers. offsets: int32 or int64 `[features * global
-        batch + 1]`, feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the
-        length of the bag, as FBGEMM does.
+        rank's tables, in the order of their columns in the result. values: int32 or int64 row numbers. offsets: int32
+        or int64 `[features * global batch + 1]`, feature-major. Samples are ordered by the rank that owns them.
+        Weighted mean pooling divides by the length of the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
     group: a process group that contains this rank.
     batch_sizes: the number of samples of each rank. Default: the global batch divided evenly; the first ranks get the
@@ -94,8 +94,8 @@ def embedding_all_to_all(
         predicted time on this GPU (`weft.plan.explain`). Calls with similar numbers of samples share one choice. On
         CPU, and on GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, weft uses
         "serial" for every value.
-    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, the number of consecutive vectors that
-        a thread stores. "direct" on GPUs ignores slice_size.
+    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, only the number of adjacent vectors
+        that one span of `timeline` covers. "direct" on GPUs ignores slice_size.
     order: "remote_first" pools the samples of peers before this rank's own; "natural" pools samples in the order of the
         batch.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on

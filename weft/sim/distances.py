@@ -12,7 +12,11 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The latencies and the classes of equivalent distances on a topology. The first `period` ranks are simulated."""
+    """The latency of the route from a rank to the rank at a distance, and the classes of equivalent distances, on a topology.
+
+    The top of this file defines equivalent distances. One distance represents its class. period: the simulator simulates
+    only ranks 0 to `period` - 1.
+    """
 
     def __init__(self, topology: Topology, period: int) -> None:
         self._topology, self._period = topology, period

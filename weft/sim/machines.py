@@ -9,7 +9,7 @@ compute.launch                          gap between two kernels of a lane
 compute.fp32_vector                     rate of elementwise kernels in fp32
 compute.DTYPE_matmul_8192               rate of a matmul of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
 compute.DTYPE_matmul_best               rate of a matmul of the best size: whole tiles in whole waves, and a long k
-compute.first_bag (if known)            time from the start of a pooling kernel to its first rows
+compute.first_bag (if known)            time from the start of a pooling kernel until its first rows arrive from memory
 compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
 compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
 compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
@@ -40,8 +40,8 @@ signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host
 graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
 compute.tile_part, link.stored_late, .stored_end, .loaded_start, collective.all_reduce, lanes.run, graph.remote, .signal (if known)
 
-The fields of `weft.sim.model.Model` describe the numbers without a description here (`signal_local_us`, `host_step_us` and
-so on).
+Some keys have no description in this list. The fields of `weft.sim.model.Model` with similar names describe them, for example
+`signal_local_us` for signal.local.
 """
 
 from __future__ import annotations

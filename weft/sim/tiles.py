@@ -59,8 +59,8 @@ class Tiled(NamedTuple):
 def is_uneven(step: Tiles) -> bool:
     """True if an expression in the body depends on both the tile and the rank that executes the step.
 
-    An expression for a peer counts as the distance from the executing rank to the peer. So it depends on the executing rank,
-    and on both if it depends on the tile.
+    An expression for a peer is converted to the distance from the executing rank to the peer, so it always depends on the
+    executing rank. If it also depends on the tile, the result is True.
     """
 
     def depends(number: Index, name: str) -> bool:

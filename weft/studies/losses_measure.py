@@ -369,9 +369,10 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Run all variants in each repetition, starting with another variant each time. Return {variant: its values}. A
-    variant with one lane has the seconds of a call for each repetition. A pair has the three values of `together` for
-    each repetition.
+    """Run all variants in each repetition, starting with another variant each time. Return {variant: list of values}.
+
+    For a variant with one lane, the list has one value per repetition: the seconds of a call. For a pair of lanes, it has
+    three values per repetition: the result of `together`. The values of a first repetition, which warms up, are dropped.
     """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):

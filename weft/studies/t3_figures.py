@@ -1,4 +1,4 @@
-"""T3's further figures on the model of its hardware, and the effect of each assumed number.
+"""Simulation of figures of the T3 paper on a model of the paper's hardware, and the effect of each number that is assumed.
 
     figure 5    work-groups and stages of a GEMM that is split over ranks
     figure 6    compute units split between a GEMM and an all-reduce
@@ -8,7 +8,8 @@
     figure 20   twice the compute units
 
 Functions `simulate_...` return the fields of a record, and functions `..._table` make a table from such a record. Numbers
-that the paper shows only in pictures are omitted.
+that the paper shows only in pictures are omitted. `weft.studies.t3_sublayers` has figures 15, 16 and 18, and
+`weft.studies.t3_iteration` has figures 4 and 19.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and
 7.5.

@@ -6,7 +6,8 @@ GEMMs and collectives:
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-Each GEMM without a collective is assumed to take as long as the GEMM of the same layer that has one. The other operations of a
+IP, OP, FC-1 and FC-2 each have one GEMM with a collective, whose time is simulated. The other GEMMs of the same weight are
+assumed to take as long. For example, FC-1 in the forward pass takes as long as FC-1 in the backward pass. The other operations of a
 Transformer (without fused attention) are estimated by a roofline. Each reads and writes memory at the bandwidth of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout

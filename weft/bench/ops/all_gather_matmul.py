@@ -136,9 +136,11 @@ class GatherVariants(TorchVariants):
     def prefetched(self) -> Variant:
         """Return the variant that gathers the operand of the next call during the GEMM of this call.
 
-        As in FSDP, the stream of the gathers has a high priority. A gather may begin as soon as the GEMM of the previous call
-        begins. So up to two gathers run before the timing of a series of calls begins, which favours this variant. A call
-        expects that the next call has the next input set; otherwise the next call gathers first.
+        As in FSDP, the stream of the gathers has a high priority. Call i enqueues the gather for call i + 1, which may begin
+        when the GEMM of call i - 1 begins. So the gathers for the first two timed calls wait only for GEMMs of earlier calls.
+        They may run before the timing begins, which favours this variant.
+
+        Call i gathers the next input set. If call i + 1 has another input set, it must first gather its own operand.
         """
         side = torch.cuda.Stream(self.ranks.device, priority=-1)
         places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]

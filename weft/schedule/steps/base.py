@@ -74,7 +74,7 @@ class Step:
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return a step that performs the sets of this step and nothing else; None if this step has no sets."""
+        """Return a step that only sets the signals that this step sets; None if this step sets none."""
         return self if self.sets() else None
 
     @property
