@@ -212,7 +212,7 @@ def checked_whole(name: str, given: Any, fix: str) -> Any:
     if number is None:
         raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
     if type(number) is int and number.bit_length() > 63:
-        raise ValueError(f"{name} is {_shown(number)}: {fix}, in 64 bits")
+        raise ValueError(f"{name} is {_shown(number)}, which does not fit in 64 bits: {fix}")
     return number
 
 

@@ -192,7 +192,7 @@ def test_it_is_kept_and_found_again(found: Calibration) -> None:
         "calibration",
     )
     assert find("NVIDIA H200", 8) is None
-    with pytest.raises(ValueError, match="the calibration is for 2 ranks, but the model has 8"):
+    with pytest.raises(ValueError, match="the calibration is for 2 ranks, but the simulator's model has 8: calibrate"):
         found.apply(model_of(h200, 8))
 
 

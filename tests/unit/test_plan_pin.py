@@ -143,14 +143,14 @@ def test_messages_name_splits_that_are_not_even_only() -> None:
             (3, 4),
             False,
             "shards of (3, 4) rows cannot be cut into equal chunks: give every rank 3 or 4 rows, or "
-            "use shard or gather",
+            'use the schedule "shard" or "gather"',
         ),
-        ((3, 5), False, "give every rank 4 rows, or use shard or gather"),
+        ((3, 5), False, 'give every rank 4 rows, or use the schedule "shard" or "gather"'),
         (
             (4, 4),
             True,
             "chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
-            "or use shard or gather",
+            'or use the schedule "shard" or "gather"',
         ),
     ],
 )

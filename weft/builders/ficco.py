@@ -211,12 +211,12 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
         nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
         raise NotApplicableError(
             f"shards of {p.rows} rows cannot be cut into equal chunks: give every rank {nearest} rows, or use "
-            "shard or gather"
+            'the schedule "shard" or "gather"'
         )
     if p.return_gathered:
         raise NotApplicableError(
             "chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
-            "or use shard or gather"
+            'or use the schedule "shard" or "gather"'
         )
     return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")
 

@@ -357,7 +357,11 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise an error unless `features` is a KeyedJaggedTensor with one batch size for all keys and consistent bags."""
+    """Raise an error unless `features` is a KeyedJaggedTensor with one batch size for all keys.
+
+    Also raise an error if its lengths or offsets are invalid. On CPU, raise an error if both are given and describe
+    different bags.
+    """
     if type(features) is KeyedJaggedTensor:
         lengths = given_lengths = features.lengths_or_none()
         given_offsets = features.offsets_or_none()

@@ -95,16 +95,20 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class _OfGroup(Generic[E]):
-    """The compiled operators of one operator on one group, and the counts that decide which are dropped.
+    """The cache of one operator, such as `all_gather_matmul`, on one process group.
+
+    It contains compiled operators by shape, and the counts that decide which of them are dropped.
 
     Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
     not change the count.
 
     Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
-    sequence length without padding. So on GPUs each problem family counts its compiled sizes that have been called only
-    once. From a count of `PASSING` (16) on, the first call with a new size runs unfused, without compilation and without
-    synchronisation of the CPUs. The second call compiles the size. If all sizes recur, as in a warm-up and capture of
-    each batch size, each size is compiled at its first call. All ranks make the same calls, so their counts are equal.
+    sequence length without padding. So on GPUs this class counts the compiled sizes that have been called only once,
+    separately for each problem family: problems that differ only in their size (`weft.builders.Problem.family`). From a
+    count of `PASSING` (16) on, the first call with a new size runs unfused, without compilation and without
+    synchronisation of the CPUs. The second call compiles the size. A size that is called again no longer counts. So if
+    all sizes recur soon, as in a warm-up and capture of each batch size, the count stays below 16, and each size is
+    compiled at its first call. All ranks make the same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:

@@ -135,11 +135,12 @@ def matmul_reduce_scatter(
 class _Call(NamedTuple):
     """The arguments as matrices: the call computes x @ B.
 
-    average: True if the public function divides the sum by the number of ranks. outer: the dimensions of A before it was
-        reshaped to a matrix, which ranks compare (`outer_of`).
+    average: True if the public function divides the sum by the number of ranks.
+    outer: [scatter_dim, sizes of the other dimensions of A except the last], or None if A is a matrix (`outer_of`).
+        The matrix x lacks these numbers, so ranks compare them separately.
 
     To scatter columns, the call computes B^T @ A^T: the field x is then the argument B transposed, and the field B is A
-    transposed. outer is then [-1, leading dimensions of A], where -1 is the scattered dimension.
+    transposed. outer is then [-1, sizes of all dimensions of A except the last]: the last dimension is scattered.
     """
 
     x: torch.Tensor

@@ -120,8 +120,8 @@ class Calibration:
         """
         if model.world_size != self.world_size:
             raise ValueError(
-                f"the calibration is for {self.world_size} ranks, but the model has {model.world_size}: calibrate "
-                f"with {model.world_size} ranks"
+                f"the calibration is for {self.world_size} ranks, but the simulator's model has "
+                f"{model.world_size}: calibrate with {model.world_size} ranks"
             )
         changed: dict[str, Any] = {
             "launch_us": self.launch_us,

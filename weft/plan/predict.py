@@ -453,9 +453,9 @@ def _times(
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
     """Return a lower bound on the time of a run, in us.
 
-    The bound is the time of the longest lane's steps, each alone. For many ranks, it is at least the time of the bytes
-    on the links and, if the CPU reads sizes, the CPU time of the run. For a single run, it is at least the CPU time of
-    all steps.
+    The bound is the time of the longest lane's steps, each alone. In mode "single", it is at least the CPU time of all
+    steps. For more than `_MANY_RANKS` (8) ranks, it is at least the time of the bytes on the links and, if the CPU reads
+    sizes, the CPU time of the run.
     """
     assert built.schedule is not None
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0

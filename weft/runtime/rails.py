@@ -6,7 +6,7 @@ data travel with the rendezvous:
 
     1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
         host, in shared memory
-    2   rank i of each host sends the payloads of its host, and its data, to rank i of each other host
+    2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
 After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
@@ -14,7 +14,7 @@ agree, its ranks send no data in step 2. Receive buffers have space for the larg
 message of a different call does no harm. Its data are dropped.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each
-byte of a collective is sent to each other host only once. Sums are computed in fp32 (fp64 for fp64): first within each
+byte of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64): first within each
 host, then across hosts. Each of these two levels rounds its sum once to the dtype of the matrix.
 """
 
@@ -47,7 +47,7 @@ class Cargo(Protocol):
     near_bytes: int
     """The number of bytes that this rank shares with the ranks of its host."""
     far_bytes: int
-    """The number of bytes that this rank sends to the rank of its rail on each other host."""
+    """The number of bytes that this rank sends to the rank of its rail on every other host."""
 
     def load(self, memory: torch.Tensor) -> None:
         """Write the data that the other ranks of this host need into `memory`, this rank's shared memory."""
@@ -187,13 +187,13 @@ class Rails:
             finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
-        """Return memory for a second message of `nbytes` to each other host, as a list of tensors in the order of
-        hosts. A collective that sends its data in two halves uses it (`begin_more`).
+        """Return memory for a second message of `nbytes` to every other host: a list of one tensor for each host, in the
+        order of hosts. A collective that sends its data in two halves uses this memory (`begin_more`).
         """
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin to exchange a second message of `nbytes` with each other host, after `exchange`. The caller has written the
+        """Begin to exchange a second message of `nbytes` with every other host, after `exchange`. The caller has written the
         messages to `more(nbytes)`, and the payloads of all ranks must have agreed. Return a function that waits for the
         messages from other hosts and returns them, in the order of hosts.
         """

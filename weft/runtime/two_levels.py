@@ -4,9 +4,9 @@ A **rail** consists of the ranks with the same index on their hosts, one on each
 shard of n bytes on each rank:
 
     all_gather      Each rail gathers its shards in shared memory, where each rank reads the results of all rails of its host. A
-                    host sends L n bytes to each other host.
+                    host sends L n bytes to every other host.
     reduce_scatter  Each host sums, in shared memory, the parts that its rails need. Then each rail exchanges and adds its H sums. A
-                    host sends L n bytes to each other host.
+                    host sends L n bytes to every other host.
     all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
                     2 (H - 1) / H times the matrix.
 

@@ -138,8 +138,10 @@ def launches(
         return at
 
     def copy(at: int, waits: int, body: int) -> Launch:
-        """Return the launch of the copy at position `body`. Its steps begin at position `at`, and its waits at position
-        `waits`.
+        """Return the launch of the copy `steps[body]`.
+
+        at: the position in `steps` of the launch's first step. waits: the position in `steps` of its first wait, or `body`
+            if no wait precedes the copy.
         """
         like = _fixed(steps[body], buffers, held)
         parts_end = body + 1

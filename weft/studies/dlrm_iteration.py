@@ -145,8 +145,9 @@ class Dlrm:
 
 
 def exchange_us(count: float, numbers: Numbers) -> float:
-    """Return the time in us of an all-to-all on the torus, which the link with the most bytes determines. count: the
-    bytes that each node has for all nodes together.
+    """Return the time in us of an all-to-all on the torus. The link with the most bytes determines this time.
+
+    count: the bytes that each node has for all nodes together.
 
     Every node sends equal amounts to all nodes, first along its row and then along its column. A row or a column is a
     ring, and messages take the shorter direction. The messages of n nodes share the 2n directed links of their ring. So a

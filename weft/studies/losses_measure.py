@@ -403,8 +403,11 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Return [seconds of a GEMM, seconds of an all-gather, overlap]. Both times are means over the time in which both
-    lanes ran. The overlap is this time as a fraction of the time from the first start to the last end.
+    """Return [seconds of a GEMM, seconds of an all-gather, overlap].
+
+    Both lanes run from the later of their starts to the earlier of their ends. The seconds of a GEMM and of an all-gather
+    are means over this period. The overlap is the length of this period divided by the time from the first start to the
+    last end. If the lanes never run at the same time, both seconds are NaN and the overlap is 0.
 
     gemm, gather: the timestamps of a lane's start and of the end of each call, in seconds. Progress between two
     timestamps is assumed to be linear.

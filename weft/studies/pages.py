@@ -102,7 +102,7 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
     """Return the simulator's model of `ranks` GPUs of a machine. topology: the name of another topology than the
     machine's own.
 
-    Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a missing number.
+    Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the machine file lacks.
     """
     try:
         model = model_of(machine, ranks)

@@ -63,7 +63,10 @@ def geomean(values: Sequence[float]) -> float | None:
 
 
 def times(factor: float | None, clear: bool = True) -> str:
-    """Return "1.25x", in parentheses if not `clear`; empty for None."""
+    """Return the factor as text, such as "1.25x"; empty for None.
+
+    clear: False if the factor says nothing, for example because it is within the noise. The text is then in parentheses.
+    """
     if factor is None:
         return ""
     return f"{factor:.2f}x" if clear else f"({factor:.2f}x)"

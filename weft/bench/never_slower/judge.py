@@ -119,12 +119,12 @@ class Verdict:
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """The rows that were under the limit in the first run and have no second run."""
+        """The rows that ran below `NEVER_BELOW` of serial's speed (`is_under`) in the first run, and have no second run."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """The rows that were under the limit in both runs."""
+        """The rows that ran below `NEVER_BELOW` of serial's speed (`is_under`) in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 

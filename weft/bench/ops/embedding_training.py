@@ -276,7 +276,7 @@ class TrainingWorkload(TrainingData, Variants):
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
         """Return the error text if a call of another library fails on any rank; "" if it does not fail. All ranks must
-        make this call.
+        call this method.
         """
         why = ""
         try:

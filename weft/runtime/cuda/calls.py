@@ -111,4 +111,4 @@ def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
 
 
 def void(_: Any) -> None:
-    """Return None: a wrapper for a call whose result is not needed."""
+    """Discard the argument and return None: `void(f(x))` for a call whose result is not needed."""

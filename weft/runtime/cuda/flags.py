@@ -71,7 +71,9 @@ class Flag:
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait: (lane, index of the step).
 
-    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised again before it is cleared.
+    Raise `ScheduleError` if a flag cannot replace the counter (signal, index) for which the step waits. The reason is one
+    of these: a run sets the counter twice, the wait is for only some of the sets by a tile kernel, or the flag could be
+    raised again before it is cleared.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     _require_set_once(schedule, ranks)

@@ -186,7 +186,9 @@ class Turn:
 
     @property
     def met(self) -> Turn:
-        """A copy of this turn without rendezvous, for collectives that all ranks are known to have reached."""
+        """A copy of this object that begins collectives without a rendezvous. Use it for collectives that all ranks are known
+        to have reached.
+        """
         turn = copy.copy(self)
         turn._meets = False
         return turn
