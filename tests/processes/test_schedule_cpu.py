@@ -264,10 +264,11 @@ def struck_while_binding(group, p, builder):
     """Let one rank run out of memory at each step that is bound to new tensors. It then calls again with the same
     tensors. Return the number of errors.
     """
-    rank, held, struck = group.rank(), [], 0
+    rank, struck = group.rank(), 0
+    held = [tensors_of(p, rank, 0)]  # a step that is wrongly bound to earlier tensors must not access freed memory
     with CpuSchedule(build(p, builder), comm_of(group)) as executor:
         call = executor._program._call
-        executor.run(tensors_of(p, rank, 0))
+        executor.run(held[0])
         for nth in range(8):
             tensors, left = tensors_of(p, rank, nth), iter(range(nth))
 
