@@ -64,7 +64,7 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
     update = FusedUpdate(weft.RowwiseAdagrad(lr=0.01), weights)
     states = [list(of_table.values()) for of_table in update.states]
     tables = Tables(update.optimizer, weights, states, update.learning_rate, update.step)
-    of = ForwardCall(plan_of(sharding, EmbeddingOptions("direct")), rank, checked, 0, tables, 1.0, False)
+    of = ForwardCall(plan_of(sharding, EmbeddingOptions("direct")), rank, checked, tables, 1.0, False)
     received = torch.randn(config.global_batch, sum(w.shape[1] for w in weights), device=DEVICE)
     sgd = tables._replace(optimizer=weft.SGD(lr=0.01), states=[[] for _ in weights])
     ids, found = embedding_runs.occurrences(of, jagged), embedding_runs.sorted_rows(of, jagged)

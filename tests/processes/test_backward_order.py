@@ -1,6 +1,6 @@
 """CPU ranks compare whose backward they run. Without this comparison, calls of equal shapes would exchange wrong gradients.
 
-`test_embedding_backward.py` has the same comparison for the order of embeddings' calls, with optimizers.
+`test_embedding_backward.py` has the same test for pooled embeddings with optimizers.
 """
 
 from __future__ import annotations
@@ -72,6 +72,24 @@ def swapped_layers(group: dist.ProcessGroup, kind: str) -> list[str]:
 def test_so_do_layers(pool: Pool, kind: str) -> None:
     for first, second in pool.run(swapped_layers, kind, ranks=2, timeout_s=60):
         assert first.startswith("DisagreementError: ranks run "), first
+        assert second.startswith("PoisonedGroupError: ")
+
+
+def swapped_lookups(group: dist.ProcessGroup) -> list[str]:
+    own = dist.new_group([0, 1])
+    assert isinstance(own, dist.ProcessGroup)
+    tables = [weft.EmbeddingBagConfig(8, 4, "t", ["f"])]
+    module = weft.nn.ShardedEmbeddingCollection(tables, group=own, optimizer=weft.SGD(lr=0.1))
+    features = weft.KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    ys = [module(features)["f"].values() for _ in range(2)]
+    return [told(lambda y=y: backward(y)) for y in (ys if group.rank() == 0 else ys[::-1])]
+
+
+def test_so_do_lookups_of_rows(pool: Pool) -> None:
+    for first, second in pool.run(swapped_lookups, ranks=2, timeout_s=60):
+        assert first.startswith(
+            "DisagreementError: ranks run backward of ShardedEmbeddingCollection of 1 table for "
+        ), first
         assert second.startswith("PoisonedGroupError: ")
 
 

@@ -136,7 +136,7 @@ def play(case: Case) -> None:
                 _update(device, case.optimizer, weights, plan, rank, checked, jagged, received, updated)
             continue
         for found, is_sparse in ((dense, False), (sparse, True)):
-            of = ForwardCall(plan, rank, checked, 1, None, 1.0, is_sparse)
+            of = ForwardCall(plan, rank, checked, None, 1.0, is_sparse)
             found.append(device.gradients_of_tables(of, device.sorted_rows(of, jagged), received))
             if received.dtype != torch.float32:
                 _check_other_dtypes(device, of, jagged, received)
@@ -163,7 +163,7 @@ def _check_bits_of_one_rank(p: Problem, found: list[torch.Tensor], upstream: tor
     p = replace(p, rank_of_table=(0,) * len(p.tables), batch_sizes=(sum(p.batch_sizes),))
     p.__dict__["bags"] = bags  # with some rows that occur very often
     plan, jagged = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash)), _input_of(Case(p), p, 0)
-    of = ForwardCall(plan, 0, check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights), 1, None, 1.0, False)
+    of = ForwardCall(plan, 0, check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights), None, 1.0, False)
     alone = device.gradients_of_tables(of, device.sorted_rows(of, jagged), upstream)
     assert all(torch.equal(one, two) for one, two in zip(found, alone, strict=True))
 
@@ -191,7 +191,7 @@ def _update(
     update = FusedUpdate(optimizer, fresh)
     states = [list(of_table.values()) for of_table in update.states]
     tables = Tables(optimizer, fresh, states, update.learning_rate, update.step)
-    of = ForwardCall(plan, rank, checked, 1, tables, 1.0, False)
+    of = ForwardCall(plan, rank, checked, tables, 1.0, False)
     if optimizer.nonfinite == "skip" and received.numel():
         received = received.clone()
         received[0] = float("nan")  # bad gradients at both ends; the first bags are empty
@@ -316,7 +316,7 @@ def play_atomics() -> None:
             weights = [weight.clone() for weight in p.weights]
             update = FusedUpdate(weft.SGD(lr=rate), weights, factor=0.25, deterministic=False)
             tables = Tables(update.optimizer, weights, [[] for _ in weights], update.learning_rate, update.step)
-            of = ForwardCall(plan, 0, checked, 1, tables, 0.25, False, deterministic=False)
+            of = ForwardCall(plan, 0, checked, tables, 0.25, False, deterministic=False)
             assert of.adds_each
             device.add_each(of, tables, jagged, upstream, None if ok is None else torch.tensor([ok]))
             for found, before, grad in zip(weights, p.weights, grads, strict=True):
@@ -334,7 +334,7 @@ def play_atomics() -> None:
         update = FusedUpdate(weft.SGD(lr=0.5), weights, deterministic=False)
         tables = Tables(update.optimizer, weights, [[] for _ in weights], update.learning_rate, update.step)
         checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, weights)
-        of = ForwardCall(plan, 0, checked, 1, tables, 1.0, False, deterministic=False)
+        of = ForwardCall(plan, 0, checked, tables, 1.0, False, deterministic=False)
         device.add_each(of, tables, jagged, torch.ones(7, p.sharding.total_dim))
         assert torch.equal(weights[0], p.weights[0]) == expected
 
@@ -346,7 +346,7 @@ def play_replicated() -> None:
     p = replace(problem(1, (8, 3, 16), 7), hash=False)
     jagged = _input_of(Case(p), p, 0)
     checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
-    of = ForwardCall(EmbeddingPlan(p.sharding, EmbeddingOptions()), 0, checked, 0, None, 1.0, False)
+    of = ForwardCall(EmbeddingPlan(p.sharding, EmbeddingOptions()), 0, checked, None, 1.0, False)
     upstream = torch.randn(7, p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
     ends = jagged.offsets[::7].tolist()
     spans = replicated.Spans(tuple(pairwise(ends)))

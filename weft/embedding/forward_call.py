@@ -61,8 +61,6 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the forward call, by which CPU ranks check that they run backward of the same call. 0 under
-        torch.compile and in dispatch modes.
     tables: the tensors that backward updates; None without an optimizer.
     sparse: without an optimizer, True if backward returns sparse COO gradients.
     factor, deterministic: as in `FusedUpdate`.
@@ -71,7 +69,6 @@ class ForwardCall:
     plan: EmbeddingPlan
     rank: int
     checked: CheckedInput
-    number: int
     tables: Tables | None
     factor: float
     sparse: bool
@@ -126,7 +123,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before they exchange gradients. They compare `number` separately."""
+        """The text that ranks compare before they exchange gradients."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:

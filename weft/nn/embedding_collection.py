@@ -46,8 +46,9 @@ from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
 from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
-from weft.runtime.meeting import Topic, published_on
+from weft.runtime.meeting import in_backward, published_on
 from weft.runtime.opaque import opaque
+from weft.symm import Communicator
 from weft.words import counted
 
 NAME = "ShardedEmbeddingCollection"
@@ -261,27 +262,26 @@ class ShardedEmbeddingCollection(TrainedTables):
     def _dtype(self) -> torch.dtype:
         return self.partition.tables[0].dtype
 
-    def _record(self, number: int) -> ForwardCall:
+    def _record(self) -> ForwardCall:
         """Return the record of a forward call for backward: the text that ranks compare, and the tables and states to
         update.
-
-        number: the number of the forward call, by which CPU ranks check that they run backward of the same call. 0 at
-            the end of `accumulate()`.
         """
         tables, update = None, self._update_of_parts
         if update is not None:
             states = [list(of_table.values()) for of_table in update.states]
             tables = Tables(update.optimizer, self._weights(), states, update.learning_rate, update.step)
-        return ForwardCall(
-            self._of_said, self.rank, CheckedInput((), (), 0), number, tables, self._factor, self._sparse
-        )
+        return ForwardCall(self._of_said, self.rank, CheckedInput((), (), 0), tables, self._factor, self._sparse)
+
+    @property
+    def _compared_on(self) -> Communicator | None:
+        """The communicator on which ranks compare their backwards; None on GPUs and for one rank."""
+        is_compared = self.device.type == "cpu" and self.group.size() > 1
+        return symm.communicator(self.group, self.device) if is_compared else None
 
     def _compare(self, of: ForwardCall, what: str) -> None:
-        if self.device.type == "cpu" and self.group.size() > 1:
-            topic = Topic(
-                f"{what} of {NAME} of {counted(len(self.partition.tables), 'table')}", self._of_said.sharding.written
-            )
-            compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
+        if (comm := self._compared_on) is not None:
+            tables = counted(len(self.partition.tables), "table")
+            compare_ranks(comm, f"{what} of {NAME} of {tables}", of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
         """Make one update of the tables. of: the result of `_record`. received: the ids and gradients that arrived in
@@ -330,7 +330,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             self._replicated.end_accumulation(None if self._update_of_parts is None else self._update_of_parts.step)
         if self._update_of_parts is None:
             return
-        of = self._record(0)
+        of = self._record()
         self._compare(of, "the end of accumulate()")
         if collected:
             self._finish(of, collected)
@@ -416,7 +416,7 @@ class _Rows(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, ctx.route, ctx.arrived = module._looked_up(ids)
         # The number of rendezvous is equal on all ranks, even if some ranks have called the module without gradients.
-        ctx.module, ctx.number, ctx.is_done = module, 1 + published_on(module.group), False
+        ctx.module, ctx.number, ctx.is_done = module, published_on(module.group), False
         return rows
 
     @staticmethod
@@ -424,13 +424,14 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         module: ShardedEmbeddingCollection = ctx.module
         found: list[Any] = [None] * len(module._own)
-        with together(f"backward of {NAME}", module.group, grad, module.deadline_s):
+        of_backward = together(f"backward of {NAME}", module.group, grad, module.deadline_s)
+        with of_backward, in_backward(module._compared_on, ctx.number):
             if ctx.is_done:
                 raise WeftError(
                     f"second backward of the same call of {NAME}: the first backward has already updated the "
                     "tables. Sum the losses and call backward once, or call the module again"
                 )
-            of = module._record(ctx.number)
+            of = module._record()
             module._compare(of, "backward")
             if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
                 bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]

@@ -101,7 +101,7 @@ class ReplicatedTables:
         versions = None
         if tables is not None and per_sample is not None and per_sample.requires_grad:
             versions = tuple(weight._version for weight in tables.weights)
-        return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
+        return ForwardCall(self.plan, 0, checked, tables, self._factor, self.sparse, versions=versions)
 
     def looked_up(
         self, ids: Sequence[torch.Tensor], parts: torch.Tensor | None, trains: bool, step: torch.Tensor | None

@@ -370,9 +370,7 @@ def gradients_of_call(
                 check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)
         prepared, beside = found()
         prepared.begin_backward()
-        # Embeddings compare more in backward (`weft.runtime.embedding_backward`). GPU ranks do not synchronise.
-        comm = prepared.comm if device.type == "cpu" and not op.has_executors else None
-        with in_backward(comm, number):
+        with in_backward(prepared.comm if device.type == "cpu" else None, number):  # GPU ranks do not synchronise
             made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(

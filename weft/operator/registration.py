@@ -137,7 +137,11 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
         made = gradients_of_call(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
         tensors = op.tensors(op.form(*given))
-        return [_laid_out(g, t, grads) for g, t in zip(made, tensors, strict=True) if g is not None and t is not None]
+        return [
+            torch.zeros_like(t) if g is None else _laid_out(g, t, grads)
+            for g, t, want in zip(made, tensors, wanted, strict=True)
+            if want and t is not None
+        ]
 
     def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
         *given, _, _, _, wanted = arguments

@@ -40,7 +40,6 @@ from weft.operator.spec import Across, Operator
 from weft.runtime import embedding_backward
 from weft.runtime.embedding import executor_of
 from weft.runtime.layouts import layout_of
-from weft.runtime.meeting import published_on
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.symm.groups import backend_device, group_of, rank_of, size_of
@@ -390,9 +389,6 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
         """Return the state that backward needs besides the saved tensors."""
-        # On CPU: the number of the call's rendezvous. Every rank takes part in each rendezvous, also when it refuses a call,
-        # so the numbers are equal on all ranks. GPU ranks do not compare them.
-        number = 0 if inputs is None else 1 + published_on(group)
         tables = None
         if call.optimizer:
             assert call.learning_rate is not None
@@ -408,7 +404,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
             versions = tuple(weight._version for weight in call.weights)
         jagged, checked = _checked(call) if inputs is None else inputs["bags"]
         made = ForwardCall(
-            _plan(call), call.rank, checked, number, tables, call.factor, call.sparse, call.deterministic, versions
+            _plan(call), call.rank, checked, tables, call.factor, call.sparse, call.deterministic, versions
         )
         if tables is not None and inputs is not None:
             embedding_backward.sort_ahead(made, jagged)
@@ -434,8 +430,6 @@ class _EmbeddingAllToAll(Operator[_Call]):
         if both[0] is not None:
             found[:count] = [grad if want else None for grad, want in zip(both[0], wanted[:count], strict=True)]
         found[count + _OF_VALUES] = both[1]
-        if wanted[-1] and not beside.number:  # under torch.compile, every wanted gradient needs a tensor
-            found[-1] = grads[0].new_empty(0, dtype=torch.float32)
         return found
 
     def own_executors(

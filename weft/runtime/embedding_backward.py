@@ -8,9 +8,9 @@ by row.
 On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. In all other cases (on CPU, on
 several hosts, or with transport="serial"), each rank reorders `grad` by owner and calls `all_to_all_single`.
 
-CPU ranks synchronise before the exchange. They compare the number of the forward call (the n-th call of the group), its
-batch sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference
-before anything is written. GPU ranks do not synchronise.
+CPU ranks synchronise before the exchange (`weft.runtime.meeting`). They compare the number of the forward call, its batch
+sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference before
+anything is written. GPU ranks do not synchronise.
 
 The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for
 any number of ranks, any placement of tables, and any delays.
@@ -19,8 +19,6 @@ any number of ranks, any placement of tables, and any delays.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import struct
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -37,12 +35,11 @@ from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
 from weft.runtime.layouts import layout_of
-from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.words import by_rank, counted
 
-_EXTRA = struct.Struct("<qq")  # number of the forward call, hash of the other compared values
 _KNOWN = 4  # layouts of tables and states to remember, since copies of a module share a plan
 
 
@@ -63,7 +60,8 @@ def gradients(
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
     _require_intact(of, weights, wanted[1])
     if grad.device.type == "cpu":
-        _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
+        what = f"backward of embedding_all_to_all of {counted(len(sharding.tables), 'table')}"
+        compare_ranks(symm.communicator(group, grad.device), what, of, turn.deadline_s)
     device = device_code(grad.device)
     if wanted[0]:
         sort_ahead(of, jagged)  # concurrently with the exchange, unless forward has begun it
@@ -147,10 +145,9 @@ def update_collected(
         assert one.of.tables is not None
         _require_intact(one.of, one.of.tables.weights, False)
     if device.type == "cpu" and group.size() > 1:
-        numbers = [one.of.number for one in collected]
-        said = f"learning rate {update.lr!r}, update {int(update.step) + 1}, calls {numbers}"
-        topic = Topic("the end of accumulate() of embedding_all_to_all", update.optimizer.written)
-        _meet_on(symm.communicator(group, device), topic, said, 0, deadline_s)
+        said = f"{update.optimizer.written}, learning rate {update.lr!r}, update {int(update.step) + 1}"
+        details = f"update: {said}, {counted(len(collected), 'call')}"
+        _meet(symm.communicator(group, device), "the end of accumulate() of embedding_all_to_all", details, deadline_s)
     if collected:
         for one in collected:
             one.of.is_updated = True
@@ -308,35 +305,16 @@ def device_code(device: torch.device) -> ModuleType:
     return embedding_backward
 
 
-def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
-    """Synchronise the ranks in backward. Raise on every rank if ranks run the backward of different calls."""
-    tables = counted(len(of.plan.sharding.tables), "table")
-    # Do not compare the rest of the plan: backward does not depend on the transport.
-    details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
-    compare_ranks(comm, Topic(f"backward of embedding_all_to_all of {tables}", details), of, deadline_s)
+def compare_ranks(comm: Communicator, what: str, of: ForwardCall, deadline_s: float | None) -> None:
+    """Synchronise CPU ranks before backward of `of`. Raise `DisagreementError` on every rank if tables, optimizers, learning
+    rates or batch sizes differ, or if ranks run backward of different calls (`weft.runtime.meeting.in_backward`).
 
-
-def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
-    """Synchronise the ranks before backward of `of`. Raise on every rank if calls, optimizers or learning rates differ."""
-    _meet_on(comm, topic, of.said, of.number, deadline_s)
-
-
-def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
-    """Synchronise CPU ranks. Raise `DisagreementError` on every rank if `said` or `number` differs between ranks.
-
-    said: a text with all values that must be equal, such as the learning rate.
-    number: the number of the forward call. 0 means that the number is unknown, and matches any number. The number is
-        unknown under torch.compile, in dispatch modes, and at the end of `accumulate()`.
+    what: the name of the call, for error texts.
     """
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
-    meeting = meeting_of(comm)
-    extras = [
-        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(number, digest))
-    ]
-    numbers, digests = ({extra[i] for extra in extras} for i in range(2))
-    if len(digests) == 1 and (len(numbers) == 1 or 0 in numbers):
-        return
-    texts = comm.all_gather(
-        f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
-    )
-    meeting.disagree(f"ranks run different backward passes of embedding_all_to_all: {by_rank(enumerate(texts))}")
+    plan = of.plan  # backward does not depend on the transport, so ranks do not compare all options
+    _meet(comm, what, f"tables: {plan.sharding.written}\nhash: {plan.options.hash}\nupdate: {of.said}", deadline_s)
+
+
+def _meet(comm: Communicator, what: str, details: str, deadline_s: float | None) -> None:
+    topic = Topic(what, details, difference=lambda: f"{what}: {shown(comm, details)()}")
+    meeting_of(comm).meet(topic, deadline_s=deadline_s)

@@ -28,7 +28,6 @@ from weft.embedding.hashing import rows_of_hashes
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
 from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
-from weft.runtime.meeting import Topic
 from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
 
@@ -115,7 +114,7 @@ def compare(
     """
     if device.type == "cpu" and group.size() > 1:
         of = replace(of, checked=of.checked._replace(batch_sizes=()))  # batch sizes differ between ranks
-        compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
+        compare_ranks(symm.communicator(group, device), what, of, deadline_s)
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -132,7 +132,7 @@ def _call(
             columns[: len(one.grads)] = one.grads
     plan = _plan_of(tuple(one.table for one in given))
     checked = CheckedInput(tuple(range(len(given))), (most,), most)
-    return ForwardCall(plan, 0, checked, 0, tables, factor, sparse), JaggedInput(None, ids, offsets, None), grads
+    return ForwardCall(plan, 0, checked, tables, factor, sparse), JaggedInput(None, ids, offsets, None), grads
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:

@@ -151,7 +151,7 @@ class Meeting:
                 self._end_layers(noted)
         if not _one_forward(payloads, forward):
             whose = by_rank((rank, _backward_of(number)) for rank, number in enumerate(map(_forward_of, payloads)))
-            self.disagree(f"ranks run {topic.text} in backward of different calls, or in forward: {whose}")
+            self.disagree(f"ranks run {topic.text} for different calls: {whose}")
         if cargo is not None:
             cargo.unpack(data)
         return [payload[1:_FORWARD_AT] for payload in payloads]

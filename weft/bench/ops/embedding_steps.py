@@ -112,7 +112,7 @@ class WeftStep(TrainingStep):
         of, update = plan_of(sharding, EmbeddingOptions("direct")), self.update
         states = [list(states.values()) for states in update.states]
         tables = Tables(update.optimizer, work.weights, states, update.learning_rate, update.step)
-        return ForwardCall(of, rank, checked, 0, tables, 1.0, False), jagged
+        return ForwardCall(of, rank, checked, tables, 1.0, False), jagged
 
     @cached_property
     def _sorted(self) -> tuple[Any, torch.Tensor]:
