@@ -6,10 +6,9 @@
 
 `weft.builders.ficco` has schedules that cut shards into smaller chunks.
 
-**gather.** Nothing overlaps, but the GEMM is not cut, and the gather has little overhead: every rank puts its shard
-where the peers' GEMMs read it, and sets one signal. `gather` is the fastest schedule for small M. For small M, NCCL's
-all-gather takes longer to start than to move the data. Cutting the GEMM does not help, because the GEMM spends most of
-its time reading the weights.
+**gather.** Nothing overlaps. Every rank puts its shard directly where the peers' GEMMs read it, and sets one signal per
+peer. This schedule is the fastest for small M, where NCCL's all-gather takes longer to start than to move the data.
+There, cutting the GEMM would not help, because each piece would read all weights again.
 
 **shard.**
 
@@ -23,13 +22,11 @@ Shards are sent by puts, not gets. A put reads the caller's tensor directly. A g
 symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
 two ranks send to the same rank at once.
 
-If sending takes longer than the GEMM of this rank's own shard, the GEMM of the last chunk overlaps with no transfer. So
-the last chunk should be small, but only the last, because GPUs are inefficient at small GEMMs: for example
-chunks="3:1". The first chunk may be large, because it arrives while the rank computes its own shard.
+The GEMM of the last chunk may overlap with no transfer, so a small last chunk helps, such as chunks="3:1". The other
+chunks should be large, because GPUs are inefficient at small GEMMs.
 
-Sources: torch's asynchronous tensor parallelism and distributed GEMM also overlap shard by shard, but with gets.
-    "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B, calls this shard-based
-    overlap.
+Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (shard-based overlap).
+    PyTorch's async tensor parallelism also overlaps shard by shard, but with gets.
 """
 
 from __future__ import annotations
@@ -58,10 +55,8 @@ def serial(p: AllGatherMatmul) -> Schedule:
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Put this rank's shard into the `box` of every rank, then run one GEMM.
 
-    by: how shards are put. "kernel": all steps are on one lane. The first launch of a run also tells the peers that
-        they may overwrite this rank's box. "dma": copy engines put the shard, with a lane for each peer, so that the
-        copies run concurrently. After the GEMM, this rank tells the peers that they may overwrite its box in the next
-        run.
+    by: "kernel" puts the shards with kernels, on the lane of the GEMM. "dma" uses copy engines, with a lane for each
+        peer, so that the copies run concurrently.
     """
     world = p.world_size
     if world == 1:
@@ -104,7 +99,7 @@ def shard(
 ) -> Schedule:
     """Put this rank's shard into the peers' memory, and multiply their shards as they arrive.
 
-    chunks: the number of chunks of a shard, or their proportions, such as "2:1:1". Each chunk has a signal.
+    chunks: the number of chunks of a shard, or their proportions, such as "2:1:1".
     send: "in_turn" sends to one peer after the other. On a switch, the first shard then arrives earliest. "at_once"
         sends to all peers concurrently, which uses all links of a mesh.
     by: copy with copy engines ("dma") or kernels ("kernel").

@@ -1,7 +1,7 @@
 """All gradients of all-gather + GEMM, with two overlapped exchanges.
 
-x is gathered again, for the weights' gradients, while x's gradient is computed. The partial sums of x's gradient are sent while
-the weights' gradients are computed.
+The GEMMs of x's gradient overlap with a second all-gather of x, which the weights' gradients need. The GEMMs of the
+weights' gradients overlap with the reduce-scatter of x's gradient.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines move the data of both exchanges. A rank computes its peers' rows of x's gradient, its own rows, and the
@@ -9,8 +9,7 @@ the weights' gradients are computed.
               single weight, a rank computes its own rows last, and their GEMM accumulates into the arrived parts in
               place of a reduction kernel
 
-Backward has two exchanges and twice the GEMMs of forward, so cutting GEMMs by rank is enough to hide the transfers. Parts are
-reduced as in a reduce-scatter (`weft.builders.partial_products`).
+GEMMs are cut by rank, but not into chunks. Parts are reduced as in a reduce-scatter (`weft.builders.partial_products`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Append the GEMMs that compute this rank's contribution to x's gradient.
+        """Append the GEMMs that compute this rank's contribution to rows (first, count) of x's gradient; to all rows if
+        `rows` is None.
 
-        rows: (first, count) of the rows of x's gradient; None for all rows. add: True to accumulate into `out`.
+        add: True to accumulate into `out`.
         """
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)

@@ -8,9 +8,9 @@
     to peers: read counts; put the tokens for each peer into this rank's slot of the peer's inbox; set `arrived` there
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
 
-One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel stores rows in the order of
-the result: sorted by expert, then by source rank. So no tokens are sorted before or after the GEMMs (except in
-dispatch_sorted), and only tokens for peers are copied. Three orders of computation overlap the exchange:
+One grouped GEMM kernel has a group of rows for each (source rank, expert). It stores rows in the order of the result:
+by expert, then by source rank. So tokens need no sorting (except in dispatch_sorted). Three orders of computation
+overlap with the exchange:
 
     dispatch            source by source, the rank's own tokens first. Peers' tokens travel while the own tokens are multiplied
     dispatch_by_expert  expert by expert, a few experts at a time with the tokens of all sources. Every weight is read once
@@ -18,17 +18,17 @@ dispatch_sorted), and only tokens for peers are copied. Three orders of computat
                         share tiles of an expert's GEMM, which is faster if each source sends few tokens for each expert
 
 Copies by kernel read their sizes on the device. Copy engines get sizes from the CPU, which has to wait for the splits
-and cannot enqueue other work while it waits. If the problem is `exact`, the result has exactly as many rows as arrive,
-so the CPU always reads the sizes. With copies by kernel, the CPU reads them while the GEMMs run.
+before it can enqueue anything else. If the problem is `exact`, the result has exactly as many rows as arrive, so the
+CPU always reads the sizes. With copies by kernel, the CPU reads them while the GEMMs run.
 
-No schedule pads the tokens for each peer to a static size. If the size had room for all tokens of a rank, padding would
-multiply the data by the number of ranks. With a smaller size, some tokens would have to be dropped. The benchmark of
-all_to_all_matmul has a variant `padded`: NCCL with the smallest static size that fits the benchmark's tokens.
+No schedule pads the tokens for each peer to a fixed capacity. A capacity that never drops tokens would multiply the
+sent data by the number of ranks. The benchmark of all_to_all_matmul has a variant `padded`, which uses NCCL with the
+smallest capacity for the benchmark's tokens.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
     before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
-    Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the
-    previous GEMM. These schedules fuse an all-to-all with the next GEMMs.
+    Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 overlaps an all-to-all with
+    the GEMM before it; these schedules overlap it with the GEMMs after it.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def serial(p: AllToAllMatmul) -> Schedule:
 def dispatch(
     p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
 ) -> Schedule:
-    """Multiply this rank's own tokens, then the tokens of peers.
+    """Multiply this rank's own tokens first, then the tokens of peers.
 
     by: send tokens with copy engines ("dma") or kernels ("kernel").
-    rest: "each" launches a GEMM for the tokens of each peer when they have arrived. "together" launches one GEMM for
-        all peers, when all tokens have arrived.
+    rest: "each" launches a GEMM for each peer when its tokens have arrived. "together" launches one GEMM for all peers
+        when all tokens have arrived.
     send: see `SendOrder`.
     """
     if rest == "together" and p.world_size == 2:
@@ -113,10 +113,11 @@ def dispatch(
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=_SENDS)
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Multiply the tokens of all ranks for one group of experts after the other.
+    """Multiply the tokens of all ranks, a few experts at a time.
 
-    by: send tokens with copy engines ("dma") or kernels ("kernel"). chunks: the number of groups of experts; with 1,
-        nothing overlaps. send: see `SendOrder`.
+    by: send tokens with copy engines ("dma") or kernels ("kernel").
+    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps.
+    send: see `SendOrder`.
     """
     pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
@@ -131,9 +132,10 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Like `dispatch_by_expert`, but sort the arrived tokens of each group of experts by expert before the multiplication.
+    """Like `dispatch_by_expert`, but sort the arrived tokens of each group of experts by expert before the GEMM.
 
-    chunks: the number of groups of experts. send: see `SendOrder`.
+    chunks: the number of groups into which a rank's experts are divided.
+    send: see `SendOrder`.
     """
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(
@@ -153,10 +155,10 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 
 
 class _Dispatch(Draft):
-    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions for sizes.
+    """A `Draft` (a schedule under construction) with the caller's tensors as buffers, and expressions for dynamic
+    sizes.
 
-    The sizes follow from the contents of the buffer `counts`. Argument `counts` is the role of this buffer: symmetric
-    if peers write to it, otherwise scratch.
+    counts: the kind of memory for the buffer `counts`: "symmetric" if peers write to it, otherwise "scratch".
     """
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
@@ -187,13 +189,11 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Return the index of the first token for this rank's expert `expert`, among the tokens that `source` sends to
-        this rank.
-        """
+        """Return the index of the first token for local expert `expert`, among the tokens from rank `source`."""
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
-        """Return the first row of y with results for the tokens that `source` sends to this rank's expert `expert`."""
+        """Return the first row of y for the tokens that `source` sends to local expert `expert`."""
         if (experts_before := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
             self._before[expert] = experts_before
@@ -208,12 +208,12 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append the copy that fills the caller's buffer `received`: the number of tokens from each rank for each local expert."""
+        """Append the copy that fills the caller's buffer `received`."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
     def _of_all(self, number_of: Callable[[int], Index]) -> Index:
-        """Return the sum of `number_of(source)` over all source ranks."""
+        """Return `number_of(source)`, summed over all ranks."""
         result: Index = 0
         for source in range(self.p.world_size):
             result = result + number_of(source)
@@ -224,12 +224,12 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the index, in the flattened `counts`, of the number of tokens that `source` sends to this rank's first expert."""
+        """Return the index in the flattened `counts` of the entry for rank `source` and this rank's first expert."""
         return source * self._all + RANK * self.p.experts
 
 
 class Sending(_Dispatch):
-    """A `Draft` (a schedule under construction) that exchanges the splits, and puts tokens into the peers' inboxes.
+    """A `_Dispatch` that exchanges the splits, and puts tokens into the peers' inboxes.
 
     The compute lane exchanges the splits. Other lanes put the tokens: one lane for all peers, or a lane for each peer.
     The tokens for each peer are sent in `chunks` parts, each with a signal.
@@ -278,7 +278,8 @@ class Sending(_Dispatch):
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
         """Append the puts of the tokens for experts first .. first + count - 1 of every peer.
 
-        columns: send only these columns of the tokens. chunk: the index of the part, which selects its signal.
+        columns: send only these columns (first, count) of the tokens.
+        chunk: the index of this part, which selects the signal that is set after the puts.
         """
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
@@ -295,10 +296,7 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the set that tells a peer that part `chunk` of this rank's tokens is in the peer's inbox.
-
-        distance: the peer is `distance` places after this rank in the ring.
-        """
+        """Append the set which tells the peer `distance` places after this rank that part `chunk` is in its inbox."""
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)
 
@@ -310,8 +308,9 @@ class Sending(_Dispatch):
     ) -> None:
         """Append a GEMM of the tokens for local experts first .. first + count - 1.
 
-        distances: the source ranks, as distances before this rank in the ring; 0 is this rank. columns: multiply only
-            these columns of the tokens. adds: True to accumulate into y.
+        distances: the source ranks, as distances before this rank in the ring; 0 is this rank.
+        columns: multiply only these columns (first, count) of the tokens.
+        adds: True to accumulate into y.
         """
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
         kernel = GroupedMatmul(
@@ -321,10 +320,8 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def sort_and_multiply(self, ordered: Buffer, first: int, count: int) -> None:
-        """Append the copies that sort all ranks' tokens for local experts first .. first + count - 1, and the GEMM of
-        these tokens.
-
-        ordered: the buffer for the sorted tokens.
+        """Append the copies that sort the tokens for local experts first .. first + count - 1 into `ordered`, and their
+        GEMM.
         """
         expert = Expr(_TILE) + first
         copies = []
@@ -340,15 +337,7 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, self.matmul(of_expert, ordered.part(rows=of_expert), expert))
 
     def done(self) -> Schedule:
-        """Append the steps that release the buffers for the next run. Return the schedule.
-
-        Peers may overwrite this rank's `counts` only when all its lanes have read `counts`. The arrival of tokens at a
-        peer proves only that the lane that sent these tokens has read `counts`. So if there is a lane for each peer,
-        the compute lane waits for all of them before it tells the peers that they may overwrite `counts`.
-
-        The received tokens (`return_x`) are copied after all GEMMs, because `read(by="meanwhile")` lets the CPU wait
-        for the sizes only after it has issued the GEMMs.
-        """
+        """Append the signals that allow peers to overwrite the inbox and `counts` in the next run. Return the schedule."""
         if self.x:
             for distance in range(self.world_size):
                 source = peer(self.world_size, -distance) if distance else RANK
@@ -371,7 +360,7 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._arrived_tokens(distance, first, rows, columns), expert, columns, adds)
 
     def _arrived_tokens(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region with rows first .. first + rows - 1 of the tokens that one source rank sends to this rank.
+        """Return the region with rows first .. first + rows - 1 of the tokens from one source rank.
 
         distance: the source is `distance` places before this rank in the ring; 0 is this rank.
         """
@@ -380,7 +369,7 @@ class Sending(_Dispatch):
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens from `source`. x is sorted by source rank."""
+        """Return the first row in x of the tokens from rank `source`."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
@@ -388,5 +377,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of the inbox slot for a source rank, `distance` places before the inbox's rank in the ring."""
+        """Return the first inbox row for tokens from the rank `distance` places before the inbox's rank in the ring."""
         return (self.world_size - 1 - distance) * self.p.most

@@ -13,7 +13,8 @@ from weft.schedule.schedule import Schedule
 class Candidate:
     """A builder with values for its parameters.
 
-    builder: the builder's name. parameters: (name, value) of the parameters that differ from the builder's defaults.
+    builder: the builder's name.
+    parameters: (name, value) of each parameter that differs from its default.
     build: a function that returns the schedule.
     """
 
@@ -23,9 +24,7 @@ class Candidate:
 
     @property
     def pieces_grow(self) -> bool:
-        """True if the schedule cuts each shard into W pieces for W ranks. Each rank then sends W (W - 1) pieces, which
-        is slow to plan for many ranks.
-        """
+        """True if each shard is cut into W pieces for W ranks, which makes planning slow for many ranks."""
         return ("steps", 0) in self.parameters
 
     @property

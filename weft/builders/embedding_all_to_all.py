@@ -10,9 +10,8 @@ A rank stores into a peer's output only after the peer has begun its run (signal
 caller may still read the previous result. With order="remote_first" a rank pools the samples of the next rank first,
 then continues around the ring; its own samples are last. "natural" is the order of the batch.
 
-One program (thread block) of the kernel pools a slice. In the paper a slice has vectors of one table for several
-samples. Several work-groups pool it, and the last work-group to finish, found by a bitmask, sends it. These schedules
-cannot express such slices.
+One program (thread block) of the kernel pools a slice. In the paper, several work-groups pool a slice, which has
+vectors of one table for several samples. These schedules cannot express such slices.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (other slices, flags,
 remote samples first). "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
@@ -38,9 +37,10 @@ _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One slice of a rank, the same for every sample: the pooled vectors of the rank's tables with index first .. end - 1.
+    """The tables and output columns that form one slice of every sample.
 
-    These vectors are columns column .. column + width - 1 of the output.
+    The slice has the pooled vectors of the rank's tables first .. end - 1, in output columns column .. column + width -
+    1.
     """
 
     first: int
@@ -50,8 +50,9 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices into which a rank cuts each sample. slots: (first output column, number of columns) of each
-    table of the rank.
+    """Return the slices into which a rank divides each sample.
+
+    slots: (first output column, number of columns) of each of the rank's tables.
     """
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
@@ -64,10 +65,9 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
 
 
 def usual_slice_size(p: EmbeddingAllToAll) -> int:
-    """Return the default number of vectors per slice: as many as fill about 2 KiB, but at least 4 and at most 32.
+    """Return the default number of vectors per slice: about 2 KiB, but at least 4 and at most 32 vectors.
 
-    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json). On CPUs longer
-    slices are slower: fewer samples fit in the staging area, so each table is visited more often.
+    On H200s this was the fastest size in four configurations (benchmarks/results/h200-tuning.json).
     """
     mean_dim = p.columns / sum(map(len, p.slots))
     return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
@@ -106,7 +106,8 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
 def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
     """Pool slices and store them directly in the outputs of the ranks that own the samples.
 
-    slice_size: the maximum number of vectors of a slice; default: `usual_slice_size`. order: see the top of this file.
+    slice_size: the maximum number of vectors of a slice. Default: `usual_slice_size`.
+    order: "remote_first" pools the samples of other ranks first, "natural" follows the order of the batch.
     """
     d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
     kernel = PooledSlices("direct", order, d.slice_size, p.found_in_cache)
@@ -126,10 +127,10 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Pool slices into staging areas, and copy them from there to peers.
+    """Pool slices into staging areas, and copy them from there to peers. The arguments are those of `direct`.
 
-    The schedule declares a staging area for each slice. The kernel needs fewer: one for each slice that it pools at the
-    same time. The arguments are those of `direct`.
+    The schedule declares a staging area for each slice. The kernel needs one only for each slice that it pools at the
+    same time.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size, p.found_in_cache)
@@ -162,9 +163,9 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 
 
 class _Slices(Draft):
-    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller.
+    """A `Draft` (a schedule under construction) whose tiles are the slices of all samples.
 
-    Each tile is one slice of one sample. The sample, tables and columns of tile `t` are expressions of `t`.
+    The sample, tables and columns of tile `t` are expressions of `t`.
     """
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
@@ -187,9 +188,8 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return the expression for a number that belongs to tile `t`'s slice, such as its first column.
-
-        numbers: for each rank, the number of each slice of a sample.
+        """Return the entry of `numbers` for tile `t`, as an expression. `numbers[rank][i]` belongs to slice i of each
+        sample.
         """
         return _formula(numbers, RANK, self._unit)
 
@@ -213,8 +213,8 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Create the only lane, and append the sets of `ready`, which allow other ranks to write to this rank's output.
-        Return the lane.
+        """Create the only lane with the sets of `ready`, which allow other ranks to write to this rank's output. Return
+        the lane.
         """
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
@@ -226,15 +226,12 @@ class _Slices(Draft):
             self.lane("pool").wait(ready, rank)
 
     def at_ranks(self, rank: int, own: bool) -> Index:
-        """Return an expression that is 1 on `rank` and 0 on other ranks. With own=False, it is 0 on `rank` and 1 on
-        other ranks.
-        """
+        """Return an expression that is 1 on `rank` and 0 elsewhere; with own=False, 0 on `rank` and 1 elsewhere."""
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the number of table rows that a bag of slice `unit` reads: the mean over the slice's tables, weighted by columns.
-
-        Return at least 1: a step that reads an empty region would be removed from the schedule.
+        """Return the mean number of table rows that a bag of slice `unit` reads: at least 1, weighted by the tables'
+        columns.
         """
         if not self.p.rows_read:
             return 1
@@ -244,7 +241,7 @@ class _Slices(Draft):
 
 
 def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
-    """Return the expression for `numbers[rank][unit]`: a linear formula if it fits all numbers, otherwise a table."""
+    """Return `numbers[rank][unit]` as an expression: linear in `rank` and `unit` if possible, otherwise a table."""
     counts = {len(of_rank) for of_rank in numbers}
     flat = tuple(n for of_rank in numbers for n in of_rank)
     if len(counts) == 1 and flat:

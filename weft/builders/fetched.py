@@ -5,13 +5,10 @@ The result is ordinary memory, into which peers cannot write. With puts, chunks 
 need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once.
 
 A rank copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and
-so on around the ring. So no two ranks read from the same rank at once. Copying a rank's own rows takes a quarter of the
-time of copying a peer's rows over NVLink. A second copy engine can copy the own rows concurrently (argument `apart` of
-`fetch`).
+so on around the ring. So no two ranks read from the same rank at once.
 
-A rank that has copied all chunks signals to all others that it no longer reads their symmetric memory. The others wait
-for this signal before they write to that memory in the next run, even if other signals already order these accesses.
-The reason is that the next run may have other sizes, which move chunks to other places in the same memory.
+A rank that has copied all chunks signals this to all others. They wait for the signal before they overwrite their
+chunks in the next run.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 class Fetched:
     """The signals and the copies of an all-gather by gets.
 
-    signals: the signals "chunk ready": one for each chunk of each source rank. The sources are in ring order, starting
-        with the rank before this rank; this rank is last.
+    signals: the signals "chunk ready", one for each chunk of each source rank. The sources are in ring order: the rank
+        before this rank is first, this rank is last.
     """
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
@@ -42,11 +39,11 @@ class Fetched:
         self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """Return the sets that tell all ranks, including this rank, that chunk number `chunk` of this rank is ready."""
+        """Return the sets that tell all ranks, including this rank, that this rank's chunk `chunk` is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Append a wait until rank `peers[number]` has copied all of this rank's chunks of the previous run."""
+        """Append a wait until rank `peers[number]` has copied all chunks that this rank made ready in the previous run."""
         lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
@@ -60,10 +57,12 @@ class Fetched:
         """Append a lane that copies all chunks of all ranks.
 
         Args:
-            source, target: functions that return the region from which, and into which, a chunk is copied.
-            counts: for each chunk, the number of sets of its signal to wait for. Default: 1.
+            source, target: functions that return a chunk's region in the memory of the rank that computed the chunk,
+                and in this rank's result.
+            counts: for each chunk, how many sets of its signal make it ready. Default: 1.
             complete: signals of this rank; `complete[c]` is set when chunk c of every rank has been copied.
-            apart: True to copy this rank's own chunks on a second lane. Cannot be combined with `complete`.
+            apart: True to copy this rank's own chunks on a second lane, concurrently. Cannot be combined with
+                `complete`.
         """
         assert not (apart and complete)
         own_rows = self.d.lane("own rows", "copy") if apart else None

@@ -9,18 +9,17 @@ schedules:
                       step, while chunks are travelling
     fused | unfused   each step has one GEMM for the chunks of all ranks, or one GEMM per rank
 
-Chunks arrive where the GEMM of their step reads them. Only a uniform fused step has to copy a chunk to this place: the
-rank's own chunk. In the paper such a step copies all chunks, concurrently with communication and GEMMs. So the paper
-reports a higher contention loss for uniform schedules (V-B). This loss does not occur here.
+Chunks arrive where the GEMM of their step reads them, so no received chunk is copied. In the paper, uniform fused steps
+copy all chunks while other work runs. So the paper's uniform schedules lose more time to contention (V-B) than these.
 
-The output rows of a fused GEMM are contiguous in y only in uniform 2D schedules. In the others, a kernel copies them from scratch
-memory into y. Each step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs
-have 1D schedules only.
+A fused GEMM stores directly into y only in uniform 2D schedules. In the others, a kernel copies its output into y. Each
+step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps reduce accuracy. Scaled GEMMs have 1D
+schedules only.
 
 In the `_collective` builders, one NCCL all-gather per step moves the chunks, like the paper's variant with RCCL. The
-all-gather needs contiguous input, so columns are packed first. Its output is in rank order and includes this rank's own
-chunk. A hetero schedule has already multiplied this chunk, so its fused GEMM becomes two GEMMs: one for the lower
-ranks, and one for the higher ranks.
+all-gather needs contiguous input, so chunks of columns are first copied to a contiguous buffer. Its output is in rank
+order and includes this rank's own chunk, which a hetero schedule skips. So the fused GEMM of a hetero step becomes two
+GEMMs: one for the lower ranks, and one for the higher ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -48,8 +47,10 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
     """Cut shards by rows.
 
-    start, gemms: see the top of this file. steps: the number of chunks of a shard; 0: the number of ranks. by: copy
-        with copy engines ("dma") or kernels ("kernel").
+    start: "uniform" or "hetero", as at the top of this file.
+    gemms: "fused" or "unfused", as at the top of this file.
+    steps: the number of chunks of a shard; 0 stands for the number of ranks.
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
@@ -183,15 +184,14 @@ def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
 
 
 def _sources(world: int, start: Start) -> list[Index]:
-    """Return the ranks whose chunks each step multiplies: all ranks, or with start="hetero" only the peers."""
+    """Return the ranks whose chunks a step multiplies: all ranks, or only the peers if start="hetero"."""
     return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) of the input of each GEMM of a step.
+    """Return (first row, number of rows) of each GEMM's input, within the chunks of all ranks in rank order.
 
-    The rows are rows of the step's input, which has the chunks of all ranks in rank order. rows: the number of rows of
-    a chunk.
+    rows: the number of rows of a chunk.
     """
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
@@ -201,9 +201,11 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 
 
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
-    """Return (world size, rows of a shard, chunks). Raise NotApplicableError if FiCCO does not support the problem.
+    """Return (world size, rows of a shard, the chunks as ranges (first, count)).
 
-    extent: the number of rows (1D) or columns (2D) of a shard. A chunk is a range (first, count) of these rows or columns.
+    extent: the number of rows (1D) or columns (2D) of a shard, which is cut into chunks.
+
+    Raise NotApplicableError if FiCCO does not support the problem.
     """
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")
@@ -222,18 +224,16 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Declare and return the signals (arrived, credit).
-
-    `arrived` tells a rank that a chunk has arrived. `credit` tells a rank that it may overwrite a peer's receive
-    buffer.
+    """Declare and return the signals `arrived` (a chunk is in this rank's buffer) and `credit` (a peer's buffer may be
+    overwritten).
     """
     return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 
 def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
-    """Yield (lane for copies to the peer, distance from this rank in the ring, rank) for each peer.
+    """Yield (lane for copies to the peer, distance of the peer in the ring, rank of the peer) for each peer.
 
-    Each lane begins with a wait until the peer's box is free.
+    Each lane begins with a wait until the peer's buffer is free.
     """
     for distance in range(1, world):
         to = peer(world, distance)

@@ -3,10 +3,8 @@
     to +i    in step s: piece s of the tokens for the experts of rank + i
     compute  hetero: first all of this rank's own tokens; then in step s the tokens of piece s
 
-Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. The number of tokens is
-known only at run time, as a sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived
-and store rows in the result, so no step gathers or scatters. The schedule uniform + fused + 1D is therefore the same as
-`dispatch_by_expert` with send=at_once. Three choices make eight schedules:
+Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. GEMMs read tokens where
+they arrived and store rows in the result, so no step gathers or scatters. Three choices make eight schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
@@ -14,9 +12,10 @@ and store rows in the result, so no step gathers or scatters. The schedule unifo
                       step, while pieces are travelling
     fused | unfused   each step has one launch for the tokens of all source ranks, or one launch per source rank
 
-Pieces are nearly equal. The rows of one expert are not cut, so a 1D schedule has at most as many steps as a rank has experts. If
-possible, columns are cut at multiples of 16 bytes, which tensor maps require. Each step of a 2D schedule rounds y to its dtype, so
-with 16-bit dtypes more steps reduce accuracy.
+uniform + fused + 1D is the same schedule as `dispatch_by_expert` with send=at_once. The tokens of one expert are not
+cut, so a 1D schedule has at most as many steps as a rank has experts. If possible, columns are cut at multiples of 16
+bytes, as the GPU's tensor memory accelerator requires. Each step of a 2D schedule rounds y to its dtype, so with 16-bit
+dtypes more steps reduce accuracy.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-B2 (expert parallelism), V-A and
 figure 11.
@@ -45,8 +44,8 @@ _ALIGNED_BYTES = 16
 def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by expert.
 
-    steps: the number of pieces into which a rank's experts are cut; 0: the number of ranks. The planner tries only 0.
-        You can pin other numbers.
+    steps: the number of pieces into which a rank's experts are divided; 0 stands for the number of ranks. The planner
+        tries only 0; to use another number, pin it. For the other arguments see `weft.builders.ficco.ficco_1d`.
     """
     _require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
@@ -59,7 +58,9 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by columns.
 
-    steps: the number of pieces; 0: the number of ranks. With by=dma a piece is one two-dimensional copy to each rank."""
+    steps: the number of pieces; 0 stands for the number of ranks. For the other arguments see
+        `weft.builders.ficco.ficco_1d`.
+    """
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1

@@ -4,10 +4,10 @@
     direct    a GEMM for each chunk of rows; all ranks copy a chunk when its GEMM has ended
     tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
-Each rank's product is in symmetric memory. Every rank copies every product, its own too, into its result
-(`weft.builders.fetched`). Columns are concatenated by the same copies, with other destinations. All ranks get the same
-bits. The GEMM does not store into peers' memory as in T3, because a GEMM has only one destination, and every rank needs
-the product.
+Each rank computes its product in symmetric memory. Every rank copies all products, also its own, into its result
+(`weft.builders.fetched`). The copies also concatenate columns, so no permutation follows. All ranks get the same bits.
+The GEMM does not store into peers' memory as in T3, because every rank needs the product, and a GEMM has only one
+destination.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is
     configured like a reduce-scatter, without updates.
@@ -31,7 +31,7 @@ from weft.schedule.steps import Compute, Copy, Region
 
 
 class _Product:
-    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller."""
+    """A `Draft` (a schedule under construction) with the caller's tensors as buffers."""
 
     def __init__(self, name: str, p: MatmulAllGather) -> None:
         self.d, self.p = Draft(name, p.world_size), p
@@ -40,7 +40,7 @@ class _Product:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """Return the region of the result for rows `chunk` of rank `owner`'s product. chunk: (first, count)."""
+        """Return where rows `chunk` (first, count) of rank `owner`'s product are stored in the result."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))
@@ -67,7 +67,7 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Product):
-    """A `Draft` (a schedule under construction) in which the all-gather overlaps with the GEMM.
+    """A `_Product` in which the all-gather overlaps with the GEMM.
 
     made: the symmetric buffer of this rank's product, from which all ranks copy.
     """

@@ -4,25 +4,23 @@ its output.
     serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
     direct    copy engines send each part to its rank, chunk by chunk, into slots. That rank reduces and multiplies the part
 
-`own` is this rank's part of the reduced gradient. The chunks of `own` are rows, because rows of x's gradient need only
-the same rows of `own`. The weight's gradient needs all rows. Accumulating the weight's gradient chunk by chunk would
-round it after every chunk. So it is one GEMM, which starts when `own` is complete.
+`own` is this rank's part of the reduced gradient. It is cut by rows, because rows of x's gradient need only the same
+rows of `own`. The weight's gradient needs all rows, and is computed by one GEMM when `own` is complete. Accumulating
+over chunks would round the weight's gradient after every chunk.
 
 While a chunk travels, the GEMMs of the previous chunks run. The transfer of the first chunk is exposed. When the last
 chunk has arrived, two GEMMs follow that overlap with no transfer: the last rows of x's gradient, and the weight's
 gradient.
 
-If sending takes longer than a GEMM, as with many ranks, use last=columns, which cuts the last chunk by columns. A block
-of columns of the weight's gradient needs only the same columns of `own`. So the block is computed when these columns
-have arrived, while later columns travel. Each element is still computed once. The last rows of x's gradient are
-computed at the end.
+With last=columns, the last chunk is also cut by columns. A block of columns of the weight's gradient needs only the
+same columns of `own`, so it is computed while later columns travel. This helps if sending takes longer than a GEMM, as
+with many ranks.
 
 Concatenated columns are sent without an intermediate copy. Parts are reduced in fp32 and rounded once: this rank's own
-part first, then the others in ring order, starting with the rank before this one. A slot is reused only after its
-reader has signaled that all chunks are read, because the next run may have other sizes and other chunks.
+part first, then the others in ring order, starting with the rank before this rank.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
-    reduce-scatter). There the reduce-scatter follows its producer; here it precedes its consumer.
+    reduce-scatter). In T3 the overlapped GEMM is before the reduce-scatter; here it is after it.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from weft.schedule.steps import Copy, Region
 
 
 class _ProductGradients:
-    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller."""
+    """A `Draft` (a schedule under construction) with the caller's tensors as buffers."""
 
     def __init__(self, name: str, p: MatmulAllGatherGradients) -> None:
         self.d, self.p = Draft(name, p.world_size), p
@@ -52,7 +50,7 @@ class _ProductGradients:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """Return a part of g, the gradient of the result: `rows` and `cols` of the block for the product of rank `owner`."""
+        """Return the part of the result's gradient g at `rows` and `cols` of rank `owner`'s product."""
         if self.p.columns:
             return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
         return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)
@@ -78,7 +76,9 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
     """Reduce this rank's part of the gradient, and multiply it, chunk by chunk.
 
-    chunks: the number of chunks of rows. last: "columns" cuts the last chunk into `chunks` blocks of columns; "rows" does not."""
+    chunks: the number of chunks of rows.
+    last: "columns" to cut the last chunk into `chunks` blocks of columns, "rows" to leave it whole.
+    """
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:

@@ -14,9 +14,9 @@ The rank that reduces a row also adds the bias and the residual, before it round
 In one_shot the reducing kernel also computes the norm. In schedules that copy sums, the norm runs after the GEMMs, chunk by chunk,
 while later chunks arrive.
 
-All ranks get the same bits. In one_shot each rank reduces in rank order, after it has rounded its own product like the
-products of peers. In the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the
-others copy the result (`weft.builders.fetched`).
+All ranks get the same bits. In one_shot each rank rounds all products, also its own, and reduces them in rank order. In
+the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the others copy the
+result (`weft.builders.fetched`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
 reduce-scatter and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
@@ -42,7 +42,7 @@ _MOST_SLOTS = 256 << 20  # the largest symmetric memory of one_shot on each rank
 
 
 class _Result:
-    """The buffer of the result y and, if the problem has a norm, the buffers of the norm and its weight."""
+    """The buffer of the result y and, if the problem has a norm, the buffers of the norm's output and weight."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
         self.d, self._eps = o.d, p.eps
@@ -52,7 +52,7 @@ class _Result:
         self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
 
     def norm(self, part: Region) -> Norm | None:
-        """Return the `Norm` to pass to a reduce step that writes region `part` of y; None if the problem has no norm."""
+        """Return the `Norm` argument for a reduce step that writes region `part` of y; None if the problem has no norm."""
         if self._eps is None:
             return None
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
@@ -61,10 +61,10 @@ class _Result:
         self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
-        """Append the copies of all ranks' sums into y, and the norm of each chunk. Return the schedule.
+        """Append the copies of all ranks' sums into y, then the norm of each chunk. Return the schedule.
 
-        pieces: a function that returns, for chunk c, the regions of y that the chunk covers. Adjacent rows should be
-            one region.
+        source, target: as in `Fetched.fetch`.
+        pieces: a function that returns the regions of y that chunk c covers, for the norm.
         """
         if self._eps is None:
             fetched.fetch(source, target, by)
@@ -95,10 +95,9 @@ def serial(p: MatmulAllReduce) -> Schedule:
 
 @builder(MatmulAllReduce, by=("dma", "kernel", "load"))
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
-    """Put each rank's product into a slot on each peer (dma, kernel), or read the peers' products in place (load).
+    """Exchange whole products: every rank reduces all of them itself.
 
-    by="kernel": one launch does all puts, and first signals that this rank's slots are free. GEMMs do not store in
-    peers' slots, because a GEMM has only one destination, and every rank needs the product.
+    by: "dma" and "kernel" put each rank's product into a slot on each peer. "load" reads the peers' products in place.
     """
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
@@ -169,11 +168,10 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 
 
 class _Gathered:
-    """Sums that are computed in symmetric memory, chunk by chunk, and copied from there by all ranks.
+    """A `Draft` of sums that are computed in symmetric memory, chunk by chunk, and copied from there by all ranks.
 
-    The owner of a sum is the rank that reduces it. An owner begins to reduce when all peers have sent their parts of
-    this run. The owner may then overwrite the sums of the previous run, because a peer sends only after it has copied
-    all of them.
+    The owner of a sum, which reduces it, waits for the parts of all peers. A peer sends its parts only after it has
+    copied the previous run's sums, so the owner may then overwrite them.
     """
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
@@ -199,8 +197,8 @@ class _Gathered:
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
     """Run a reduce-scatter with `direct_sums`, then let all ranks copy the sums.
 
-    The sums are copied by kernel if by="kernel", otherwise with copy engines. The arguments are those of `direct` in
-    `weft.builders.matmul_reduce_scatter`.
+    by: "kernel" also copies the sums by kernel; otherwise copy engines do. For chunks, by and add see
+        `weft.builders.matmul_reduce_scatter.direct`.
     """
     o = PartialProducts.overlapped("two_shot", p)
     gathered = _Gathered(o, p, chunks)
@@ -210,10 +208,10 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 
 @builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Divide each chunk among the ranks: every rank reduces its part of each chunk.
+    """Divide the rows of each chunk among the ranks: every rank reduces its rows of each chunk.
 
-    Each GEMM covers all ranks' rows of a chunk, so the first sums are complete early. The parts of a chunk arrive
-    during the GEMM of the next chunk, and are reduced after that GEMM.
+    The parts of a chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM. The first sums are
+    complete early.
     """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")

@@ -6,12 +6,12 @@
     y         the results for this rank's tokens, sorted by expert of all ranks. The rows from one rank are one block
 
 Each rank computes all sizes from its own two tables: the number of rows that it sends to each rank, and the place of
-each block of its result. So ranks exchange nothing before the GEMMs, and only the receiver knows the place of a block.
-If the tables of two ranks disagreed, some rows would stay unwritten. So ranks also send their tables. A rank fills the
-rows from a peer with NaN if the peer's table differs from its own (`weft.schedule.steps.Agree`).
+each block of its result. So ranks exchange no sizes before the GEMMs. If the tables of two ranks contradicted each
+other, some rows would stay unwritten. So ranks send their tables with the results, and a receiver fills a peer's rows
+with NaN if their tables differ (`weft.schedule.steps.Agree`).
 
-One kernel computes the GEMMs for the rows of all (source rank, expert) pairs. The kernel reads rows of h in place and
-writes the rows for one rank contiguously. Two orders of computation overlap the exchange:
+One grouped GEMM kernel has a group of rows for each (source rank, expert). It reads rows of h in place and writes the
+rows for one rank contiguously. Two orders of computation overlap with the exchange:
 
     combine            source by source: rank r multiplies the rows of rank r + 1, then of rank r + 2, and so on, its own rows
                        last. So no two ranks send to the same rank at once, and rows travel while the own rows are multiplied
@@ -72,7 +72,8 @@ def serial(p: MatmulAllToAll) -> Schedule:
 def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
     """Multiply and send back the rows of one rank after the other.
 
-    chunks: the number of groups of experts. Each group is multiplied and sent separately. by: see the top of this file.
+    chunks: the number of groups into which a rank's experts are divided; each group is multiplied and sent separately.
+    by: see the top of this file.
     """
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
@@ -85,9 +86,10 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Multiply the rows of all ranks for one group of experts after the other, and send back the group's results.
+    """Multiply the rows of all ranks and send back the results, a few experts at a time.
 
-    chunks: the number of groups; with 1, nothing overlaps.
+    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps.
+    by: see the top of this file.
     """
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):
@@ -97,9 +99,8 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 
 
 class _Combine(Draft):
-    """A `Draft` (a schedule under construction) with a buffer for each tensor of the caller, and expressions for sizes.
-
-    The sizes follow from the buffer `counts`.
+    """A `Draft` (a schedule under construction) with the caller's tensors as buffers, and expressions for dynamic
+    sizes.
     """
 
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
@@ -117,9 +118,11 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Append copies of `received` and `splits` into `counts`, and a `Read` of `counts`.
+        """Append the copies of `received` and `splits` into `counts`, and the step that reads sizes from `counts`
+        (`Read`).
 
-        also_to: further regions into which `received` is copied, such as regions of peers that compare it with their own table.
+        also_to: further regions into which `received` is copied, such as regions of peers that compare it with their
+            own table.
         """
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):
@@ -131,15 +134,15 @@ class _Combine(Draft):
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of this rank's tokens for local experts first .. first + count - 1 of rank `rank`."""
+        """Return the number of this rank's tokens for the experts first .. first + count - 1 of rank `rank`."""
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
-        """Return the number of rows of h for this rank's expert `expert`."""
+        """Return the number of rows of h for local expert `expert`."""
         return total("counts", expert, self._all, self.p.experts)
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
-        """Return the first row in h of the rows from `source` for this rank's expert `expert`."""
+        """Return the first row in h of the rows from rank `source` for local expert `expert`."""
         if (begin := self._before.get(expert)) is None:  # cached, because it does not depend on the source
             begin = 0
             for any_source in range(self.world_size):
@@ -148,7 +151,7 @@ class _Combine(Draft):
         return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
 
     def first_in_y(self, rank: Index, expert: Index = 0) -> Index:
-        """Return the first row in y of the results from expert `expert` of `rank`."""
+        """Return the first row in y of the results from expert `expert` of rank `rank`."""
         return total("counts", self._all, self._all + rank * self.p.experts + expert)
 
     def matmul(self, out: Region, rows: tuple[Index, Index], expert: Index) -> Compute:
@@ -161,11 +164,9 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """A `Draft` (a schedule under construction) that stores the results for each peer in a slot (a block of rows), and
-    sends the slot in parts.
+    """A `_Combine` that stores the results for each peer in a slot (a block of rows), and sends the slot in parts.
 
-    pieces: (first expert, number of experts) of each part. Each part has a signal. A slot is reused only after its
-        reader has signaled that the whole slot is read. The reader signals this once per run, for any sizes.
+    pieces: (first expert, number of experts) of each part.
     """
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
@@ -212,9 +213,10 @@ class _Sending(_Combine):
             lane.wait(self._credit, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
-        """Append a GEMM of the rows from `n_sources` ranks for local experts first .. first + count - 1.
+        """Append a GEMM of the rows from `n_sources` consecutive ranks for local experts first .. first + count - 1.
 
-        first_source: the first of these ranks, as the distance after this rank in the ring."""
+        first_source: the first of these ranks, as the distance after this rank in the ring.
+        """
         p, expert = self.p, Expr(_TILE) + first
         at = peer(p.world_size, first_source) if self._by == "store" else RANK
         kernel = ReturningMatmul(
@@ -237,8 +239,7 @@ class _Sending(_Combine):
     def send(self, distances: Sequence[int], chunk: int) -> None:
         """Append the steps that send the results of experts `pieces[chunk]`.
 
-        distances: the receiving ranks, as distances after this rank in the ring. With by="kernel" one launch sends to
-            all of them. With by="dma" each receiver's copy engine fetches the results.
+        distances: the receiving ranks, as distances after this rank in the ring.
         """
         piece, first = self.pieces[chunk], self.pieces[chunk][0]
         numbers = {distance: (distance - 1) * len(self.pieces) + chunk for distance in distances}
@@ -260,8 +261,8 @@ class _Sending(_Combine):
                 self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Append the copies of arrived results into y, the comparison of tables (`Agree`), and the signals that slots are
-        free. Return the schedule.
+        """Append the copies of arrived results into y, the comparison of tables, and the signals that slots are free.
+        Return the schedule.
         """
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
@@ -279,9 +280,8 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Append the copy into y of the results that one rank computed with its experts `piece`.
-
-        distance: the rank is `distance` places before this rank in the ring.
+        """Append the copy into y of the results that the rank `distance` places before this rank computed with its
+        experts `piece`.
         """
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
@@ -290,8 +290,8 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of a slot.
+        """Return the first row of a slot: in an outbox, for the rank `distance` places after this rank in the ring.
 
-        In an outbox the slot has rows for the rank `distance` places after this rank. In an inbox it has rows from the rank
-        `distance` places before this rank."""
+        In an inbox the same slot has rows from the rank `distance` places before this rank.
+        """
         return (distance - 1) * self.p.most

@@ -43,7 +43,7 @@ other, which the model does not count: with 4 H200s, 500x1408x1600 took 6 to 7 u
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Return a decorator that registers a builder for both MatmulReduceScatter and ScaledMatmulReduceScatter."""
+    """Return a decorator that registers a builder for MatmulReduceScatter and ScaledMatmulReduceScatter."""
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
@@ -73,8 +73,7 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 def scatter(p: MatmulReduceScatter) -> Schedule:
     """Run the GEMM, then store each peer's rows in a slot on the peer, all on one lane.
 
-    With up to `_TOGETHER` ranks, one launch stores the rows of all peers. The first launch that stores rows also tells
-    the peers that this rank's slots are free.
+    With up to 8 ranks, one launch stores the rows of all peers.
     """
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
@@ -102,10 +101,10 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
     """Send each chunk to the rank that owns its rows.
 
-    by: how chunks are sent. "store": the GEMM stores the chunk in the owner's slot. "dma", "kernel": a copy after the
-        GEMM, by copy engine or by kernel.
-    add: how the owner sums. "gemm": its GEMM waits for the arrived chunks and accumulates into them, chunk by chunk.
-        "reduce": its GEMM does not wait, and a kernel sums the GEMM's output and the arrived chunks.
+    by: how chunks are sent. "store": the GEMM stores them in the owner's slot. "dma" or "kernel": a copy engine or a
+        kernel copies them after the GEMM.
+    add: how the owner sums. "gemm": its GEMM waits for each chunk and accumulates into it. "reduce": its GEMM does not
+        wait; a kernel then sums the GEMM's output and the arrived chunks.
     """
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
@@ -131,7 +130,9 @@ def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Send sums around the ring in chunks. A chunk travels while the next chunk is computed.
 
-    Each rank rounds a sum before sending, as in NCCL's ring. by: copy with copy engines ("dma") or kernels ("kernel").
+    Each rank rounds the sum before sending, as in NCCL's ring.
+
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")
@@ -143,12 +144,13 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
 
 @_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
 def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
-    """Run a ring without copies: each rank's GEMM reads the sum from its left neighbour's memory, and stores the new sum locally.
+    """Run a ring without copies: each GEMM reads the sum from the left neighbour's memory, and stores the new sum
+    locally.
 
-    The last rank in the ring owns the rows, and stores the sum in its result. Each rank rounds the sum.
+    The owner of the rows is the last rank in their ring, and stores the sum in its result. Each rank rounds the sum.
 
-    by: "gemm": cuBLAS, which first copies the old sum into its output. "tracked": weft's kernel, launched per chunk.
-        The kernel reads a tile of the old sum when it has computed the same tile of the product.
+    by: "gemm" is cuBLAS, which first copies the old sum into its output. "tracked" is weft's kernel, launched per
+        chunk; it reads each tile of the old sum after it has multiplied the tile.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:
@@ -179,8 +181,9 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
     """Run one tracked GEMM for all rows, which signals finished tiles.
 
-    chunks: the number of chunks of each rank's rows. to: "dma": copy engines send a chunk when all its tiles are
-        stored. "store": the GEMM stores tiles in the owner's slot.
+    chunks: the number of chunks of each rank's rows.
+    to: "dma" sends a chunk by copy engine when all its tiles are stored. "store" lets the GEMM store tiles in the
+        owner's slot.
     """
     o = PartialProducts.overlapped("tracked", p)
     tracked_sums(o, _result(o), chunks=chunks, to=to)

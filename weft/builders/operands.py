@@ -22,7 +22,7 @@ WHOLE_TILES = 128
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A buffer for rows of x and, if each row has its own scale, a buffer for the scales, which are sent with the rows."""
+    """A buffer for rows of x, and if each row has its own scale, a buffer for these scales."""
 
     data: Buffer
     scales: Buffer | None
@@ -34,10 +34,11 @@ class Rows:
 
 
 class Operands:
-    """A `Draft` (a schedule under construction) for problem `p`, with a buffer for each tensor of the caller.
+    """A `Draft` (a schedule under construction) with the caller's tensors as buffers, and their scales if they are fp8.
 
-    The methods handle x with and without scales. x: this rank's shard. ys: the results. gathered: the buffer for the
-    gathered x; None if the caller does not need it.
+    x: this rank's shard.
+    ys: the results.
+    gathered: the buffer for the gathered x; None if the caller does not need it.
     """
 
     def __init__(self, name: str, p: AllGatherMatmul) -> None:
@@ -65,11 +66,11 @@ class Operands:
         return Rows(data, self.d.buffer(f"{name}_scale", count, 1, "fp32", role) if self.x.scales else None)
 
     def results(self, count: int) -> list[Buffer]:
-        """Declare a scratch buffer with `count` rows for each y."""
+        """Declare a scratch buffer with `count` rows for each result."""
         return [self.d.buffer(f"rows{i}", count, y.cols, y.dtype, "scratch") for i, y in enumerate(self.ys)]
 
     def multiply(self, lane: LaneDraft, x: Part, i: int, y: Region) -> None:
-        """Append the GEMM y = x @ ws[i] for the rows `x`, with scales and bias if the problem has them."""
+        """Append the GEMM y = x @ ws[i], with scales and bias if the problem has them."""
         scaled, weights = self.p.scaled, self.ws[i].part()
         if scaled is None:
             lane.matmul(y, x[0], weights)
@@ -78,7 +79,7 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Append a GEMM for each weight: ys[i][rows] = x @ ws[i]. rows: (first, count); None for all rows."""
+        """Append the GEMMs ys[i][rows] = x @ ws[i], one for each weight. rows: (first, count); None for all rows."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 
@@ -105,10 +106,10 @@ def all_gather_matmul_operands(
 
 
 def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
-    """Cut `extent` into pieces; return (first, count) of each. Raise `NotApplicableError` if a piece would be empty.
+    """Cut `extent` into pieces. Return (first, count) of each. Raise `NotApplicableError` if a piece would be empty.
 
-    pieces: a number of nearly equal pieces, larger pieces first; or a proportion such as "2:1:1". Large pieces of a
-        proportion end at multiples of WHOLE_TILES, because a few more rows would cost the GEMM another wave of tiles.
+    pieces: the number of nearly equal pieces, larger pieces first; or a proportion such as "2:1:1". If possible, pieces
+        of a proportion end at multiples of 128, which fill whole GEMM tiles.
     what: the name of `extent` in the error.
     """
     if isinstance(pieces, str):
@@ -129,10 +130,10 @@ def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
 
 
 def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the exclusive prefix sums of `sizes`: the offset of each part in their concatenation."""
+    """Return the exclusive prefix sums of `sizes`."""
     return tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def peer(world_size: int, distance: int) -> Index:
-    """Return the expression for the rank `distance` places after this rank in the ring (before it, if negative)."""
+    """Return the rank `distance` places after this rank in the ring (before it, if negative), as an expression."""
     return (RANK + distance % world_size) % world_size

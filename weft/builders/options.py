@@ -2,8 +2,7 @@
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
 bench`). Both are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types
-and None. Other strings are refused, so that an arbitrary string does not count as True. A keyword with another
-annotation accepts only Python values, and its problem checks them.
+and None. A keyword with another annotation accepts only Python values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _NOTHING = "none"
 
 
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of `sized` that are options, with evaluated annotations. sized: the class method of a
-    problem.
-    """
+    """Return the parameters of a problem's method `sized` that are options, with evaluated annotations."""
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 
@@ -112,9 +109,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types in a union, with None last. For an annotation that is not a union, return a tuple of only the
-    annotation.
-    """
+    """Return the types in a union, with None last; for another annotation, a tuple of the annotation."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -132,9 +127,10 @@ _VALUES = {
 
 
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
-    """Return a text for each value or type in `wanted`.
+    """Return a text for each type or Literal value in `wanted`, for error messages.
 
-    texts: the text of each type. show: a function that prints a value of a Literal.
+    texts: the text of each type.
+    show: a function that prints a value of a Literal.
     """
     found: list[str] = []
     for one in wanted:

@@ -1,4 +1,4 @@
-"""Helpers of reduce-scatter and all-reduce after a GEMM: the rows of the sum are divided among ranks, and their owner
+"""Helpers of reduce-scatter and all-reduce after a GEMM. The rows of the sum are divided among ranks, and their owner
 reduces them.
 
 A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer
@@ -6,13 +6,12 @@ rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of ra
 last. In the schedules ring and pulled, the order is r - 1, r - 2 and so on. With both orders, no two ranks send to the
 same rank at once. The last rows for peers travel while the rank computes its own rows.
 
-Except in these two schedules, peers' products are reduced in fp32 and rounded once, in ring order, starting with the
-rank before the owner. The owner's product is rounded before the reduction, unless a GEMM accumulates it (add=gemm). A
-slot is reused only after its reader has signaled that all chunks are read, because the next run may have other sizes
-and other chunks.
+In ring and pulled, every rank rounds the sum that it passes on. In the other schedules, the owner reduces all products
+in fp32 and rounds once, in ring order, starting with the rank before the owner. The owner's own product is rounded
+before the reduction, unless a GEMM accumulates it (add=gemm).
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
-(staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and
+    trigger), 4.4 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ the chunk.
 
 
 class PartialProducts:
-    """A `Draft` (a schedule under construction) for problem `p`, with buffers for x and w, and for their scales if they
-    are fp8.
+    """A `Draft` (a schedule under construction) with buffers for x and w, and for their scales if they are fp8.
 
     own_rows: True if x has only the rows that this rank owns.
-    peers: the peers in the order in which their rows are computed.
-    sources: the peers in the order in which their products for this rank arrive.
+    peers: the peers in the order in which this rank computes their rows.
+    sources: the peers in the order in which their products for this rank's rows arrive.
     """
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce, *, own_rows: bool = False) -> None:
@@ -82,8 +80,8 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows in `chunk` of the rows that rank `owner` owns; None for all its rows. The last
-        ranks may own fewer than `m` rows.
+        """Return the number of rows in `chunk` of rank `owner`'s rows; None for all its rows. The last ranks may own
+        fewer than `m` rows.
         """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
@@ -92,29 +90,24 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the index of the row of x from which the first row in `chunk` of `owner`'s rows is computed. chunk:
-        None for all rows.
-        """
+        """Return the first row of x for rows `chunk` of rank `owner`'s part of the sum; None for the whole part."""
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Return a region of the buffer `parts` on rank `at`: the rows of `chunk` in part `number`. chunk: None for all
-        rows.
+        """Return rows `chunk` of part `number` in the buffer `parts` on rank `at`; the whole part if `chunk` is None.
 
-        owner: the rank that owns the rows, and so determines how many there are.
+        owner: the rank that owns the part's rows. The last ranks may own fewer rows.
         """
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
     def following(self, rows: tuple[Index, Index]) -> list[Region]:
-        """Return the regions of bias and residual that are added to these rows of the sum, if the problem has them."""
+        """Return the regions of bias and residual to add to these rows of the sum, if the problem has them."""
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """Return the regions of bias and residual that are added to this rank's rows of `chunk`; to all its rows if
-        None.
-        """
+        """Like `following`, for this rank's rows of `chunk`; for all its rows if None."""
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
@@ -123,17 +116,19 @@ class PartialProducts:
     ) -> LaneDraft:  # fmt: skip
         """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
 
-        chunk: the rows; None for all. add: True to accumulate into `out`. to: a region whose elements the GEMM adds to
-            the product, if given.
+        chunk: the rows (first, count); None for all.
+        add: True to accumulate into `out`.
+        to: a region that the GEMM adds to the product, if given.
         """
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 
     def multiply_tracked(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
     ) -> int:
-        """Append `multiply` as one tracked GEMM, which signals finished tiles. Return the number of tiles.
+        """Append `multiply` as one tracked GEMM, and return its number of tiles. All ranks must own equal numbers of
+        rows.
 
-        told: the signals that each tile sets when it is stored. Call this method only if all ranks own equal numbers of rows.
+        told: the signals that each finished tile sets.
         """
         tiles = TrackedTiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols
@@ -148,7 +143,7 @@ class PartialProducts:
         return tiles.extent
 
     def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
-        """Append to `lane` the GEMM that computes this rank's contribution to the rows of all ranks."""
+        """Append the GEMM that computes this rank's contribution to the rows of all ranks."""
         return self._multiply(lane, out, None)
 
     def _multiply(

@@ -15,10 +15,12 @@ def mapped_sums(
     o: PartialProducts, out: OutputMap, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append to the draft of `o` the reduce-scatter that the output map `out` describes.
+    """Append to the draft `o` the reduce-scatter that the output map `out` describes.
 
-    Return (first row, number of rows) of each chunk of a rank's rows. y: the buffer of this rank's rows of the sum. For
-    the other arguments see `weft.builders.output_map.steps.write`.
+    Return (first row, number of rows) of each chunk of a rank's rows.
+
+    y: the buffer of this rank's rows of the sum.
+    gemm, add, by, sender, fetched: as in `weft.builders.output_map.steps.write`.
     """
     routes = routes_of("reduce_scatter", o.p.world_size, out.chunks, ((out.order, out.entries),))
     return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
@@ -29,8 +31,9 @@ def direct_sums(
 ) -> list[Chunk]:
     """Append a direct reduce-scatter with a GEMM for each chunk. Return (first row, number of rows) of each chunk.
 
-    y: the buffer of this rank's rows of the sum. by, add: as in `weft.builders.matmul_reduce_scatter.direct`. fetched:
-        as in `weft.builders.output_map.steps.write`.
+    y: the buffer of this rank's rows of the sum.
+    by, add: as in `weft.builders.matmul_reduce_scatter.direct`.
+    fetched: as in `weft.builders.output_map.steps.write`.
     """
     sender: Sender = "store" if by == "store" else "dma"
     out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
@@ -42,8 +45,9 @@ def tracked_sums(
 ) -> list[Chunk]:
     """Append a direct reduce-scatter with one tracked GEMM. Return (first row, number of rows) of each chunk.
 
-    y: the buffer of this rank's rows of the sum. to: as in `weft.builders.matmul_reduce_scatter.tracked`. fetched: as
-        in `weft.builders.output_map.steps.write`.
+    y: the buffer of this rank's rows of the sum.
+    to: as in `weft.builders.matmul_reduce_scatter.tracked`.
+    fetched: as in `weft.builders.output_map.steps.write`.
     """
     if o.scaled is not None:
         raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")

@@ -16,8 +16,8 @@ from weft.words import counted, kind
 class Problem:
     """The sizes and options of an operator's call, for builders and the planner.
 
-    Every problem has a builder `serial`: NCCL and cuBLAS calls, one after the other. It is the baseline. Its GEMM and
-    its collective are the undivided operations, with which the pieces in other schedules are compared.
+    Every problem has a builder `serial`, the baseline, which calls NCCL and cuBLAS one after the other. Its GEMM and
+    its collective are not cut into pieces.
     """
 
     world_size: int
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def operator(self) -> str:
-        """The name of the operator in plans and records. Operators that share a problem class override this property."""
+        """The name of the operator in plans and records."""
         return self.name
 
     @property
@@ -68,7 +68,8 @@ class Problem:
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size). Problems with equal keys form a family: they differ only in this size.
+        """(key, size): problems with equal keys form a family, in which problems differ only in `size`, such as the
+        number of rows.
 
         Schedules are selected for some sizes of each family (`weft.plan.nearby`). By default every problem is its own
         family.
@@ -77,8 +78,10 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size): like `family`, for choices by measurement. Such a family may be larger: its problems may differ
-        in other sizes too, and share the choice.
+        """(key, size) for choices by measurement: problems with equal keys share measurements, even if they differ in
+        other sizes too.
+
+        By default the same as `family`.
         """
         return self.family
 
@@ -93,17 +96,17 @@ class Problem:
 
     @property
     def uneven(self) -> str:
-        """A text that names a difference between ranks; "" if all ranks do the same work. If ranks differ, the
-        simulator has to simulate every rank.
+        """A text that names a difference between ranks; "" if all ranks do the same work, so that simulating one rank
+        is enough.
         """
         return ""
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """(problem, ratio): a problem that takes about as long, but in which all ranks do the same work. None if no
-        such problem is known.
+        """(problem, ratio): a similar problem in which all ranks do the same work, which is faster to simulate; None if
+        unknown.
 
-        The other problem is faster to simulate. ratio: its number of rows, divided by the number of rows of this problem.
+        ratio: the rows of the similar problem, divided by the rows of this problem.
         """
         return None
 
@@ -112,14 +115,15 @@ class Problem:
         return True
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        """Return the names of the schedules to time, in addition to serial, if ranks are on several hosts.
+        """Return the names of the schedules to time, besides serial, if ranks are on several hosts.
 
-        rails: the number of hosts, if each host has the same number of consecutive ranks, and at least two. Otherwise 0.
+        rails: the number of hosts, if each host has the same number of consecutive ranks, and at least two. Otherwise
+            0.
         """
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """True if `candidate` should be timed on machines without a model, such as CPUs, where times cannot be predicted.
+        """True if `candidate` should be timed on machines such as CPUs, where times cannot be predicted.
 
         Select few candidates, because each delays the first call.
         """
@@ -146,7 +150,7 @@ def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def require_even(m: int, n: int, k: int, world_size: int) -> None:
-    """Raise `ValueError` like `require_sizes`, or if m is not divisible by world_size."""
+    """Raise `ValueError` for invalid sizes (`require_sizes`), and if m is not divisible by world_size."""
     require_sizes(m, n, k, world_size)
     if m % world_size:
         below = m - m % world_size
@@ -155,10 +159,13 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
-    """Return the problem of operator `op` with equal sizes on all ranks. The arguments are those of `weft.plan.explain`.
+    """Return the problem of operator `op` with equal sizes on all ranks. The arguments are those of
+    `weft.plan.explain`.
 
-    options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
-    a size or an option is wrong."""
+    options: keywords of the operator's `Problem.sized`.
+
+    Raises `ValueError` if the operator, a size or an option is invalid.
+    """
     if not isinstance(op, str) or op not in PROBLEMS:
         raise ValueError(f"{op!r} is not an operator that can be planned: use one of {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}

@@ -25,7 +25,7 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """A builder's error: it has no schedule for the problem. The text is the reason, and is shown to users."""
+    """A builder has no schedule for the problem. The text is the reason, and is shown to users."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
@@ -59,8 +59,8 @@ def builder(
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Return a decorator that registers a function as a builder for `problem`.
 
-    parameters: for each parameter of the function, the values that the planner tries. Each combination is a candidate. Its name
-    omits parameters that have the function's default value, so names stay the same if a parameter is added later.
+    parameters: for each parameter of the function, the values that the planner tries. Each combination is a candidate.
+        Its name omits parameters that have the function's default value.
 
     A function replaces a registered function with the same name and module, as when a notebook's cell runs again. Raise
     `ValueError` if the registered function is from another module.
@@ -99,10 +99,13 @@ def outside_builders(problem: type) -> tuple[str, ...]:
 
 
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
-    """Return the candidates for `problem`, serial first. builders: only candidates of these builders, by name.
+    """Return the candidates for `problem`, serial first.
 
-    Builders with a parameter `hosts` are for ranks on several hosts (`Problem.between_hosts`), and are listed only by name.
-    `Candidate.build` raises `NotApplicableError` if the builder does not support the problem."""
+    builders: the names of the builders to use. Default: all except builders with a parameter `hosts`, which are for
+        ranks on several hosts (`Problem.between_hosts`).
+
+    `Candidate.build` raises `NotApplicableError` if the builder does not support the problem.
+    """
     known = _builders.get(type(problem), {})
     for name in builders or ():
         if name not in known:
@@ -122,10 +125,9 @@ def named(problem: Problem, name: str) -> Candidate:
     The name may have values that the planner does not try: any number that is at least the smallest registered number,
     or any proportion if a proportion is registered.
 
-    Ranks compare the names of pinned schedules, so each candidate has exactly one spelling. A name lists parameters in
-    the order of registration, and omits parameters that have the default value. Raise `ValueError` for any other
-    spelling or an unknown name. The error gives the right spelling, the reason, or the nearest names that support
-    `problem`.
+    Each candidate has exactly one spelling, because ranks compare names. A name lists parameters in the order of
+    registration, and omits parameters that have the default value. Raise `ValueError` for any other spelling or an
+    unknown name. The error gives the right spelling, the reason, or the nearest names that support `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:
@@ -136,10 +138,9 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return (builder, values of its parameters) for a name that `candidates` lists; None for an unknown builder or
-    unknown values.
+    """Return (builder, values of its parameters) for a name of a listed candidate.
 
-    The name is parsed, because comparing it with all candidates would take milliseconds.
+    (None, None) stands for an unknown builder, and None in place of the values for values that are not listed.
     """
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
@@ -157,7 +158,7 @@ def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any
 
 
 def _named_otherwise(problem: Problem, name: str) -> Candidate:
-    """Return the candidate for a name that `candidates` does not list; raise `ValueError` if the name is invalid."""
+    """Return the candidate for a name that `candidates` does not list. Raise `ValueError` if the name is invalid."""
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
         return known[name]
@@ -209,7 +210,9 @@ def _applies(candidate: Candidate) -> bool:
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """Parse `text` as the value of a parameter with the registered values `listed`. where: the prefix of the error text."""
+    """Parse `text` as the value of a parameter whose registered values are `listed`. where: the prefix of the error
+    text.
+    """
     for value in listed:
         if text == str(value):
             return value

@@ -1,10 +1,9 @@
-"""The share of table rows that a cache supplies to a pooling kernel, if the distribution of ids is known.
+"""Cache hit rates of a pooling kernel's reads of table rows, if the distribution of ids is known.
 
-A cache holds the rows that were read in the last T samples. Consider one row. A bag has n rows, and each of them is
-this row with probability p. So a sample reads the row n p times on average, and the row is in the cache with
-probability 1 - exp(-n p T). Multiplied by the row's bytes, this is the average space that the row takes in the cache. T
-is the number of samples after which the cache is full. The cache also holds bytes that pass through it only once: ids,
-offsets and pooled vectors.
+A cache is assumed to hold exactly the rows that were read in the last T samples. If a bag has n rows, and each of them
+is a given row with probability p, this row is in the cache with probability 1 - exp(-n p T). Multiplied by the row's
+bytes, this is the average space that the row takes. T is the number of samples after which the cache is full. Ids,
+offsets and pooled vectors also take space, but are used only once.
 
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)
@@ -34,10 +33,10 @@ _ALONE, _GROWTH, _STEPS_OF_TIME = 16, 1.25, 2.0
 
 
 def found_in_cache(tables: Sequence[Table], passing_bytes: float) -> tuple[float, ...]:
-    """Return, for each cache size in `CACHES`, the share of the bytes of row reads that the cache supplies.
+    """Return, for each cache size in `CACHES`, the share of the bytes of row reads that hit the cache.
 
-    tables: the tables whose bags a rank pools, one bag of each for a sample. passing_bytes: the other bytes that pass
-        through the cache for each sample.
+    tables: the tables of a rank. A sample has one bag for each.
+    passing_bytes: the bytes of ids, offsets and pooled vectors per sample.
     """
     counts = Counter(table for table in tables if table[2] > 0)
     read = sum(count * bag * row_bytes for (_, _, bag, row_bytes), count in counts.items())
@@ -60,7 +59,7 @@ def found_in_cache(tables: Sequence[Table], passing_bytes: float) -> tuple[float
 
 
 def share_found(shares: Sequence[float], cache_bytes: float) -> float:
-    """Return the share of row reads that a cache of any size supplies, interpolated between the sizes in `CACHES`.
+    """Return the share of row reads that hit a cache of `cache_bytes`, interpolated between the sizes in `CACHES`.
 
     shares: the result of `found_in_cache`. (): ids are unknown, so the share is 0.
     """
@@ -68,9 +67,8 @@ def share_found(shares: Sequence[float], cache_bytes: float) -> float:
 
 
 def _at(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the value at `size` of a curve through `points` (size, value), which are sorted by size.
-
-    Above the last point, return its value.
+    """Return the value at `size` of the curve through `points` (size, value), sorted by size; constant after the last
+    point.
     """
     for (below, low), (above, high) in itertools.pairwise(points):
         if size <= above:
@@ -79,7 +77,7 @@ def _at(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def _alike(rows: float, exponent: float) -> Iterator[tuple[float, float]]:
-    """Yield (probability, number of rows) of groups of rows. The rows of a group are read about equally often."""
+    """Yield (probability of the group, number of rows) for groups of rows that are read about equally often."""
     q = 1 - exponent or 1e-8
     first, whole = 0.0, (rows + 1) ** q - 1
     while first < rows:

@@ -15,7 +15,8 @@ _TILE, _LEAST_TILE = (128, 256), 16  # (rows, columns); a small product gets til
 class TrackedTiles:
     """The tiles of a tracked GEMM, as expressions of the tile's index t.
 
-    The GEMM computes one or more parts of shape [m, n]. Each part is cut into `chunks` chunks of whole row tiles.
+    The GEMM computes one or more parts of shape [m, n], such as the rows of each rank. Each part is cut by rows into
+    `chunks` chunks.
 
     order: for each chunk, in the order of computation, its index within its part. Default: the chunks of one part, in
         order.
@@ -51,8 +52,7 @@ class TrackedTiles:
         self.cols = width * col, lookup([min(width, n - width * j) for j in range(across)], col)
 
     def by_chunk(self, values: Sequence[int]) -> Index:
-        """Return the expression for the value that belongs to tile t's chunk.
-
-        values: a value for each chunk, in the order of computation.
+        """Return `values[c]` as an expression of t, where c is the number of tile t's chunk in the order of
+        computation.
         """
         return lookup([values[chunk] for chunk in self._chunks], self._at)

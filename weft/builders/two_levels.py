@@ -6,7 +6,7 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
     all-gather + GEMM
 
     rail        send this rank's rows in chunks along the rail, into slot h of the peer's `box`; h is this host
-    near        copy this rank's rows into slot h of its own `box`, and tell the ranks of this host. Later, tell them of each chunk
+    near        copy this rank's rows into slot h of its own `box`, and signal the ranks of this host. Later, signal each chunk
                 that has arrived along the rail
     compute     multiply this rank's rows; then the rows of the other ranks of this host, then the rows of other hosts, as they
                 arrive. The GEMMs read rows in the `box` of the rank that received them. So no rank copies rows of other hosts
@@ -18,8 +18,8 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
                 send the sum along the rail
     compute     add the products of this host, and the sums of the other hosts
 
-Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives. CPU
-ranks run these schedules. GPUs do not, because they do not send (docs/hosts.md).
+Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives.
+Only CPU ranks run these schedules: GPUs have no messages (docs/hosts.md).
 
 Sources: Cho et al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
     "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
@@ -40,9 +40,10 @@ from weft.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The ranks of `hosts` hosts, which have `near` consecutive ranks each.
+    """The ranks of `hosts` hosts with `near` consecutive ranks each.
 
-    host: the host of this rank. others: the other hosts, in the order in which this rank sends to them.
+    host: the host of this rank.
+    others: the other hosts, in the order in which this rank sends to them.
     """
 
     hosts: int
@@ -75,13 +76,13 @@ class _Grid:
         return [self.rank(self.host, distance) for distance in range(1, self.near)]
 
     def rank(self, host: Index, distance: int = 0) -> Index:
-        """Return the rank on `host` whose index is `distance` after this rank's index, modulo the ranks of a host."""
+        """Return the rank on `host` whose index on its host is `distance` after this rank's index (modulo `near`)."""
         return host * self.near + (RANK % self.near + distance) % self.near
 
 
 @builder(AllGatherMatmul, hosts=(2,), chunks=(1, 2, 4))
 def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
-    """All-gather + GEMM. chunks: the number of messages for a shard; fewer if it has fewer rows."""
+    """All-gather + GEMM in two levels. chunks: the number of messages for a shard, at most its number of rows."""
     grid = _Grid.of(p.world_size, hosts)
     if p.return_gathered:
         raise NotApplicableError("two levels do not gather the rows in one matrix: use return_A=False")
@@ -93,16 +94,15 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     rail, near, compute = d.lane("rail", "copy"), d.lane("near", "copy"), d.lane("compute")
 
     def rows(owner: Index, chunk: int | None) -> tuple[Index, Index]:
-        """Return (first, count) of a chunk of the shard of `owner`; None: of the whole shard."""
+        """Return (first, count) of chunk number `chunk` of `owner`'s shard; of the whole shard if None."""
         if chunk is None:
             return 0, lookup(p.rows, owner)
         ends = [[count * end // chunks for count in p.rows] for end in (chunk, chunk + 1)]
         return lookup(ends[0], owner), lookup([b - a for a, b in zip(*ends, strict=True)], owner)
 
     def multiply(owner: Index, chunk: int | None, at: Index) -> None:
-        """Multiply rows of the shard of `owner`, read from the buffer `box` of rank `at`.
-
-        chunk: the number of the chunk of the shard; None: the whole shard.
+        """Append the GEMMs of chunk number `chunk` of `owner`'s shard (None: the whole shard), read from `box` of rank
+        `at`.
         """
         first, count = rows(owner, chunk)
         for w, y in zip(ws, ys, strict=True):
@@ -148,7 +148,7 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
 
 
 def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -> Schedule:
-    """GEMM + reduce-scatter. chunks: the number of messages for the rows of a rank."""
+    """GEMM + reduce-scatter in two levels. chunks: the number of messages for the rows of a rank."""
     grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
     d, pieces, near = o.d, o.chunks(chunks), [RANK, *grid.peers]
     y = o.parts("y", 1, "output")

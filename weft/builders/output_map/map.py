@@ -9,9 +9,9 @@ The GEMM before a collective computes its output chunk by chunk. The map only li
                                     and by peers, a copy engine sends it to rank `to`
 
 op="update" adds to the peer's product for the same chunk. op="store" overwrites; the peer must not compute the chunk.
-Chunks are numbered in the order in which a rank computes them. Ranks are staggered: rank r computes the rows of rank r
-+ 1 first, then the rows of rank r + 2, and so on, and its own rows last. The paper's ring reduce-scatter (section 4.4)
-on four ranks is
+Chunks are numbered in the order in which a rank computes them. This order is staggered: rank r first computes the rows
+of rank r + 1, then of rank r + 2, and so on, and its own rows last. The paper's ring reduce-scatter (section 4.4) on
+four ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
@@ -53,10 +53,11 @@ class MatmulInto:
 
         collective       x [.., k]      y [.., n]      result of rank r
         reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
-        all_gather       rows / ranks   rows           all ranks' products, by rank
-        all_to_all       rows           rows           the r-th part of each rank's product, by rank
+        all_gather       rows / ranks   rows           all ranks' products, in rank order
+        all_to_all       rows           rows           the r-th part of each rank's product, in rank order
 
-    "rows" is `OutputMap.rows`. w is [k, n]."""
+    "rows" is `OutputMap.rows`. w is [k, n].
+    """
 
     collective: CollectiveName
     world_size: int
@@ -86,16 +87,17 @@ class OutputMap:
         ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
         ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
 
-    rows: the number of rows of the output of all ranks.
+    rows: the number of rows of the whole output, over all ranks.
     chunks: the number of chunks of these rows; a multiple of the world size.
-    order: for each chunk, in the order of computation, its position in the output of all ranks. The chunks of rank 0's
-        rows have positions 0 .. chunks / ranks - 1, the chunks of rank 1's rows follow, and so on. Default: the
-        staggered order. `order` also lists the chunks that this rank does not compute, as in an all-gather.
+    order: the place (position in the whole output) of each chunk, in the order of computation, also of chunks that this
+        rank does not compute. Places 0 .. chunks / ranks - 1 are rank 0's rows, the next places are rank 1's rows, and
+        so on. Default: the staggered order.
     entries: the entries so far.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
 
-    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11 and 12.
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11
+        and 12.
     """
 
     rows: int
@@ -114,7 +116,7 @@ class OutputMap:
     def local(self, chunk: int) -> OutputMap:
         """Keep the chunk on this rank, as a part of its result. Return the extended map.
 
-        In a reduce-scatter, the products of peers for the chunk are added to it.
+        In a reduce-scatter, peers' products for the chunk are added to this rank's product.
         """
         return self._with(Entry("local", chunk))
 
@@ -125,7 +127,9 @@ class OutputMap:
     def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
         """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the extended map.
 
-        `after` counts this rank's GEMM, if it computes the chunk, and each rank that sends the chunk to this rank."""
+        after: one for this rank's GEMM, if it computes the chunk, plus one for each rank that sends the chunk to this
+        rank.
+        """
         if not isinstance(after, int) or after < 1:
             raise ValueError(
                 f"chunk {chunk}: after={after!r} must be at least 1, because a chunk must be written before it is sent"
@@ -153,8 +157,8 @@ class OutputMap:
 
         Args:
             gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
-            add: how the updates of a reduce-scatter are added. "gemm": the GEMM of the same chunk waits for the updates and
-                accumulates into them. "reduce": a kernel adds them and the GEMMs do not wait; required for gemm="tracked".
+            add: how a reduce-scatter adds updates to a chunk. "gemm": the chunk's GEMM waits for them and accumulates
+                into them. "reduce": a kernel adds them, and GEMMs do not wait; required for gemm="tracked".
             by: how chunks of `dma_map` are copied: by copy engine ("dma") or by kernel ("kernel").
             engines: the number of chunks that a rank sends concurrently, each to a different rank. Use 1 if a single
                 peer can receive at the GPU's full bandwidth (a switch), and world_size - 1 if there is a link to each
@@ -232,7 +236,7 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
-    """Return (the problem as a MatmulInto, the rows of the output of all ranks)."""
+    """Return (the problem as a MatmulInto, the number of rows of the whole output)."""
     if isinstance(p, ScaledMatmulReduceScatter):
         raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
     if isinstance(p, MatmulReduceScatter):
@@ -253,7 +257,7 @@ def ring_reduce_scatter(
 
     rows, world: the number of rows of all ranks together, and the number of ranks. per_rank: the number of chunks of
         each rank's rows.
-    rank: the rank that follows the map. The default is an expression, so that one map describes all ranks.
+    rank: the rank that follows the map. Default: an expression, so that one map describes all ranks.
     to: the rank to which a rank sends sums. "left": rank - 1, as in the paper. "right": rank + 1.
     first: the sender of the first chunk, which gets no updates. "store": the GEMM stores it in the neighbour's memory.
         "dma": a copy engine sends it, like the other chunks.
@@ -280,8 +284,8 @@ def direct_reduce_scatter(
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
     by: the sender of the chunks (`Sender`). rows, world, per_rank, rank: as in `ring_reduce_scatter`.
-    sliced: True to compute the first chunk for every peer, then the second chunk for every peer, and so on. All links
-        are then busy from the start. False to compute all rows for one peer before the rows for the next.
+    sliced: True to compute one chunk for every peer, then the next chunk for every peer, so that all links are busy
+        from the start. False to compute all rows for one peer before the rows for the next peer.
     """
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
@@ -301,9 +305,9 @@ def ring_all_gather(
     """Return the map of a ring all-gather (section 7.1): the map of the ring reduce-scatter, with stores in place of
     updates.
 
-    This rank's chunks stay and are also sent to the left. Chunks from the right are forwarded, except the last chunk,
-    which the left neighbour has computed. With first="store" a kernel after the GEMM stores this rank's chunks in the
-    neighbour's memory, because a GEMM can store only once.
+    Each rank keeps its own chunks and sends them to the left. It forwards chunks from the right, except those which the
+    left neighbour has computed. With first="store" a kernel stores this rank's chunks in the left neighbour's memory
+    after the GEMM.
     """
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):

@@ -1,4 +1,9 @@
-"""The buffers and signals of an output map's schedule. `weft.builders.output_map.steps` appends the steps that use them."""
+"""The buffers and signals of an output map's schedule. `weft.builders.output_map.steps` appends the steps that use
+them.
+
+A *node* is a pair (rank, place): a chunk as one rank computes or receives it. The place is the chunk's position in the
+output of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,14 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 
 
 class SharedMemory:
-    """The buffers and signals of an output map's schedule. All ranks have the same.
+    """The buffers and signals of an output map's schedule, which are the same on all ranks.
 
-    A node is a pair (rank, place): the chunk at position `place` in the output of all ranks, as `rank` computes or
-    receives it (`weft.builders.output_map.routes`). Buffers are divided into slots of m rows. The buffer `box` has the
-    chunks from other ranks. The buffer `made` has the chunks that this rank's GEMM stores for later steps.
+    Buffers are divided into slots of `m` rows. Slots of `box` receive chunks from other ranks. Slots of `made` have
+    chunks of this rank's GEMM that later steps send or add.
 
     m: the number of rows that a rank owns.
-    times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk (`Routes.times`).
+    times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk
+        (`Routes.times`).
     slots: {node: its first slot in `box`}. A node has a slot for each rank that sends to it.
     made_slots: {node: its slot in `made`}.
     """
@@ -80,14 +85,15 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places of the chunks that a rank sends by one method of the map. how: "remote_map" or "dma_map"."""
+        """Return the places of the chunks that `rank` sends by the map's method `how`: "remote_map" or "dma_map"."""
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of a credit signal, lane) for each lane that tells `rank` when it may fill slots again.
+        """Return (index of the credit signal, lane) for each lane of a peer that allows `rank` to fill the peer's slots
+        again.
 
-        The slots and the lanes are on another rank, the reader. distance: the distance in the ring from `rank` to the reader.
+        distance: the distance in the ring from `rank` to the peer.
         """
         return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
@@ -98,9 +104,8 @@ class SharedMemory:
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the GEMM stores this chunk in `made`, from which another step sends or adds it.
-
-        False if the GEMM stores the chunk in a slot or in the result.
+        """True if the GEMM stores this chunk in `made`; False if it stores the chunk in a slot of `box` or in the
+        result.
         """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
@@ -111,17 +116,15 @@ class SharedMemory:
         return by_engine and self.routes.collective == "all_to_all"
 
     def slot(self, rank: int, place: int, nth: int) -> int:
-        """Return the index of the slot for the chunk that the nth source sends to (rank, place)."""
+        """Return the index of the slot for the chunk that arrives at (rank, place) from its source number `nth`."""
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """Return the name of the lane on which copy engines of `rank` send to rank `to`. Lanes are assigned to targets
-        round-robin.
-        """
+        """Return the name of the lane on which copy engines of `rank` send to rank `to`."""
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes that are the last to read the slot for the chunk that the nth source sends to (rank, place)."""
+        """Return the lanes which read the slot last that (rank, place) has for its source number `nth`."""
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -134,7 +137,7 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk has only one update, and the update is copied into the result, where the GEMM accumulates."""
+        """True if the chunk's only update is copied into the result, and the GEMM then accumulates there."""
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 
@@ -143,11 +146,10 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots of a buffer to each node. Return ({node: its first slot}, the largest number of
-        slots on a rank).
+        """Assign consecutive slots to the nodes of each rank. Return ({node: its first slot}, the largest number of
+        slots of a rank).
 
-        A slot has m rows, so it has room for all chunks of an owner's rows. All these chunks share the same slots, at
-        different rows.
+        A slot has room for all rows of an owner, so the chunks of one owner share slots.
 
         counts: the number of slots that each node needs.
         """

@@ -1,16 +1,16 @@
 """The output maps of all ranks together: the destinations and sources of each chunk, and a check that every result is complete.
 
-An error in one rank's map causes a hang or a wrong sum on another rank. This module checks the maps of all ranks against each
-other before a schedule is built from them. Errors name the chunk, the value and the fix.
+An error in one rank's map would cause a hang or a wrong sum on another rank. So the maps of all ranks are checked
+against each other before a schedule is built. Errors name the chunk, the value and the fix.
 
     reduce_scatter   every rank computes every chunk. A rank sends each chunk once, to a rank that adds its own product, until
                      the sum reaches the owner of the rows: the paths of a chunk are a tree with the owner as its root
     all_gather       a rank computes its own chunks, and each chunk is stored on every other rank exactly once
     all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
-Here a chunk is identified by its place, the position in the output of all ranks. The rows of each rank have `per_rank`
-chunks, so place `owner * per_rank + i` is chunk i of rank `owner`'s rows. In maps a chunk is identified by its number
-in the order of computation. A node is a pair (rank, place): a chunk as one rank computes or receives it.
+Maps number chunks in the order of computation. This module uses the *place* of a chunk instead, which is the same on
+all ranks: `owner * per_rank + i` for chunk i of the rows of rank `owner`. A *node* is a pair (rank, place): a chunk as
+one rank computes or receives it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,9 @@ def routes_of(
 
 
 class Routes:
-    """The evaluated maps of all ranks.
+    """The maps of all ranks, with ranks and places evaluated to numbers.
 
-    A map is evaluated when its expressions are replaced by numbers, for one rank.
-
-    alike: True if ranks differ only by their position in the ring. Then only rank 0 is evaluated, and represents all
-        ranks.
+    alike: True if ranks differ only by their position in the ring. Then only rank 0's map is evaluated.
     order: for each evaluated rank, the places of its chunks, in the order of computation.
     number: for each evaluated rank, {place: index in its `order`}.
     """
@@ -140,7 +137,9 @@ class Routes:
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place at which the receiver stores a chunk. In an all-to-all it depends on the source rank."""
+        """Return the place at which the receiver stores a chunk from rank `source`. Only an all-to-all changes the
+        place.
+        """
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
@@ -149,14 +148,12 @@ class Routes:
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
     def sources(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that send a chunk to (rank, place), starting with the nearest rank before `rank` in the
-        ring.
-        """
+        """Return the ranks that send a chunk to (rank, place): the nearest rank before `rank` in the ring is first."""
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 
     def nth(self, source: int, rank: int, place: int) -> int:
-        """Return the index of `source` among the sources of (rank, place)."""
+        """Return the index of rank `source` in `sources(rank, place)`."""
         if self.alike:
             source = (source - rank) % self.world
         node = self.representative(rank, place)
@@ -169,28 +166,24 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that must have sent this chunk to `rank` before `rank` forwards or adds the chunk.
-
-        The list is empty for an all-to-all, because results of other ranks have their own places.
-        """
+        """Return the ranks whose copies of this chunk `rank` must receive before it forwards or adds the chunk."""
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the node at which the results for (rank, place) are stored.
-
-        If all ranks are alike, results are stored only for rank 0: the node is the corresponding chunk of rank 0.
+        """Return the node under which properties of (rank, place) are stored: if ranks are alike, the same chunk of
+        rank 0.
         """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
     def _renumbered(self, rank: int, place: int) -> int:
-        """Return the place of the chunk after ranks are renumbered so that `rank` is rank 0."""
+        """Return the place of the chunk if ranks are renumbered so that `rank` becomes rank 0."""
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
         """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
 
-        in_turn: True if a GEMM that accumulates into an arriving chunk waits for the chunk, and so delays the later
-            GEMMs of its rank.
+        in_turn: True if GEMMs wait for the arriving chunks into which they accumulate, and so delay later GEMMs of
+            their rank.
 
         Raise `ValueError` if chunks wait for each other.
         """
@@ -209,12 +202,7 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return (before, least), from which `_times` computes the times.
-
-        before: {node: the nodes that it waits for}.
-        least: {node: the time before which its rank cannot have computed the chunk}: the chunk's index in the order of
-            computation. 0 if the rank does not compute the chunk.
-        """
+        """Return (before, least), the arguments of the function `_times`, for the chunks of `ranks`."""
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in ranks:
@@ -235,9 +223,7 @@ class Routes:
         return [self._renumbered(-rank, place) for place in self.order[0]]
 
     def _is_rotation(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if the map's ranks and places are valid, and differ between ranks only by the rank's position in the
-        ring.
-        """
+        """True if the map is valid, and differs between ranks only by their position in the ring."""
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -257,7 +243,7 @@ class Routes:
         return places
 
     def _evaluated(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return the entries of `rank` as {place of the chunk: its entries}, with target ranks evaluated."""
+        """Return {place: entries of the map for the chunk at this place}, with targets evaluated for `rank`."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -265,9 +251,8 @@ class Routes:
         return found
 
     def _relative_to(self, rank: int) -> list[tuple]:
-        """Return the entries of `rank`, with each rank replaced by its distance from `rank`.
-
-        For two ranks that differ only by their position in the ring, this method returns equal entries.
+        """Return the entries of `rank` with ranks replaced by distances from `rank`. They are equal for ranks that are
+        alike.
         """
 
         def from_here(place: int) -> tuple[int, int]:
@@ -296,7 +281,7 @@ class Routes:
             self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return the error in a single entry; "" if the entry is valid."""
+        """Return the error text for an invalid entry; "" if the entry is valid."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
@@ -379,8 +364,7 @@ class Routes:
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
         """Raise `ValueError` for a cycle of waits.
 
-        waiting: {node: the nodes that it waits for}, for all nodes whose waits never end. Each of them is in a cycle,
-            or waits for a node in a cycle.
+        waiting: {node: the nodes that it waits for}, only for nodes whose waits never end.
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
@@ -415,10 +399,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return {node: time}, with the earliest possible times. Nodes in cycles are omitted.
+    """Return {node: its earliest possible time}. Nodes in cycles are omitted.
 
-    before: {node: the nodes that it waits for}. A time is at least `least[node]`, and later than the times of the nodes
-        in `before[node]`.
+    before: {node: the nodes that it waits for}, whose times are earlier.
+    least: {node: the smallest time allowed}: the chunk's index in the order of computation; 0 if its rank does not
+        compute it.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
@@ -436,20 +421,17 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
 
 
 def _from(rank: int, to: Index, world: int) -> int:
-    """Return the distance in the ring from `rank` to `to`. If `to` is not a rank, return `to`, which `_trouble` refuses
-    later.
-    """
+    """Return the distance in the ring from `rank` to `to`; `to` itself if it is not a rank."""
     number = int(to)
     return (number - rank) % world if 0 <= number < world else number
 
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance in the ring from a rank to the rank or place `number`, if the distance is the same on all ranks.
+    """Return the distance from this rank to rank or place `number`, if it is the same on all ranks; None otherwise.
 
-    For a rank, `count` is the number of ranks, and the distance is `number` - rank, modulo `count`. For a place,
-    `count` is the number of chunks, and the distance counts from the rank's first place. Return None if the distance
-    differs between ranks, or if `number` is not in 0 .. count - 1 on some rank.
+    The distance is modulo `count`, the number of ranks or places. For a place it counts from the rank's first place.
+    None also if `number` is out of range on some rank.
     """
     ranks = np.arange(world)
     try:

@@ -9,18 +9,17 @@ The schedule has these lanes:
     to sums     copies a chunk's only update into the result, where the GEMM accumulates its product
     to y        copies arrived chunks from slots into the result
 
-T3's memory adds updates in place. Today's memory cannot, so every update is a store into a slot on the receiver, and
-the receiver adds it. There is a slot for each arriving chunk. With add=gemm, the GEMM of the same chunk waits for the
-update and accumulates into it (beta = 1). With add=reduce, a kernel after the GEMM adds, and the GEMM does not wait.
-Updates from several peers are reduced in fp32 in ring order, starting with the rank before the receiver, so that the
-bits are reproducible.
+T3's memory adds updates in place. GPU memory cannot, so every update is stored into a slot on the receiver, which adds
+it. With add=gemm, the GEMM of the same chunk waits for the update and accumulates into it (beta = 1). With add=reduce,
+a kernel adds the update after the GEMM, and the GEMM does not wait. Updates from several peers are reduced in fp32 in
+ring order, starting with the rank before the receiver, so that the bits are reproducible.
 
-With gemm=tracked, one kernel computes all chunks in order. The kernel is T3's tracker in software: it sets a chunk's
-signal when all tiles of the chunk are stored, locally or in a peer's slot. The kernel does not wait, so it requires
+With gemm=tracked, one kernel computes all chunks in order. It implements T3's tracker in software: it sets a chunk's
+signal when all tiles of the chunk are stored, locally or in a peer's slot. The kernel cannot wait, so it requires
 add=reduce.
 
-A slot is reused only after its last reader has sent the signal `credit` to the ranks that fill it. A signal covers all
-slots that a rank fills, because the next run may have other sizes and other chunks.
+A rank fills slots of a peer again only after the peer's signal `credit`. One signal covers all these slots, because the
+next run may have other sizes and use other slots.
 """
 
 from __future__ import annotations
@@ -43,12 +42,14 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append the steps of these routes to the draft of `o`. Return (first row, number of rows) of each chunk of a
-    rank's rows.
+    """Append the steps of these routes to the draft `o`. Return (first row, number of rows) of each chunk of a rank's
+    rows.
 
-    y: the buffer of this rank's result. sender: the name of the lanes of copy engines. fetched: an all-gather by which
-        all ranks then copy the sums from `y`; its signals also release the slots. The other arguments are those of
-        `OutputMap.schedule`.
+    y: the buffer of this rank's result.
+    sender: the name of the lanes of copy engines.
+    fetched: an all-gather by which all ranks copy the sums from `y` (for an all-reduce). Its signals also release the
+        slots.
+    gemm, add, by, engines: as in `OutputMap.schedule`.
 
     Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError`
     if there are fewer rows than chunks.
@@ -85,8 +86,8 @@ def _resource(lane: str) -> Resource:
 class _RankLanes:
     """The lanes of one rank, to which `write` appends the steps of the rank.
 
-    at: a function that returns the expression for a rank number. If one schedule describes all ranks, lanes are written
-        for rank 0, and rank d becomes "d places after this rank in the ring".
+    at: a function that converts a rank number to an expression. If one schedule describes all ranks, `rank` is 0, and
+        number d means "d places after this rank in the ring".
     """
 
     def __init__(
@@ -104,11 +105,7 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Return {first chunk: chunks of the group}: the groups of chunks that stay on this rank. One GEMM computes a
-        group.
-
-        Adjacent chunks are grouped if no GEMM waits for an arriving chunk and peers are not signaled chunk by chunk.
-        """
+        """Return {first chunk: chunks} for each group of this rank's own chunks that one GEMM computes."""
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
@@ -140,7 +137,7 @@ class _RankLanes:
         self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
-        """Append the GEMM of an all-gather's chunk, which stays on this rank and is sent to others."""
+        """Append the GEMM of an all-gather's chunk, and the stores by which the map's `remote_map` entries send it."""
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
             compute.set(self.plan.signals("computed"), self._number(place))
@@ -168,8 +165,8 @@ class _RankLanes:
         compute.set(plan.signals("computed"), self._number(place))
 
     def _compute_tracked(self, kernel: TrackedMatmul) -> None:
-        """Append one tracked GEMM for all chunks. The GEMM stores chunks in a peer's slot, in the result, or locally
-        for sending.
+        """Append one tracked GEMM for all chunks, which stores each chunk in a peer's slot, in the result, or in
+        `made`.
         """
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends(rank, p) if s.how == "remote_map"), None) for p in self._computed]
@@ -200,9 +197,8 @@ class _RankLanes:
         compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
     def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
-        """Return the expression of the tile's index t for the rank that belongs to tile t's chunk.
-
-        ranks: a rank for each chunk, in the order of computation: its owner or its destination.
+        """Return the rank of tile t's chunk as an expression of t. ranks: the rank of each chunk, in the order of
+        computation.
         """
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
@@ -213,7 +209,9 @@ class _RankLanes:
         return tiles.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Chunk) -> None:
-        """Append the GEMM of chunks that stay on this rank; with add=gemm, it accumulates into the updates of other ranks."""
+        """Append the GEMM of chunks that stay on this rank. With add=gemm, it accumulates into the updates of other
+        ranks.
+        """
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
             self._multiply(place, self._kept(place, rows) if plan.own else result, rows)
@@ -229,14 +227,16 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signal to all ranks that a chunk of this rank's sums is complete. Append nothing without
-        `fetched`.
+        """Append the signal to all ranks that a chunk of this rank's sums is complete, if the schedule has an
+        all-gather (`fetched`).
         """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
-        """Append the reductions of arrived updates. Chunks that are forwarded use the lane `sums`, so that no GEMM waits."""
+        """Append the reductions of arrived updates. Chunks that are forwarded use the lane `sums`, so that no GEMM
+        waits for them.
+        """
         plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
             if not self._sources(place):
@@ -305,10 +305,8 @@ class _RankLanes:
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Append a wait until this rank may fill the slots on rank `to`, once per lane.
 
-        If GEMMs fill some of the slots, only the lane `compute` waits for the credit signal of `to`. If two lanes
-        waited, `to` could signal again before the second lane sees the first signal. Lanes that forward chunks wait
-        instead for the signal `opened`, which `compute` sets after its wait. Lanes that send output of GEMMs need no
-        wait, because they run after the GEMMs.
+        A credit signal has only one waiting lane: `compute` if GEMMs fill some of the slots. Lanes that forward chunks
+        then wait for the signal `opened` of `compute`. Lanes that send output of GEMMs need no wait.
         """
         if (lane.name, to) in self._opened:
             return
@@ -335,7 +333,9 @@ class _RankLanes:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
-        """Append waits until adjacent chunks have arrived. Return, for each source, the region of its slot with these chunks."""
+        """Append waits until adjacent chunks have arrived from all their sources. Return a region with these chunks for
+        each source.
+        """
         slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
             for nth in slots:
@@ -343,9 +343,7 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Append a wait until the chunk from the nth source has arrived. If a tracked GEMM stores it, wait for all its
-        tiles.
-        """
+        """Append a wait until the chunk at `place` has arrived from its source number `nth`."""
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
         sends = routes.sends(source, routes.landing(self.rank, place))
@@ -369,12 +367,12 @@ class _RankLanes:
         return self.routes.number[self.rank][place]
 
     def _rows(self, places: Sequence[int]) -> Chunk:
-        """Return (first, count) of the rows of adjacent chunks. `first` counts from the first row of their owner."""
+        """Return (first, count) of the rows of adjacent chunks, counted from the first row of their owner."""
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
-        """Return the index of the signal for the chunk that the nth source sends to (rank, place)."""
+        """Return the index of the signal for the chunk that arrives at (rank, place) from its source number `nth`."""
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
     def _owner(self, place: int) -> Index:
@@ -389,7 +387,7 @@ class _RankLanes:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Return (place of a sent chunk on its receiver, index of this rank among the sources of that place)."""
+        """Return (the place of a sent chunk on its receiver, this rank's index among the sources of that place)."""
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.nth(self.rank, send.to, landing)
 
@@ -401,7 +399,7 @@ class _RankLanes:
         return plan.o.part(plan.made, number, self._owner(place), rows)
 
     def _complete(self, place: int) -> Region:
-        """Return the region that a copy engine sends: a chunk that this rank has computed."""
+        """Return the region with the completed chunk, from which a copy engine sends it."""
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)

@@ -16,7 +16,9 @@ SCALED_MULTIPLE = 16
 
 
 def require_multiple(name: str, size: int) -> None:
-    """Raise `ValueError` if `size` is not a positive multiple that fp8 GEMMs accept. name: its name in the error."""
+    """Raise `ValueError` if `size` is not a positive multiple of 16, which fp8 GEMMs require. name: its name in the
+    error.
+    """
     if size < 1 or size % SCALED_MULTIPLE:
         below = size - size % SCALED_MULTIPLE
         nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
@@ -48,7 +50,9 @@ class Scaled:
         return "bf16" if out == "fp8" else out
 
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
-        """Raise `ValueError` for sizes, dtypes or entries that fp8 GEMMs do not support."""
+        """Raise `ValueError` for sizes and dtypes that fp8 GEMMs do not support, and for a wrong number of entries in a
+        field.
+        """
         if dtype != "fp8":
             raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
@@ -123,11 +127,10 @@ class AllGatherMatmul(Problem):
         return self.name if self.scaled is None else "all_gather_scaled_matmul"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False for schedules that are planned for at most 32 ranks, if there are more ranks.
+        """Return False for schedules that take too long to plan for more than 32 ranks.
 
-        Some of these schedules cut shards into as many pieces as there are ranks, so each rank would send more than a
-        thousand pieces. In the others ranks compute different parts, so each rank would have to be simulated. Planning
-        either kind for more ranks would take longer than planning all other schedules together.
+        They cut each shard into as many pieces as there are ranks, or ranks compute different parts, so that every rank
+        has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")
@@ -149,10 +152,8 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is (the problem without M, True if shards are uneven). The size is the rows of the
+        """(key, size): the key is the problem without M, and whether shards are uneven. The size is the rows of the
         largest shard.
-
-        Uneven shards are measured separately, because they have other schedules.
         """
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 

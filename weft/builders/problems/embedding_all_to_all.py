@@ -26,16 +26,16 @@ class EmbeddingAllToAll(Problem):
 
     slots: the place of each table's vectors in `out`: for each rank, a pair (first column, number of columns) for each
         of its tables, in ascending order of columns.
-    rows_read: for each rank, the average number of rows that a bag of each table reads, in the order of `slots`. ():
-        one row per bag.
-    ids: for each rank, a pair (number of rows, exponent of Zipf's law for its ids) for each table. Only the simulator
-        uses this. (): unknown, so no read finds its row in a cache.
+    rows_read: for each rank, the average number of rows that a bag of each of its tables reads, in the order of
+        `slots`. (): one row per bag.
+    ids: for each rank, a pair (number of rows, exponent of Zipf's law for its ids) for each of its tables, from which
+        the simulator predicts cache hits. (): unknown; no cache hits are predicted.
 
     Buffers:
 
         bags     in, [sum(batch_sizes), tables]: an element represents all ids of one bag; a rank has the bags of its own tables
-        tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. It is not
-                 known which rows a bag reads, so a region that a step reads has only their average number
+        tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. A step that
+                 pools a bag reads the first rows: as many as a bag reads on average, because the real rows are not known
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
@@ -104,8 +104,8 @@ class EmbeddingAllToAll(Problem):
         rows: Annotated[float | None, "Rows of each table. Default: unknown, so that no row is read again from a cache."] = None,
         zipf: Annotated[float | None, "Exponent of Zipf's law for ids, with rows. Default: 0, which is uniform."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
-        """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The planned choice is the
-        schedule that `transport="auto"` uses. serial pools, calls NCCL's all-to-all, and orders the columns.
+        """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan predicts the choice of
+        `transport="auto"`. The schedule serial pools, calls NCCL's all-to-all, and permutes the columns.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 
@@ -126,12 +126,11 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def found_in_cache(self) -> tuple[float, ...]:
-        """The share of row reads that caches of several sizes supply (`weft.builders.row_reuse`); () if ids are
+        """Cache hit rates of reads of table rows, one for each cache size (`weft.builders.row_reuse`); () if ids are
         unknown.
 
-        All ranks get the same shares, although their tables may differ. The slowest rank determines the time, so
-
-            share = 1 - (most bytes of rows that any rank reads from memory) / (most bytes of rows that any rank reads)
+        The slowest rank determines the time. So the rates of all ranks are 1 - (most bytes that any rank reads from
+        memory) / (most bytes that any rank reads).
         """
         if not self.ids:
             return ()
@@ -184,16 +183,14 @@ class EmbeddingAllToAll(Problem):
 
     @staticmethod
     def size_of(batch_sizes: tuple[int, ...]) -> float:
-        """Return the size of the family: the largest number of samples of a rank, at most `_MOST_SAMPLES`.
-
-        For larger numbers the time of all schedules grows in proportion, so the choice does not change."""
+        """Return the size for `family`: the largest number of samples of a rank, but at most 1024. Larger batches get
+        the same choice.
+        """
         return float(min(max(batch_sizes), _MOST_SAMPLES))
 
     def resized(self, size: float) -> EmbeddingAllToAll:
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return True for candidates without parameters: order and slice size are the caller's arguments, not the
-        planner's choice.
-        """
+        """Return True for candidates without parameters. Order and slice size are the caller's arguments."""
         return not candidate.parameters

@@ -1,4 +1,4 @@
-"""The base class of both MoE problems. It has the numbers of tokens per rank and per expert."""
+"""The base class of the MoE problems."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ExpertsProblem(Problem):
             )
 
     def __str__(self) -> str:
-        """Return the repr, without `return_x` if False, and without `splits` if even, because `splits` has an entry per
-        expert.
+        """Return the repr without fields that have their usual values: `return_x=False`, and `splits` if routing is
+        even.
         """
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
@@ -82,7 +82,7 @@ class ExpertsProblem(Problem):
 
     @classmethod
     def even(cls, rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> Self:
-        """Return the problem with `rows` tokens on each rank and even routing. experts: the number of experts on each rank."""
+        """Return the problem with `rows` tokens and `experts` experts on each rank, and even routing."""
         return cls(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
 
     @classmethod

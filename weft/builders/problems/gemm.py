@@ -28,11 +28,7 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem without M: M is set to the number of parts, a valid M that is the same
-        for the whole family.
-
-        The size is the number of rows of a part, rounded up.
-        """
+        """(key, size): the key is the problem without M, the size is the number of rows of a part, rounded up."""
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 
     def resized(self, size: float) -> Self:

@@ -14,8 +14,7 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(GemmProblem):
-    """y = sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual. Optionally also the RMSNorm of
-    y.
+    """y = sum of all ranks' x @ w, on every rank. Options add a bias and a residual, and return the RMSNorm of y too.
 
         normed = y / sqrt(mean(y^2 over a row) + eps) * norm
 

@@ -22,8 +22,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     fast: True for cuBLAS's fast accumulation, which is less accurate.
 
     Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
-    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the paper of `MatmulReduceScatter`, which has no
-    scaled data.
+    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: as for `MatmulReduceScatter`; scales are not in the
+    paper.
 
     Builders: `weft.builders.matmul_reduce_scatter`.
     """
@@ -42,8 +42,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """matmul_reduce_scatter with one scale for x and one for w. dtype: the dtype of the result. "fp8", the
-        operands' dtype, means bf16.
+        """matmul_reduce_scatter with fp8 operands, and one scale for x and one for w. dtype: the dtype of the result;
+        "fp8" means bf16.
 
             weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """
@@ -51,9 +51,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @property
     def scaled(self) -> Scaled:
-        """The scales, biases and dtypes of the GEMM. Every problem with scaled GEMMs has a property or field of this
-        name and type.
-        """
+        """The scales, biases and dtypes of the GEMM."""
         return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
 
     @property
