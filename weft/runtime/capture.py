@@ -6,7 +6,7 @@ import torch
 
 
 def is_captured(device: torch.device) -> bool:
-    """True if a CUDA graph is being captured, so that work enqueued now becomes part of the graph."""
+    """True if a CUDA graph on `device` is being captured: work that is enqueued now becomes part of the graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -16,7 +16,7 @@ _OF_GRAPHS: list[torch.Tensor] = []
 def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`. If a CUDA graph is being captured, also keep the tensor until the process ends.
 
-    Use it for a small cached tensor that the graph reads in every replay. The cache may then evict the tensor safely.
+    Use it for a small cached tensor that every replay of the graph reads. The cache may then drop its own reference.
     """
     if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
         _OF_GRAPHS.append(tensor)
@@ -24,9 +24,7 @@ def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise `ValueError` if a CUDA graph is being captured. Call this function first, before a call allocates memory or
-    loads kernels.
-    """
+    """Raise `ValueError` if a CUDA graph is being captured. Call it before a call allocates memory or loads kernels."""
     if is_captured(device):
         raise ValueError(
             "the first call of embedding_all_to_all with new tables, features or batch sizes allocates memory and loads kernels: "

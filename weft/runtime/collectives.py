@@ -1,12 +1,12 @@
 """torch's collectives under one name for all torch versions, and waits for them on CPU.
 
-Synchronous collectives call methods of the process group directly. So they skip the checks and the log of
-`torch.distributed`'s functions, which for small calls on GPUs take as long as NCCL's launch.
+Synchronous collectives call methods of the process group directly. This skips the checks and the log of
+`torch.distributed`, which in small calls on GPUs take as long as NCCL's launch.
 
-gloo's timeout is that of its process group, half an hour by default, and gloo cannot cancel a collective. So `finish`
-itself raises if the deadline passes, or if the group fails, during the wait. The collective then still runs. weft
-therefore keeps its tensors and its group until the process ends: gloo's threads may still write to the tensors, and
-destroying the group would wait for these threads.
+gloo cannot cancel a collective, and its timeout is half an hour by default. So `finish` raises at the call's deadline, or
+when the group fails, although the collective still runs. From then on, weft keeps the tensors and the process group until
+the process ends. gloo's threads may still write to the tensors, and the destructor of the group would wait for these
+threads.
 """
 
 from __future__ import annotations
@@ -93,15 +93,12 @@ def all_to_all_single(
 def exchange_both_ways(
     ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
 ) -> list[dist.Work]:  # fmt: skip
-    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the
-    `dist.Work` of each direction.
+    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the `dist.Work`
+    objects to wait for, one for each group of `ways`.
 
-    ways: two gloo groups of the same ranks. The first sends rows to ranks after `near`, the second to ranks before it.
-    received, sent: as for `all_to_all_single`. The entries of ranks in `near` are ignored.
-
-    With only one group, the two directions may run one after the other. gloo sends a large message only after the
-    receiver has answered. In one group, the answer waits behind the data that the receiver sends over the same
-    connection.
+    ways: two gloo groups of the same ranks. Rows for ranks after `near` are sent in the first group, and rows for ranks
+        before `near` in the second. In a single group, gloo may run the two directions one after the other.
+    received, sent: the numbers of rows from and to each rank. The entries of ranks in `near` are ignored.
     """
     size, (start, stop) = len(sent), (near.start, near.stop)
     later, earlier = [0] * stop + sent[stop:], sent[:start] + [0] * (size - start)
@@ -112,7 +109,7 @@ def exchange_both_ways(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Make the caller's stream wait for `work`. `work` is None if the backend has already made the stream wait."""
+    """Make the caller's stream wait for `work`; None if the backend has already made the stream wait."""
     if work is not None:
         work.wait()
 
@@ -144,12 +141,12 @@ def finish(
 ) -> None:  # fmt: skip
     """Wait for `work`, a collective on CPU that all ranks have begun.
 
-    what: the collective's name, for error texts. held: objects to keep alive after an error, such as the collective's
-        tensors, because gloo's threads may still use them.
+    what: the collective's name, for error texts.
+    held: objects that gloo's threads may use, such as the collective's tensors. After an error they are never freed.
     absent: a function that returns the ranks that have not reached the collective, for error texts.
 
-    Raise `DeadlineError` after `deadline_s` seconds, or the group's error if the group fails meanwhile. After an error
-    the group is unusable.
+    Raise `DeadlineError` after `deadline_s` seconds, or the group's error if the group fails meanwhile. After an error the
+    group is unusable.
     """
     until, group = time.monotonic() + deadline_s, comm.group
     try:

@@ -1,7 +1,6 @@
 """Checks that a schedule matches the group's ranks, this rank's memory, and the CPU executor.
 
-All steps of a rank are evaluated for this rank, and checked, before anything is allocated. The error for a schedule
-that cannot run names the step that is at fault.
+All steps of a rank are checked before anything is allocated. The error names the step that cannot run.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ from weft.words import counted
 
 
 class Checked:
-    """A schedule, evaluated for `rank`: expressions of the rank are numbers. The constructor raises `ScheduleError` for a
-    step that the executor cannot run, or that does not match its buffers.
+    """The steps of `schedule` on one rank, checked, with numbers in place of expressions of the rank. The constructor
+    raises `ScheduleError` for a step that the executor cannot run, or that does not match its buffers.
 
-    known: True if a schedule that differs from this one only in sizes has already been checked. Then the constructor
-        skips the check. hosts: the host of each rank, if there are several hosts.
+    known: True to skip the checks, because a schedule that differs only in sizes has passed them.
+    hosts: the host of each rank; empty for one host.
 
     Attributes:
 
-    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread.
-    - receiving: the number of lanes, at the end of `lanes`, that receive messages.
+    - lanes: this rank's lanes that have steps. The first lane runs on the caller's thread. The last lanes receive messages.
+    - receiving: the number of lanes that receive messages.
     - setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
       twice.
-    - senders: for each counter of this rank that is increased when a message arrives, the ranks that send these
-      messages.
+    - senders: for each counter that a message increases when it arrives, the ranks that send such messages.
     - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
-    - rows: for each collective of this rank, in order, the number of rows of each rank.
-    - shared: the buffers to which peers or several lanes may add.
+    - rows: for each collective of this rank, in order, a tuple with the number of rows of each rank.
+    - shared: the names of buffers to which peers or several lanes add (`accumulate=True`).
     """
 
     def __init__(
@@ -101,17 +99,17 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return `schedule` with only the steps that set signals, and collectives. Peers' other steps are not needed, and
-    evaluating them is slow.
+    """Return a copy of `schedule` that keeps only collectives and steps that set signals: all that this rank needs to know
+    of its peers' steps.
     """
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())
 
 
 def _with_messages(ranks: Sequence[Sequence[Lane]], hosts: Sequence[str]) -> list[tuple[Lane, ...]]:
-    """Add to the lanes of all ranks the steps that send and receive messages. Return the new lanes, by rank.
+    """Replace sends, and signals to other hosts, by steps that send and receive messages. Return the new lanes, by rank.
 
-    A signal that is awaited only in the next run needs no message: a run begins when the previous run has ended on all ranks.
+    hosts: the host of each rank; empty for one host.
     """
     waits = [
         (rank, wait)

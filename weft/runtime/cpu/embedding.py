@@ -1,14 +1,13 @@
 """embedding_all_to_all on CPU processes, for one rank.
 
 A call has four phases: a rendezvous with the peers (`weft.runtime.meeting`), pooling with stores into the peers' memory,
-notification of the peers, and a wait for the peers. After the rendezvous, every rank has a free output buffer, plans and
-batch sizes are equal, and no rank refuses the call.
+notification of the peers, and a wait for the peers. After the rendezvous, every rank has a free output buffer, and no rank
+refuses the call. Plans and batch sizes are then known to be equal on all ranks.
 
-Memory order. With the transport `direct`, all stores of the native kernel are fenced before it returns. Then this rank
-stores the number of the call, the epoch, into its counter at every peer with release order. The peer reads this counter
-with acquire order. With the transport `put`, every slice (some vectors of one sample) has its own flag
-(csrc/embedding_all_to_all.hpp). A buffer is written again only after its owner has offered it in the rendezvous of a
-later call.
+Memory order. With the transport `direct`, the native kernel ends with a fence after its stores. Then this rank stores the
+number of the call, the epoch, into its counter at every peer with release order. The peer reads this counter with acquire
+order. With the transport `put`, every slice (some vectors of one sample) has its own flag (csrc/embedding_all_to_all.hpp).
+A buffer is written again only after its owner has offered it in the rendezvous of a later call.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """Describe the features of this rank's tables for native code. Return int64 [features, 6], the argument `slots` of
-    `_core.embedding_all_to_all`.
+    """Return a table that describes the features of this rank's tables to native code, int64 [features, 6]: the argument
+    `slots` of `_core.embedding_all_to_all`.
 
-    weights: the weights of this rank's tables. key_of_slot: for each of these features, its index in the jagged input.
+    weights: the weights of this rank's tables. key_of_slot: the index of each of these features in the jagged input.
     """
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
@@ -68,11 +67,12 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Call `_core.embedding_all_to_all` with torch's number of threads. Return its counts: the number of bad indices
-    and the place of the first, then the numbers of slices sent, flags set, and events in the timeline.
+    """Call `_core.embedding_all_to_all` with as many threads as torch uses. Return eight counts: the number of bad indices;
+    the feature, sample, position in the bag, and value of the first bad index; the numbers of slices sent, flags set,
+    and events in the timeline.
 
     table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
-    flags: with the transport `put`, the address in each rank's memory of the flags that this rank sets; else empty.
+    flags: with the transport `put`, the address, in each rank's memory, of the flags that this rank sets; else empty.
     timeline: an array for events; None for no timeline.
     """
     starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)
@@ -110,7 +110,7 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
-    """Describe calls with this plan. Ranks compare the description in the rendezvous."""
+    """Return the description of calls with this plan that ranks compare in the rendezvous."""
     return Topic("embedding_all_to_all", plan.said, difference=shown(comm, plan.said))
 
 
@@ -271,7 +271,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """Return the rank that sets flag number `flag` in this rank's memory (see `_flag_blocks` for the order)."""
+        """Return the rank that sets flag number `flag` in this rank's memory. `_flag_blocks` defines the order of flags."""
         ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 

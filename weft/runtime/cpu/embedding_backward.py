@@ -1,4 +1,4 @@
-"""The part of embedding_all_to_all's backward that a CPU process computes, with csrc/embedding_backward.cpp."""
+"""The local computation of embedding_all_to_all's backward on a CPU process, by csrc/embedding_backward.cpp."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
 def update(
     of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
 ) -> int:
-    """Update each row that occurs in the batch by the optimizer of `tables`. Return the number of rows that were skipped
+    """Apply the optimizer of `tables` to each row that occurs in the batch. Return the number of rows that were skipped
     because their gradient is infinite or NaN.
 
-    received: the gradients, [global batch, columns of this rank's tables]. scale: a factor for every gradient, a tensor
-        of one element; None for 1.
+    received: the gradients, [global batch, columns of this rank's tables]. scale: a tensor with one element that multiplies
+        every gradient; None for 1.
     """
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers
@@ -73,9 +73,8 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Describe the tables for native code. Return int64 [tables, 5]: the address of a table, the addresses of up to
-    three optimizer states, and the table's index among all tables. Cache the result by `of.layout`, which contains
-    these addresses.
+    """Return a table of addresses for native code, int64 [tables, 5]: the address of a table, the addresses of up to three
+    optimizer states, and the table's index among all tables. The result is cached.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
@@ -94,7 +93,7 @@ def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of the gradients of all rows that an update would change, as float64 []."""
+    """Return the sum of squares of the row gradients that `update` would apply, as float64 []."""
     squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
     memory[:, 3] = [one.data_ptr() for one in squares]
@@ -189,10 +188,10 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Describe this rank's features and tables for native code. Return two int64 arrays:
+    """Return two int64 arrays that describe this rank's features and tables to native code:
 
-    - A row for each feature, [features, 4]: its table, its index in the input, its first column in the received
-      gradients, and 1 for mean pooling.
+    - A row for each feature, [features, 4]: its table, its index in the input, its first column in the received gradients,
+      and 1 for mean pooling.
     - A row for each table, [tables, 2]: its number of rows and its number of columns.
     """
     local = sharding.local_tables(rank)

@@ -1,17 +1,14 @@
-"""Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent
-first.
+"""Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent first.
 
 The samples of each rank on another host are divided into 2 or 4 pieces. Each piece is sent while the next piece is being
-pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent.
+pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent. Ranks synchronise
+only in the call's rendezvous, and then run the same exchanges in the same order. Vectors have the same bits as without
+pieces.
 
-A piece is pooled directly into the buffer that all_to_all_single sends, which is ordered by rank. Vectors have the same
-bits as without pieces. Ranks synchronise only in the call's rendezvous, and then run the same exchanges in the same
-order.
-
-More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that pooling the samples of other
-hosts takes a time L, that sending their vectors takes L too, and that each exchange has a latency of t. Then p pieces
-take L + L / p + p t, which is least for p = sqrt(L / t). So there are 4 pieces if, by the measured links, L / t is at
-least 16, else 2.
+More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that it takes a time L to pool the
+samples of other hosts, and as long to send their vectors, and that each exchange has a latency of t. Then p pieces take L +
+L / p + p t, which is least for p = sqrt(L / t). So there are 4 pieces if L / t is at least 16 by the measured links, else
+2.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -41,12 +38,12 @@ _MANY = 4  # pieces of large transfers
 
 
 class FarFirst:
-    """The implementation of embedding_all_to_all that sends the samples of other hosts first.
+    """embedding_all_to_all with the samples of other hosts first.
 
     plan: the plan of the calls. alone: a plan with only this rank's tables; None if this rank has no tables.
 
-    Benchmarks set two attributes. pinned_pieces: the number of pieces; by default 2 or 4. far_last: True to pool the
-        samples of this host first.
+    Benchmarks set two attributes. pinned_pieces: the number of pieces; None to choose 2 or 4. far_last: True to pool the
+    samples of this host first.
     """
 
     pinned_pieces: int | None = None
@@ -60,8 +57,8 @@ class FarFirst:
         self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
 
     def most_gain_s(self, sizes: tuple[int, ...]) -> float:
-        """Return an upper bound, in seconds, on the time that a call saves: the predicted time of the transfer between hosts,
-        less the latency of the pieces. If the links have not been measured, return infinity.
+        """Return an upper bound, in seconds, on the time that a call saves: the predicted time of the transfer between
+        hosts, minus the latency of the pieces. Return infinity if the links have not been measured.
 
         sizes: the number of samples of each rank.
         """
@@ -118,8 +115,8 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples a call pools in `phase`. If `phase` is the number of a piece, these are the ranks of
-        other hosts. If it is None, they are the ranks of this host.
+        """Return the ranks whose samples are pooled in `phase`: ranks of other hosts for the number of a piece, ranks of
+        this host for None.
         """
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
@@ -127,10 +124,10 @@ class FarFirst:
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Pool the samples of `phase`: the number of a piece, or None for this host's samples. Return the vectors,
-        [samples, columns], in the order of ranks, and the native kernel's counts of bad indices (`run_native`).
+        [samples, columns], in the order of ranks, and the counts of `run_native`.
 
-        table: the result of `slot_table`; None if this rank has no tables. cuts: piece i of rank r has the samples
-            cuts[r][i] to cuts[r][i + 1] of the rank.
+        table: the result of `slot_table`; None if this rank has no tables. cuts: piece i has the samples cuts[r][i] to
+            cuts[r][i + 1] of rank r.
         """
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
@@ -176,8 +173,8 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return the slice of a rank's samples that `phase` exchanges: piece number `phase`, or all samples for None.
+    """Return the range of a rank's samples that `phase` exchanges: those of a piece, or for None all samples.
 
-    cut: piece i has the samples cut[i] to cut[i + 1].
+    phase: the number of a piece, or None. cut: piece i has the samples cut[i] to cut[i + 1].
     """
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])

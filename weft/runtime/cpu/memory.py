@@ -1,8 +1,7 @@
 """Resources that all executors of a group on CPU share: shared memory, counters, scratch memory, and threads for lanes.
 
-A group makes one call at a time. So its schedules share one memory of the size that the largest schedule needs, and the
-numbers of mappings and threads do not grow with the number of shapes. The resources are kept until the communicator
-closes.
+A group makes one call at a time. So all schedules use the same memory, as large as the largest schedule needs, and the same
+threads. The communicator keeps these resources until it closes.
 
 Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank enters this rendezvous only after all of
 its lanes have ended the previous run. So the following happen in this order:
@@ -12,17 +11,16 @@ its lanes have ended the previous run. So the following happen in this order:
     the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
     a lane in run e, this rank       takes its job from the queue
 
-So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. A wait
-for a signal of the previous run (`Wait.previous`) is already satisfied when a run begins. No schedule reads values that
-an earlier run has left in memory.
+So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. A wait for a
+signal of the previous run (`Wait.previous`) is already satisfied when a run begins. No schedule reads values that an
+earlier run has left in memory.
 
-Counters only grow. All schedules share one array of counters, and each schedule uses counters from the beginning of the
-array. `Mapped.sets` is the value of each counter of this rank at the end of the current run. When a run begins, all
-earlier runs have finished increasing the counters. So if a counter is n above its value at the end of the previous run,
-it has been set n times in the current run.
+Counters only grow, and all schedules use the same array of counters. `Mapped.sets` has the value of each counter of this
+rank at the end of the current run. If a counter is n above its value at the end of the previous run, it has been set n
+times in the current run.
 
 All ranks grow the memory together, because they make executors in the same order, and the schedules determine the size.
-At its next run, each other executor replaces the addresses in its steps by addresses in the new memory (`MemoryUser.map`).
+Every other executor gets the addresses of the new memory at its next run (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -53,14 +51,12 @@ Thousands of views that were allocated between large tensors would fragment the 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """One version of the group's memory. When the memory grows, a new version replaces it. During a run, a reference to this
-    object keeps the version mapped.
+    """One version of the group's memory. When the memory grows, a new version replaces it. A run keeps its version mapped.
 
     version: 1 for the first version of the memory, and 1 more for each later version.
     owners: objects that keep the memory of this host's ranks mapped.
-    addresses: the address of each rank's memory, which begins with the counters; 0 for ranks on other hosts.
-    nbytes: the size of the buffers in each rank's memory. buffers_at: the offset of these buffers from the address, in
-        bytes.
+    addresses: the address of each rank's memory; 0 for ranks on other hosts. The memory begins with the counters.
+    buffers_at: the offset of the buffers behind the counters, in bytes. nbytes: the size of these buffers on each rank.
     sets: for each counter of this rank, the value at the end of the current run. scratch: this rank's private memory.
     """
 
@@ -74,12 +70,10 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """The interface by which `Memory` uses a program, the steps of one executor. The steps contain addresses in the
-    group's memory.
-    """
+    """The methods of an executor's `Program` that `Memory` calls when the addresses of memory change."""
 
     def map(self, mapped: Mapped) -> None:
-        """Give the steps the addresses of the memory `mapped`, unless they have these addresses already."""
+        """Use the addresses of the memory `mapped` from now on."""
 
     def unbind(self) -> None:
         """Drop all views of memory until the next `map`."""
@@ -100,8 +94,8 @@ class Memory:
         comm._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
-        """Make the memory, the scratch memory and the number of threads large enough for one more executor. Return the current
-        version of the memory. All ranks must make this call.
+        """Make the memory, the scratch memory and the number of threads large enough for one more executor. Return the
+        current version of the memory. All ranks must make this call.
 
         Raises `OutOfSharedMemoryError` on every rank. what: the purpose of the memory, for error texts.
         """
@@ -130,8 +124,8 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Give the steps of `program`, which runs next, the addresses of the memory `mapped`. If more than `BOUND`
-        programs would then have views of memory, make the least recently run program drop its views.
+        """Give `program`, which runs next, the addresses of the memory `mapped`. At most `BOUND` programs keep views of
+        memory: drop those of the least recently run program if there are more.
         """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
@@ -180,7 +174,7 @@ class Worker(threading.Thread):
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Wait until the job is done. Ctrl-C makes the run fail, but the wait continues, because the job uses the caller's
+        """Wait until the job is done. After Ctrl-C the run fails, but the wait continues, because the job uses the caller's
         tensors.
         """
         # Ctrl-C may arrive just after this thread has taken the lock, so `_busy` says if the job is done.
@@ -191,8 +185,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread itself is the caller:
-        a garbage collection that runs on this thread may close the communicator.
+        """End the thread after its queued jobs, and wait for its end, unless this thread itself is the caller (in a garbage
+        collection that closes the communicator).
         """
         with self._ending:
             self._ended = True

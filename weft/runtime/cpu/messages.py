@@ -1,16 +1,16 @@
 """Messages between CPU ranks, by gloo: the sends of a schedule (`weft.schedule.messages`).
 
-A lane that sends to a rank has a channel: a gloo group of only these two ranks, for this direction. A message is a
-broadcast in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. Messages do not use
-gloo's send and receive, because a receive that times out closes all connections of its group. Each direction has its
-own group, because in one group gloo may send in one direction after the other.
+A channel carries the messages from one lane to one other rank. It is a gloo group of these two ranks, and a message is a
+broadcast in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. Messages do not use gloo's
+send and receive, because a receive that times out closes all connections of its group. Each direction has its own group,
+because in a single group gloo may run two directions one after the other.
 
-When a run begins, ranks have synchronised, and no lane reads memory of the previous run any more. So the receiver begins to
-receive all messages of the run at once. A sender need not wait until the receiver is ready. gloo cannot cancel a receive, so
-messages arrive in memory of their own. After an error, no message arrives in memory that other calls use.
+A run begins after ranks have synchronised. The receiver then begins to receive all messages of the run at once, so a sender
+never waits for a receiver that is not ready. Messages arrive in separate memory and are copied to their places. gloo cannot
+cancel a receive, so a message that arrives after an error must not overwrite memory of other calls.
 
-Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane sees this end, copies the rows to their
-place, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.
+Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane sees this end, copies the rows to
+their place, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.
 
 Deadlines. A sender waits at most the call's deadline for each message. A receiver's deadline begins when a lane waits for a
 signal that the message carries, or when all other lanes of the rank have ended.
@@ -46,9 +46,7 @@ _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 
 
 class Channels:
-    """The gloo groups of all channels between ranks of `comm`. A channel is (sender, number of its lane, receiver).
-    When the communicator closes, it frees the groups.
-    """
+    """The gloo groups of all channels of `comm`. A channel is (sender, number of its lane, receiver)."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -57,7 +55,7 @@ class Channels:
         comm._holders.add(self)
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        """Connect the channels that are not connected yet. All ranks must make this call, with the same channels.
+        """Make the groups of all `channels` that have no group yet. All ranks must make this call, with the same channels.
 
         Raise `DeadlineError` on every rank if ranks cannot connect.
         """
@@ -80,9 +78,9 @@ class Channels:
     def finish(self, work: dist.Work, is_late: Callable[[], bool], text: str, *held: object) -> None:
         """Wait until a message has been sent or received. If the wait fails, make the group fail.
 
-        is_late: a function that returns True when the deadline has passed. text: for error texts, the deadline and the
-            message for which this rank waits.
-        held: objects to keep alive after an error, because gloo's threads may still use them.
+        is_late: a function that returns True when the deadline has passed.
+        text: the deadline and the message, for error texts.
+        held: objects that gloo's threads may use. After an error they are never freed.
         """
         try:
             while not _is_done(work, self.comm, text):
@@ -114,11 +112,11 @@ def channels_of(comm: Communicator) -> Channels:
 
 
 class Arrival:
-    """A message that this rank receives in each run. `begin` begins to receive it, and a call of this object waits for it."""
+    """A message that this rank receives in each run. `begin` begins to receive it. A call of this object waits for it."""
 
     def __init__(self, step: Receive, run: Run, target: torch.Tensor | None, counter: int) -> None:
-        """target: the tensor for the received rows; None for a message that only carries a signal. counter: the address of the
-        signal's counter; 0 if the message carries no signal.
+        """target: the tensor for the received rows; None for a message that only carries a signal.
+        counter: the address of the signal's counter; 0 if the message carries no signal.
         """
         self._run, self._target, self._counter, self._channels = run, target, counter, channels_of(run.comm)
         self._source, self._joined = step.source, step.joined
@@ -128,9 +126,7 @@ class Arrival:
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Begin to receive the message. Do nothing if this object stands for a signal that the previous message on the
-        channel also carries.
-        """
+        """Begin to receive the message. Do nothing for a signal that arrives with the previous message of the channel."""
         if not self._joined:
             target = torch.empty(1, dtype=torch.uint8) if self._target is None else self._target
             self._data = torch.empty(target.shape, dtype=target.dtype)
@@ -148,7 +144,7 @@ class Arrival:
             _core.signal_add(self._counter, 1)
 
     def abandon(self) -> None:
-        """Keep what gloo uses for this message until the process ends. After an error, the message may still arrive."""
+        """Never free what gloo uses for this message, which may still arrive after an error."""
         if self._work is not None and not self._work.is_completed():
             leave(self._channels.groups, self._work, self._data)
         self._work = self._data = None
@@ -182,9 +178,9 @@ def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, wh
 
 
 def _described(step: Send | Set, receiver: int) -> str:
-    """Return a text that describes the contents of a message to `receiver`: its rows or its signal."""
+    """Describe the contents of a message to `receiver`, its rows or its signal, for error texts."""
     return describe(step.dst, receiver) if isinstance(step, Send) else f"{step.signal}[{step.index}]"
 
 
 def _nothing() -> None:
-    """Send nothing, because the previous message on the channel carries this signal."""
+    """Do nothing: the previous message of the channel carries this signal."""

@@ -1,8 +1,8 @@
 """Addresses of the buffers and counters that a rank's steps use: shared memory of all ranks, and the caller's tensors.
 
-A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have
-a new address in each run. Steps use views that are made from an address, and do not refer to the caller's tensor. So no
-tensor of the caller is kept between runs, and autograd and inference mode do not affect the threads of lanes.
+A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have a
+new address in each run. Steps use views that are made from an address, not the caller's tensor. So nothing keeps this
+tensor alive between runs, and autograd and inference mode do not affect the threads of lanes.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Places:
 
     setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
         twice.
-    shared: the buffers to which several ranks or lanes may add at the same time.
-    senders: for each counter of this rank that is increased when a message arrives, the ranks that send these messages.
+    shared: the names of buffers to which several ranks or lanes may add at the same time.
+    senders: for each counter that a message increases when it arrives, the ranks that send such messages.
 
     Attributes. known: the `Place` of each buffer, by (buffer, rank). scratch_bytes: the bytes of private memory that the
-        schedule needs.
+    schedule needs.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Places:
         self._counters: tuple[int, ...] = ()  # address of each rank's first counter
 
     def map(self, mapped: Mapped) -> None:
-        """Assign addresses to the schedule's own buffers and its counters, in the memory `mapped`."""
+        """Assign addresses in the memory `mapped` to the counters and to all buffers that the caller does not pass."""
         self._counters = mapped.addresses
         for buffer, offset in self._own:
             begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses) if address}
@@ -107,7 +107,7 @@ class Places:
                 self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
-        """Record where the caller's tensor for this rank's buffer `buffer` is in memory."""
+        """Record the memory of the caller's tensor for this rank's buffer `buffer`."""
         self.known[buffer, self.rank] = place
 
     def place(self, region: Region) -> Place:
@@ -129,7 +129,7 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (index of the counter, amount by which it grows in a run) for each counter of this rank that a run increases."""
+        """Return a pair for each counter of this rank that a run increases: its index, and the amount by which it grows."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:

@@ -1,8 +1,8 @@
 """The steps of one rank as functions.
 
-To *bind* a step is to make its function, which contains the addresses of the step's buffers. Steps are bound once, and
-again when memory has grown. A step on a caller's tensor is also bound again if the tensor's address has changed since the
-last run. Steps with dynamic sizes, and steps with tiles, are evaluated and bound in each run.
+To *bind* a step is to make a function that runs it on buffers at given addresses. Steps are bound once, and again when an
+address has changed: after memory has grown, or if a caller's tensor has moved. Tile kernels and steps with dynamic sizes
+are bound in each run, when their sizes are known.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from weft.schedule.steps import substitute, variables_of
 class Bound:
     """A step, and `call`, the function that runs it.
 
-    name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks. rows: for a
-        collective, the number of rows of each rank. dynamic: True if the step is evaluated in each run.
+    name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks.
+    rows: for a collective, the number of rows of each rank.
+    dynamic: True if the step is bound in each run, because its sizes or its tiles are not known before.
     """
 
     step: Step
@@ -54,7 +55,7 @@ BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 class Program:
     """The lanes of this rank, with a function for each step. Call `map` and `bind` before a run.
 
-    checked: the schedule, evaluated for this rank. run: the state that the lanes share during a run.
+    checked: the checked steps of `schedule` on this rank. run: the state that the lanes share during a run.
     """
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
@@ -90,9 +91,7 @@ class Program:
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Drop the steps' functions, which form reference cycles with this program, so that memory is released without
-        garbage collection.
-        """
+        """Drop the steps' functions, and with them their references to memory."""
         for _, steps in self.lanes:
             for bound in steps:
                 bound.call = _not_bound
@@ -101,9 +100,7 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps that use only the group's memory. Do nothing if they are already bound to `mapped`. `bind`
-        binds the steps on a caller's tensors.
-        """
+        """Bind the steps that use no tensor of the caller to the memory `mapped`, unless they are bound to it already."""
         if self._version == mapped.version:
             return
         self.places.map(mapped)
@@ -126,8 +123,8 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps on the caller's tensors, and return "". But if a tensor does not match its buffer, change
-        nothing, and return an error text.
+        """Bind the steps that use a caller's tensor. Return "". If a tensor does not match its buffer, change nothing, and
+        return an error text.
 
         If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all these steps again.
         """
@@ -151,10 +148,10 @@ class Program:
         return ""
 
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
-        """Run a step that is evaluated in each run.
+        """Bind and run a step that is bound in each run (`Bound.dynamic`).
 
-        known: the dynamic sizes that the step's lane has read so far, by the buffer that contains them. A `Read` step
-            adds the contents of its buffer.
+        known: the dynamic sizes that the step's lane has read so far, by the buffer that contains them. A `Read` step adds
+            the contents of its buffer.
         """
         step = bound.step
         if isinstance(step, Read):
@@ -172,12 +169,12 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
-        """Check or allocate those of the caller's buffers whose dynamic number of rows is now known.
+        """Check the inputs, and allocate the outputs, whose dynamic number of rows is now known.
 
         known: as for `_run_dynamic`.
 
-        Allocate outputs by the functions that the caller passed for them. Raise `ScheduleError` if an input has too few
-        rows. It may have more rows, such as padding.
+        Outputs are allocated by the functions that the caller passed. Raise `ScheduleError` if an input has too few rows.
+        More rows, such as padding, are allowed.
         """
         for given in self._given:
             if given.rows is None or not variables_of(given.rows) <= known.keys():
@@ -197,7 +194,7 @@ class Program:
                     self._made[given.name] = made
 
     def expect(self) -> None:
-        """Begin to receive the messages of a run, which has begun on all ranks."""
+        """Begin to receive all messages of a run that has begun on all ranks."""
         for bound in self.receives:
             cast(Arrival, bound.call).begin()
 
@@ -207,7 +204,7 @@ class Program:
             cast(Arrival, bound.call).abandon()
 
     def made(self) -> Tensors:
-        """Return the outputs with a dynamic number of rows that the last run has allocated, by name."""
+        """Return the outputs that the last run has allocated because their number of rows was dynamic, by name."""
         made, self._made = self._made, {}
         return made
 
@@ -227,7 +224,7 @@ class Program:
 
 
 class _CallerTensor:
-    """An input or output buffer: the shape and dtype that the caller's tensor must have, its address in the last run, and the
+    """An input or output buffer: the required shape and dtype of the caller's tensor, its address in the last run, and the
     steps that use the buffer.
     """
 
@@ -244,8 +241,8 @@ class _CallerTensor:
         self.key: tuple[int, int, int, int] | None = None  # key of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the tensor's address, row stride, column stride and number of rows. Return None for a function, which the
-        run will call to allocate the tensor. Raise `ValueError` if the tensor does not match the buffer.
+        """Return the tensor's address, row stride, column stride and number of rows. Return None for a function that will
+        allocate the tensor during the run. Raise `ValueError` if the tensor does not match the buffer.
         """
         if self.rows is not None and callable(tensor):
             return None

@@ -33,12 +33,12 @@ _OWN_LANE_S = 5.0
 
 
 class Run:
-    """The counters, the deadline and the errors of this rank's lanes during a run. An executor reuses one object for all
-    runs.
+    """The counters, the deadline and the errors of this rank's lanes during a run. An executor uses one object for all of
+    its runs.
     """
 
     def __init__(self, name: str, what: str, comm: Communicator) -> None:
-        """name: the schedule's name. what: the purpose of the runs, for error texts."""
+        """name: the schedule's name. what: the user's call that the schedule runs, for error texts."""
         self.name, self.comm, self.meeting = name, comm, meeting_of(comm)
         # All ranks make executors in the same order, so the number distinguishes schedules with equal names.
         self.meeting.schedules += 1
@@ -59,9 +59,9 @@ class Run:
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Begin a run: wait in the rendezvous until every rank begins it.
 
-        sets: for each counter of this rank, its value at the end of the previous run. This method updates the list to
-            the values at the end of this run. of_run: pairs (index of a counter, amount by which the counter grows in
-            this run).
+        sets: for each counter of this rank, its value at the end of the previous run. This method changes the values to
+            those at the end of this run.
+        of_run: pairs (index of a counter, amount by which it grows in this run).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
@@ -91,13 +91,13 @@ class Run:
             raise (causes or errors)[0]
 
     def lanes_ended(self) -> None:
-        """Start the deadline of all messages that have not arrived. Call this method when all lanes that do not receive
-        messages have ended.
+        """Start the deadline of all messages that have not arrived. Call it when only lanes that receive messages still
+        run.
         """
         self._lanes_late = time.monotonic() + self.deadline_s
 
     def is_late(self, source: int) -> bool:
-        """True if a message from rank `source` exceeds its deadline."""
+        """True if the deadline for a message from rank `source` has passed."""
         now = time.monotonic()
         waits = list(self._patience.values())
         return now >= self._lanes_late or any(now >= until for sources, until in waits if source in sources)
@@ -105,13 +105,13 @@ class Run:
     def wait(
         self, address: int, number: int, offset: int, name: str, peer: int | None, sources: tuple[int, ...] = ()
     ) -> None:
-        """Wait until one of this rank's counters reaches E + `offset`. E is the counter's value at the end of this run.
-        `offset` is at most 0: for example, it is -1 to wait for all but the last set of the run.
+        """Wait until a counter of this rank reaches its value at the end of this run, plus `offset`. `offset` is at most 0:
+        0 waits for all sets of this run, and -1 for all but the last.
 
         address, number: the counter's address, and its index among the counters of this rank.
-
-        name: the signal, for error texts. peer: the rank that sets the counter; None if several ranks set it; this
-            rank if messages set it. sources: the senders of these messages.
+        name: the signal, for error texts.
+        peer: the rank that sets the counter; None if several ranks set it; this rank if arriving messages set it.
+        sources: the senders of these messages.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
@@ -130,9 +130,8 @@ class Run:
             del self._patience[thread]
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo.
-
-        Only one thread may call this at a time. If a rank fails meanwhile, this raises the group's error.
+        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], with gloo. Only one thread at a time may
+        call it.
         """
         if not dst.numel():
             return
@@ -157,8 +156,8 @@ class Run:
             dst.copy_(whole)
 
     def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Send sent[r] rows of src to each rank r, and receive received[r] rows from rank r into dst, with gloo. Only
-        one thread may call this at a time.
+        """Send sent[r] rows of src to each rank r, and receive received[r] rows from rank r into dst, with gloo. Only one
+        thread at a time may call it.
         """
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
@@ -168,7 +167,7 @@ class Run:
             dst.copy_(whole)
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Write the sum of all ranks' src to dst, with gloo. Only one thread may call this at a time."""
+        """Write the sum of all ranks' src to dst, with gloo. Only one thread at a time may call it."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         if self.levels is not None:
@@ -180,9 +179,8 @@ class Run:
             dst.copy_(whole)
 
     def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Write this rank's rows of the sum of all ranks' src [sum(rows), cols] to dst [rows[rank], cols], with gloo.
-
-        Only one thread may call this at a time.
+        """Write this rank's rows of the sum of all ranks' src [sum(rows), cols] to dst [rows[rank], cols], with gloo. Only
+        one thread at a time may call it.
         """
         source = src.contiguous()
         if len(set(rows)) == 1 and self.levels is not None:

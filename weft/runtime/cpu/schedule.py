@@ -1,11 +1,11 @@
 """The executor of schedules on CPU processes: shared memory, a thread per lane, torch's kernels.
 
-Lanes. The first compute lane runs on the thread that calls `run`. The other lanes run on threads that all schedules of
-the group share. Copies, matmuls and waits release the GIL, so lanes overlap.
+Lanes. The first compute lane runs on the thread that calls `run`. The other lanes run on threads that all schedules of the
+group share. Copies, matmuls and waits release the GIL, so lanes overlap.
 
-Memory order in a run. A copy ends with a release fence, a set adds with release order, and a wait reads with acquire
-order (csrc/signal.hpp). So a lane that has waited sees everything that the setting lane wrote before.
-`weft.runtime.cpu.memory` explains the order of different runs.
+Memory order in a run. A copy ends with a release fence, a set adds to a counter with release order, and a wait reads the
+counter with acquire order (csrc/signal.hpp). So a lane that has waited sees all writes that precede the set. For the order
+of different runs, see `weft.runtime.cpu.memory`.
 
 Ranks synchronise before a run, and each rank may refuse it (`weft.runtime.meeting`).
 """
@@ -38,13 +38,13 @@ from weft.timeline import Span, Timeline
 class CpuSchedule(Executor):
     """The executor of `schedule` on this rank of `comm`, until `close()` or until the communicator closes.
 
-    All ranks must construct it: they compare schedules, and the group's memory may grow. The constructor raises on
+    All ranks must construct it together: they compare schedules, and may grow the group's memory. The constructor raises on
     every rank: `DisagreementError` if the schedules differ, `ScheduleError` if the schedule cannot run on these ranks, or
     `OutOfSharedMemoryError`.
 
-    what: the call, for error texts if ranks make different calls.
-    kind: a key that is equal for schedules that differ only in sizes. If one schedule with a key is correct, all must
-        be. So ranks compare and check only the first schedule with each key. None: compare and check this schedule.
+    what: the user's call, for error texts if ranks make different calls.
+    kind: a key that is equal for schedules that differ only in sizes. Ranks compare and check only the first schedule with
+        each key. None: compare and check this schedule.
     """
 
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
@@ -76,13 +76,12 @@ class CpuSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Run the schedule once. All ranks must make this call. This rank's outputs are complete when it returns.
-
-        Return the outputs with a dynamic number of rows, by name.
+        """Run the schedule once. All ranks must make this call. This rank's outputs are complete when it returns. Return
+        the outputs with a dynamic number of rows, by name.
 
         tensors: every input and output buffer by name, with the shape in `schedule.buffers_of_rank(rank)` and any row
-            stride. A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied. For an
-            output with a dynamic number of rows, pass a function that gets the number of rows and returns a tensor.
+            stride. A tensor that only matmuls use may also be column-major. Nothing is copied. For an output with a dynamic
+            number of rows, pass a function that gets the number of rows and returns a tensor.
         deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
         timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
             share. Steps that set signals have no duration.
@@ -138,7 +137,7 @@ class CpuSchedule(Executor):
         self.comm.check()
 
     def close(self) -> None:
-        """Free the executor's steps. The group keeps its memory and threads. Each rank may close on its own. Repeated calls
+        """Free the executor's steps. The group keeps its memory and threads. Ranks need not close together. Repeated calls
         have no effect.
         """
         program, self._program = self._program, None
@@ -157,8 +156,8 @@ def _checked(schedule: Schedule, comm: Communicator, known: bool = False) -> Che
 
 
 def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
-    """Compare `schedule` between ranks, check it, and return it evaluated for this rank. All ranks must make this call. If
-    the check fails on any rank, all raise.
+    """Compare `schedule` between ranks, and check it. Return its checked steps on this rank. All ranks must make this call.
+    If the check fails on any rank, all raise.
     """
     agree_on_schedule(schedule, comm)
     checked, error = None, ""
@@ -173,9 +172,9 @@ def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
-    """Run the steps of a lane in order. Stop if a step of this lane, or of another lane of this rank, has failed.
+    """Run the steps of a lane in order. Stop if a step of any lane of this rank has failed.
 
-    spans: a list for the time spans of the steps; None for no timeline.
+    spans: a list to which to append the time span of each step; None for no timeline.
     """
     errors = run.errors
     try:

@@ -1,4 +1,6 @@
-"""Evaluation of steps with dynamic sizes. All tiles of a step are evaluated together, since there may be thousands."""
+"""Evaluation of steps whose sizes are known only during a run. numpy evaluates all tiles of a step at once, since there may
+be thousands.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,10 @@ _MOST_ROWS = 1 << 47
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Evaluate the expressions of a step. Yield the evaluated step, or for a tile kernel the steps of its tiles in
-    order. Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
+    """Replace the expressions of a step by numbers. Yield the step, or for a tile kernel the steps of its tiles in order.
+    Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
     values: the dynamic sizes that the step's lane has read, by the buffer that contains them.
-
     size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """
     if not isinstance(step, Tiles | Copy | Compute):
@@ -55,7 +56,7 @@ def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int
     """Raise `ScheduleError` if a size in `read` is negative, or if the sum of all sizes is too large. The text names the
     ranks that have written the wrong size.
 
-    read: the sizes that `rank` has read from its `buffer`.
+    read: the sizes that `rank` has read from its buffer `buffer`.
     """
     if min(read, default=0) >= 0 and sum(read) <= _MOST_ROWS:
         return
@@ -70,7 +71,7 @@ def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int
 
 
 def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, col: int) -> bool:
-    """True if a step of the rank `writer` writes element [row, col] of `rank`'s buffer. Ignore steps with dynamic sizes."""
+    """True if a step of rank `writer` writes element [row, col] of `rank`'s buffer. Steps with dynamic sizes are ignored."""
     for lane in schedule.of_rank(writer, expected=False):
         for step in lane.steps:
             for access in () if variables_of(step) else step.accesses():
@@ -83,9 +84,9 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
-    """Evaluate the expressions `indices` for each of `count` tiles. Return an array [tiles, indices].
+    """Return the values of the expressions `indices` for each of `count` tiles, [tiles, indices].
 
-    values: the value of each variable in the expressions, a number or an array with a number for each tile.
+    values: the value of each variable in the expressions: a number, or an array with a number for each tile.
     """
     found = [n.evaluated_over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
@@ -94,7 +95,9 @@ def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarr
 def _table(
     region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
 ) -> list[Region]:
-    """Evaluate `region` for each of `count` tiles. Return the regions. Raise `ValueError` for a region outside its buffer."""
+    """Return `region` with numbers in place of expressions, for each of `count` tiles. Raise `ValueError` for a region
+    outside its buffer.
+    """
     rows = _numbers(count, values, region.row, region.rows, region.col, region.cols, region.at)
     for at in np.unique(rows[:, 4]).tolist():
         here = rows[rows[:, 4] == at]

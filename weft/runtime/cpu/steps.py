@@ -1,8 +1,8 @@
 """The implementation of each step kind on CPU processes.
 
-`bind` turns an evaluated step, whose expressions are numbers, into a function without arguments. Steps with dynamic sizes
-are evaluated when they run, with the sizes that the lane has read (`run_numbered`). Tiles run one after another, unless
-an implementation of their kernel is registered with `run_tiles`.
+`bind` turns a step, in which numbers have replaced all expressions, into a function without arguments. A step with dynamic
+sizes is bound when it runs (`run_numbered`). Tiles run one after another, unless an implementation of their kernel is
+registered with `run_tiles`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function that runs `step`, whose expressions are numbers. Register the implementation of a step kind with
-    `bind.register`.
+    """Return a function that runs `step`, in which numbers have replaced all expressions. Register the implementation of a
+    step kind with `bind.register`.
 
     places: the addresses of buffers and counters. rows: for a collective, the number of rows of each rank.
     """
@@ -51,18 +51,18 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, PrefixSums]) -> None:
     """Run the tiles of a step one after another.
 
-    To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check
-    the kernel's tiles. A registered function applies to exactly this kernel class, not to its subclasses. A schedule with a
-    kernel of a subclass is refused (`inherited_kernel`).
+    To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check the
+    kernel's tiles. A registered function applies to exactly this kernel class. A schedule whose kernel is of a subclass is
+    refused.
 
-    kernel: the kernel of `step`, evaluated with `known`. places: the addresses of buffers and counters.
+    kernel: the kernel of `step`, with numbers in place of dynamic sizes. places: the addresses of buffers and counters.
     known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
-    """Evaluate the expressions of a step, and run it. Tiles run one after another.
+    """Replace the expressions of a step by numbers, and run it. Tiles run one after another.
 
     known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
     """
@@ -71,7 +71,7 @@ def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], ro
 
 
 def is_bound(step: Step) -> bool:
-    """True if this step kind is registered with `bind`."""
+    """True if an implementation of this step kind is registered with `bind`."""
     return bind.dispatch(type(step)) is not bind.dispatch(object)
 
 
@@ -81,10 +81,8 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the kind of the kernel class from which the kernel of `step` would inherit its implementation. A check
-    refuses such a kernel, because the implementation of a base class may be wrong for it.
-
-    Return "" if the kernel's class has its own implementation, or if the tiles run one after another.
+    """Return the base class (its `kind`) from which the kernel of `step` would inherit its implementation; "" if it would
+    not. Such a kernel is refused, because the base class's implementation may be wrong for it.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""
@@ -209,11 +207,9 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
-    """Compute a matrix, and add it to `region` with atomic additions, because peers and other lanes may add to the same
-    elements at the same time.
+    """Compute a matrix, and add it to `region` with atomic additions: peers and other lanes may add to the same elements.
 
-    make: a function that gets a tensor, and returns a function that computes the matrix into it. The tensor is
-        allocated anew in each run. Otherwise every executor would keep such a tensor, which takes too much memory.
+    make: a function that gets a tensor, and returns a function that computes the matrix into this tensor.
     """
     rows, cols = size(region)
     made = torch.empty(rows, cols, dtype=place.flat.dtype)

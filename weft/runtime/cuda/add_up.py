@@ -1,6 +1,6 @@
-"""The launcher of the reduction kernel, `weft.kernels.add_up`.
+"""The launcher of the reduction kernel, `weft.kernels.add_up`, which sums matrices element by element.
 
-The launcher compiles all variants of the kernel before any stream waits for a peer. For each step, it allocates the table of
+The launcher compiles all variants of the kernel before any stream waits for a peer. It allocates the table of each step's
 summands once.
 """
 
@@ -30,8 +30,8 @@ handles a whole row.
 
 
 class Address(NamedTuple):
-    """The place of a matrix: the index of a base address, an offset in bytes, and the row pitch in bytes. A summand with
-    pitch 0 is one row, which is added to all rows.
+    """The position of a matrix in memory: the index of a base address, an offset in bytes, and the row pitch in bytes. A
+    summand with pitch 0 is one row, which is added to all rows.
     """
 
     base: int
@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
 
 class SumNorm(NamedTuple):
-    """The RMS norm of the sum, multiplied by one row of weights."""
+    """A second result of the kernel: the RMS norm of the sum, multiplied by one row of weights."""
 
     out: Address
     weight: Address
@@ -75,11 +75,10 @@ class SumVariant(NamedTuple):
 
 class AddUp:
     """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all rows.
-
     If the only part is `out`, the kernel writes only the norm of `out`.
 
-    fixed: the list of base addresses to which `Address.base` is an index. A caller's tensor has base address 0 in this list,
-        because the tensor may move between runs.
+    fixed: the base addresses. `Address.base` is an index into this list. The entry of a caller's tensor is 0, because the
+        tensor may move between runs.
     """
 
     def __init__(
@@ -141,8 +140,8 @@ class AddUp:
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
         """Launch the kernel.
 
-        bases: all base addresses, including those of the caller's tensors. stream: a stream's handle; None in Triton's
-            interpreter.
+        bases: all base addresses of this run, including those of the caller's tensors.
+        stream: a stream's handle; None in Triton's interpreter.
         """
         if not self._programs:
             return

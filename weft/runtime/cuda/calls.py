@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL.
 
 When a schedule is compiled, each such step becomes a function of a run's tensors. In a run, this function only makes views
-and calls. It writes results to the step's destination, not into memory that torch allocates.
+and calls. Results are written into the step's destination, so torch allocates no memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Operation(NamedTuple):
     """A call of torch or NCCL that a run makes.
 
     call: a function that makes the call, given the run's tensors.
-    what, views: the operation and its operands. By these, `StreamItems.warm_up` recognises calls that launch the same kernel,
-        and makes only one of them. If `what` is None, the warm-up always makes the call.
-    aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers read or
-        add to.
+    what, views: the operation and its operands. `StreamItems.warm_up` makes only one of several calls for which these
+        agree, because they launch the same kernel. If `what` is None, the warm-up always makes the call.
+    aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers
+        read or add to.
     """
 
     call: Callable[[Tensors], None]
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
-    """Return the call that runs `step`. Raise `ScheduleError` if torch has none."""
+    """Return the torch call that runs `step`. Raise `ScheduleError` if there is none."""
     out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
     operation = _computing(step, out, inputs)
     if not regions.is_shared(step.out):
@@ -56,8 +56,8 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor with the shape, layout and alignment of `x`, so that cuBLAS chooses the same kernel. The warm-up writes
-    to this tensor instead of `x`.
+    """Allocate a tensor with the shape, layout and alignment of `x`, for which cuBLAS chooses the same kernel. The warm-up
+    writes to this tensor instead of `x`.
     """
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)

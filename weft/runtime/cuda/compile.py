@@ -5,15 +5,16 @@
 - Calls of torch and NCCL (`weft.runtime.cuda.calls`).
 - Steps of dynamic size (`weft.runtime.cuda.sizes`).
 
-Each lane is a stream. A signal between lanes of one rank is an event. A wait for such a signal of the previous run needs no
-operation, because a run begins after the previous run has ended on its rank.
+Each lane is a stream. A signal between lanes of one rank is an event. A lane need not wait for a signal of the previous run
+from its own rank: a run begins after the previous run of its rank has ended.
 
-A signal between ranks is a write by a stream, and a wait by a stream. Both are the same in every run
-(`weft.runtime.cuda.flags`), so that a CUDA graph can capture them. A copy by kernel includes the signals around it.
+A signal between ranks is a flag that one stream writes, and for which another stream waits. These operations are the same
+in every run (`weft.runtime.cuda.flags`), so that a CUDA graph can capture them. A copy by kernel includes the signals
+around it.
 
-For compute lanes, a separate stream, the monitor, writes signals to peers: a write takes microseconds, and kernels need not
-wait for it. Each run also writes a mark to memory when it begins, for the thread that watches deadlines
-(`weft.runtime.cuda.watch`).
+A compute lane does not write signals to peers itself, because a write takes microseconds, and its next kernel would wait
+for it. A separate stream, the monitor, writes them. Each run also writes a mark to memory when it begins, for the thread
+that watches deadlines (`weft.runtime.cuda.watch`).
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Compiler:
     """The state of the compilation, to which `emit` adds the operations of each step.
 
     program: the native operations. items: the list of all operations.
-    sizes: device addresses of dynamic sizes, by the `id` of a step. The address for a copy by kernel has three numbers: first
-        source row, first target row, and number of rows. The address for a `Permute` step has three such numbers for each of
-        its copies.
-    ahead: by lane, a read of sizes for which the CPU waits only after it has issued the lane's GEMMs.
+    sizes: device addresses of dynamic sizes, by the `id` of a step. At the address of a copy by kernel are three numbers:
+        first source row, first target row, and number of rows. At that of a `Permute` step are three such numbers for each
+        of its copies.
+    ahead: for each lane with a `Read` step of by="meanwhile", this read.
     scratch: by lane, memory for partial sums of GEMMs.
     """
 
@@ -141,11 +142,11 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the operation in which the stream of `launch` waits can also write the mark of a run. The mark shows the
-        watching thread that a run has begun.
+        """True if the stream operation in which `launch` waits can also write the mark of a run, which shows the watching
+        thread that a run has begun.
 
-        The launch must be the first of a copy lane, and wait only for flags of the previous run. Between the wait and the clear
-        of at least one of these flags, the lane may only copy.
+        This requires the first launch of a copy lane, which waits only for flags of the previous run. The lane must clear
+        at least one of these flags soon: only copies may lie between the wait and the clear.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -180,12 +181,12 @@ class Compiler:
             self.items.stamp(launch.lane, 2 * first + 1)
 
     def crosses(self, step: Step) -> bool:
-        """True if the step is a signal between ranks."""
+        """True if `step` is a signal between ranks."""
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
-        """Add a signal between lanes of this rank. For a `Set`, record an event. For a `Wait`, let the stream wait for the
-        event.
+        """Add a signal between lanes of this rank: record an event for a `Set`, or let the stream wait for the event for a
+        `Wait`.
         """
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
@@ -195,8 +196,8 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, launch: Launch) -> None:
-        """Add the waits or sets of `launch`, which are signals between ranks, to its stream. Also clear the flags that must be
-        cleared together with them (`weft.runtime.cuda.flags`).
+        """Add the waits or sets of `launch`, which are signals between ranks. The same stream operation also clears flags
+        (`weft.runtime.cuda.flags` explains which).
         """
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
         mine = self._flags_in(launch)
@@ -231,7 +232,7 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> SignalPart:
-        """Return a `SignalPart` that writes `number` to this rank's signal word with index `word`."""
+        """Return the part of a stream operation that writes `number` to this rank's signal word with index `word`."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
@@ -244,7 +245,9 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Add a launch of one kernel for several steps: signals and waits, then the copies, then signals and waits again."""
+        """Add one kernel that runs several steps: it sets signals and waits, then copies, then sets signals and waits
+        again.
+        """
         context, words = self.context, self.context.words
 
         def own(word: int) -> int:
@@ -295,7 +298,8 @@ class Compiler:
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
         """Return the arguments `targets` and `parts` of `CopyLaunch`, which describe all copies but the first.
 
-        If all copies have the same source, of fixed size, only `targets` is filled. Otherwise only `parts` is filled.
+        If all copies have the same source of fixed size, they are `targets`, and `parts` is empty. Otherwise they are
+        `parts`, and `targets` is empty.
         """
         dynamic = is_dynamic(copies[0])
         regions = [(_whole(c.src), _whole(c.dst)) if dynamic else (c.src, c.dst) for c in copies]
@@ -331,8 +335,8 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return `region` with first row 0 and without rows. The region's rows are known only at run time, but the address of this
-    result is known before.
+    """Return the empty region at row 0 of the same columns. Its address is known when the schedule is compiled, unlike that
+    of a region with dynamic rows.
     """
     return replace(region, row=0, rows=0)
 
@@ -341,11 +345,11 @@ def _whole(region: Region) -> Region:
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     """Add the operations of `step`, the first step of `launch`, to `compiler`.
 
-    To run a new kind of step on GPUs, register a function with `emit.register`. Copies by kernel, and the signals around them,
-    are added by `Compiler._launch` instead.
+    To run a new kind of step on GPUs, register a function with `emit.register`. `Compiler._launch` adds copies by kernel,
+    with the signals around them.
 
-    Before the first run, `StreamItems.warm_up` makes each call of torch or NCCL once, to load its kernel. If a call writes to a
-    peer's memory, define `Operation.aside`: a call that loads the kernel without this write.
+    Before the first run, `StreamItems.warm_up` makes each call of torch or NCCL once, to load its kernel. If a call writes
+    to a peer's memory, define `Operation.aside`: a call that loads the kernel without this write.
     """
     raise AssertionError(f"a check should have refused {step}")
 
@@ -370,7 +374,7 @@ def _compute(step: Compute, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, launch: Launch) -> None:
-    """Add the launch of a reduction. A summand with only one row is added to every row of the result."""
+    """Add the launch of a reduction."""
     regions, context = compiler.regions, compiler.context
 
     def place(region: Region) -> Address:
@@ -418,8 +422,8 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Add the operations of a read of dynamic sizes. For the lane's copies by kernel, a kernel computes the first rows and the
-    number of rows. With by="host" or by="meanwhile", the CPU reads the sizes too.
+    """Add the operations of a read of dynamic sizes. If the lane has copies by kernel, a kernel computes their first rows
+    and numbers of rows on the device. With by="host" or by="meanwhile", the CPU reads the sizes too.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:

@@ -1,7 +1,7 @@
 """The context of a compiled schedule on GPUs: the steps of one rank, its memory and its streams.
 
-A `Context` is made once and does not change, except for `LastRun`, the state of the last run. The compiler and the operations
-that it makes get only the context, so that they do not depend on the executor.
+A `Context` is made once and does not change, except for `LastRun`, the state of the last run. The compiler and its
+operations use only the context, not the executor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.symm.lasting import lasting
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """A schedule, evaluated for one rank.
+    """The steps of a schedule on one rank, with numbers in place of expressions of the rank.
 
     given: the buffers that the caller passes: inputs and outputs. layout: the offsets of the symmetric buffers.
     order: this rank's steps as (lane, step), in the order in which the CPU issues them.
@@ -41,18 +41,17 @@ class RankSchedule:
 
     @property
     def standing_word(self) -> int:
-        """The index of the standing word, which follows the flags. It tells the watching thread where a run is blocked.
+        """The index of the standing word, which follows the flags. It shows the watching thread how far a run has come.
 
-        Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0.
-
-        The word stays 0 if a copy lane begins with waits for the previous run only (`Compiler._tells`). A run first clears the
-        flags of these waits. So clear flags tell the watching thread that a run is in progress.
+        Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0. In
+        some schedules (`Compiler._tells`) the word is always 0. Their runs begin by clearing flags of the previous run, so
+        clear flags show the watching thread that a run is in progress.
         """
         return max(len(flags) for flags in self.flags)
 
 
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
-    """Return `schedule`, evaluated for one rank. Raise `ScheduleError` if streams cannot run it.
+    """Return the `RankSchedule` of `schedule` on `rank`. Raise `ScheduleError` if streams cannot run the schedule.
 
     like: an earlier result of this function. If the two schedules differ only in sizes, reuse its order and flags.
     """
@@ -72,10 +71,10 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the (lane, step) of `schedule` on this rank, in the order in which another schedule issues the corresponding
-    steps. Return None if corresponding steps have different kinds, or are different signals.
+    """Return the steps of `schedule` on this rank as (lane, step), in the order of the corresponding steps in `order`.
+    Return None if corresponding steps are of different kinds, or set or await different signals.
 
-    order: the (lane, step) of the other schedule, in its order of issue.
+    order: the (lane, step) of another schedule, in its order of issue.
     """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
@@ -96,9 +95,9 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 class LastRun:
     """The state of the last run that the CPU has issued.
 
-    known: the contents of buffers that the CPU has read, by buffer name.
+    known: the dynamic sizes that the CPU has read, by the buffer that contains them.
     made: the allocated outputs with a dynamic number of rows, by name.
-    caller: the stream on which such outputs are allocated; None if the CPU reads no sizes.
+    caller: the stream on which these outputs are allocated; None if the CPU reads no sizes.
     failure: an error that the watching thread has found. The next call raises it.
     """
 
@@ -114,8 +113,8 @@ class Context(RankSchedule):
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
-    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The first is 1 after a run
-        has begun, until the thread clears it. The second is 0, or 1 + a rank that sent a different number of rows than
+    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The first is set to 1
+        when a run begins, and to 0 by the thread. The second is 0, or 1 + a rank that sent a different number of rows than
         expected.
     """
 
@@ -131,9 +130,7 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address of the second number of `begun_word`, in which a kernel reports a rank that sent a different number of
-        rows than expected.
-        """
+        """The address of the second number of `begun_word`."""
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
@@ -145,8 +142,8 @@ class Context(RankSchedule):
         self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """Check that rows first .. first + count - 1 are inside `buffer`. Otherwise raise `ScheduleError`, and make the group
-        fail, because peers wait for this run.
+        """Raise `ScheduleError`, and make the group fail, unless rows first .. first + count - 1 are inside `buffer`. Peers
+        wait for this run, so the group cannot continue.
         """
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]

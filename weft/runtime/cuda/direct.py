@@ -1,8 +1,7 @@
 """Launches of Triton kernels by their handles, for calls whose CPU time matters.
 
-`kernel[grid](...)` inspects every argument in Python. `launch` finds the compiled kernel by dtypes, alignments and
-constants. It launches the kernel through a `_core.StreamProgram`, to which each call passes the addresses, the numbers
-and the grid.
+`kernel[grid](...)` inspects every argument in Python. `launch` only looks up the compiled kernel, by dtypes, alignments and
+constants. A `_core.StreamProgram` then launches the kernel with the addresses, the numbers and the grid of the call.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _IS_INTERPRETED = env.triton_interpreted()  # the interpreter has no handles
 
 
 class _Programs(threading.local):
-    """This thread's cache of prepared launches, each a `_core.StreamProgram`. Only one thread at a time may run a program, and
-    autograd launches from threads of its own. So each thread has its own cache.
+    """This thread's cache of prepared launches, each a `_core.StreamProgram`. Each thread has a cache, because a program
+    may run on only one thread at a time, and autograd launches from threads of its own.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ def _program(
     warps: int,
     constants: dict[str, Any],
 ) -> _core.StreamProgram | None:
-    """Compile the kernel. Return a program of its launch; None if Triton must launch it."""
+    """Compile the kernel. Return a program that launches it, or None if only Triton can launch it."""
     return direct_program(_compiled(kernel, warps, constants, arguments, device), len(arguments))
 
 
@@ -98,7 +97,7 @@ Call: TypeAlias = tuple[tuple[int, int], Sequence[Any]]
 
 
 def alignments(addresses: Sequence[int]) -> tuple[bool, ...]:
-    """Return, for each address, True if it is a multiple of 16. Triton compiles a kernel for these alignments."""
+    """Return, for each address, True if it is a multiple of 16. Triton compiles a separate kernel for each such tuple."""
     return tuple([address % 16 == 0 for address in addresses])
 
 
@@ -110,13 +109,14 @@ def launch_all(
 ) -> None:
     """Enqueue Triton kernels on the current stream, one after the other, in one native call.
 
-    `launch` inspects each argument in every call. This function inspects arguments only for a new `key`, which saves CPU time.
+    `launch` inspects each argument in every call. This function inspects arguments only for a new `key`, which saves CPU
+    time.
 
     key: a value that determines the compiled kernels: dtypes, constants, and `alignments` of all addresses. With a key, all
-        numbers must be below 2^31. With None, `launch` launches each kernel.
+        numbers must be below 2^31. With None, the kernels are launched by `launch`.
     kernels: a function that returns the kernels, called for a new key.
-    calls: a function of a bool, which returns the grid and the arguments of each launch. For True, arguments are tensors and
-        numbers. For False, addresses replace the tensors.
+    calls: a function that returns the grid and the arguments of each launch. Its parameter is True for arguments that are
+        tensors and numbers, and False for addresses in place of the tensors.
     after: a stream; the kernels run after the work that is now enqueued on it.
     """
     if key is not None and not _IS_INTERPRETED:
@@ -142,11 +142,10 @@ def launch_all(
 def _program_of_all(
     launches: Sequence[tuple[Kernel, Call]], device: torch.device, waits: bool
 ) -> _core.StreamProgram | None:
-    """Compile the kernels. Return a program of their launches; None if Triton must launch one of them.
+    """Compile the kernels. Return a program that launches all of them, or None if only Triton can launch one of them.
 
-    The numbers that each run passes to the program are, for each launch, the two sizes of the grid and the arguments.
-
-    waits: True if the program must begin with a wait for another stream.
+    For each launch, a run passes the two sizes of the grid, then the arguments. waits: True if the program must begin with
+    a wait for another stream.
     """
     compiled = [_compiled(*kernel, arguments, device) for kernel, (_, arguments) in launches]
     sizes = [2 + len(arguments) for _, (_, arguments) in launches]

@@ -1,9 +1,9 @@
 """The GPU executor of embedding_all_to_all: one rank's part of every call, enqueued on the current stream.
 
 The CPU waits for the device only with bounds_check="fatal", with `timeline`, and when memory grows. Results are valid in
-stream order. The device records errors (a missed deadline, ranks that disagree, bad indices) in pinned memory, and the
-next call or `check()` raises them. When the communicator fails (a peer died or gave up), the watchdog overwrites this
-rank's signals with POISON, using the copy engine. Kernels that wait for the signals then return.
+stream order. The device records errors (a missed deadline, ranks that disagree, bad indices) in pinned memory, and the next
+call or `check()` raises them. When the group fails, for example because a peer died, the watchdog overwrites this rank's
+signals with POISON by the copy engine. Kernels that wait for the signals then return.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
         tensors: "tables", a list of this rank's tables, and "bags", a pair (`JaggedInput`, `CheckedInput`).
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
-        like_before: ignored; executors of schedules use it.
+        like_before: ignored; other executors use it.
         count, launch_per_table, occupancy: see `EmbeddingKernel.launch`.
         timeline: if given, wait for the device, and append the times of each unit of work.
-        lines: memory for a timeline, from `timeline_lines`, which the kernel fills without a wait of the CPU.
+        lines: the result of `timeline_lines`. The kernel writes the timeline into it, and the CPU does not wait.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
@@ -134,8 +134,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         return {"out": output}
 
     def timeline_lines(self, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return zeroed int64 memory for the timeline of a call. It has a row for each unit of work, then a row for each
-        program's wait for its peers.
+        """Return zeroed int64 memory for the timeline of a call: a row for each unit of work, then a row for each program's
+        wait for its peers.
         """
         shape = self.kernel.timeline_lines(*tensors["bags"]), device_code.TIMELINE_FIELDS
         return torch.zeros(shape, dtype=torch.int64, device=self.comm.device)
@@ -153,8 +153,8 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.check()
 
     def look(self) -> None:
-        """Make the group fail if the device has recorded that a call failed. The watching thread and every call of the group
-        run this method.
+        """Make the group fail if the device has recorded that a call failed. The watching thread and every call of the
+        group run this method.
         """
         if self._record[device_code.R_STATUS]:
             with self._noting:
@@ -245,9 +245,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """The object that the watching thread checks for an executor. It refers to the executor weakly, so that it does not keep
-    the executor alive.
-    """
+    """A weak reference to an executor, which the watching thread checks. It does not keep the executor alive."""
 
     deadline_s = math.inf
 
@@ -261,7 +259,7 @@ class _Look:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: the kernels keep their own deadlines."""
+        """Do nothing: kernels have deadlines of their own."""
 
     def close(self) -> None:
         watch.remove(self)
@@ -272,7 +270,7 @@ def _warn_of_bad_input(
 ) -> None:
     """Warn of bad indices that kernels have counted in `record`, and reset the counts.
 
-    last_input: the last call's input, in which to find the first bad index. rank: the rank that the warning names.
+    last_input: the last call's input, in which to find the first bad index. rank: the rank to name in the warning.
     """
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
@@ -300,16 +298,15 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of the pinned tensor `record`. Reading a number takes nanoseconds by a memoryview, and microseconds
-    by a tensor.
-    """
+    """Return a memoryview of the pinned tensor `record`, from which a number is read in nanoseconds."""
     return memoryview(cast(Any, record.numpy()))
 
 
 class _LocalPool:
     """The cached kernel of `pool_on_gpu`, for a world size of 1.
 
-    words: memory that replaces the signals and flags of peers. last_input: the last call's input, for warnings of bad indices.
+    words: memory in place of the signals and flags of peers. last_input: the last call's input, for warnings of bad
+        indices.
     """
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
@@ -328,7 +325,7 @@ def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
-    """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, with the kernel for a world size of 1.
+    """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, without other ranks.
 
     Warn of bad input in earlier calls, naming `rank`. widest: see `EmbeddingKernel`.
     """

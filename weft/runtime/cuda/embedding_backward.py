@@ -102,7 +102,7 @@ def add_each(
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of the gradients of all rows that an update would change, as float64 [] on the device."""
+    """Return the sum of squares of the row gradients that `update` would apply, as float64 [] on the device."""
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
     # Use the update's device table: a graph capture cannot copy another table from the CPU.
@@ -113,9 +113,7 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
 
 
 def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
-    """Return the addresses and sizes of the tables to update, on the device. The result is cached, because reading each
-    tensor's address takes CPU time.
-    """
+    """Return the addresses and sizes of the tables to update, on the device. The result is cached."""
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
         keep_for_graphs(known.lines)
@@ -297,8 +295,8 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a range of columns, and a table with a row for
-    each range.
+    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a range of columns, and a row for each
+    range.
     """
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
@@ -319,22 +317,23 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _none_skipped(device: torch.device) -> torch.Tensor:
-    """Return a device tensor with the number 0, which callers must not write: the result of updates that skip no rows."""
+    """Return a device tensor with the number 0, the result of updates that skip no rows. Callers must not write it."""
     return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _steps(tables: int) -> int:
-    """Return the number of steps of a binary search in a list of `tables` tables."""
+    """Return the number of steps of a binary search among `tables` tables."""
     return max(0, tables - 1).bit_length()
 
 
 def _fixed_numbers(
     numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between calls.
+    """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between
+    calls.
 
-    numbers: the optimizer's hyperparameters, by name; missing hyperparameters are 0. factor: multiplies gradients. clip: the
-        bound to which the elements of gradients are clamped.
+    numbers: (name, value) of the optimizer's hyperparameters; missing hyperparameters are 0. factor: multiplies gradients.
+        clip: the bound to which the elements of gradients are clamped.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 
@@ -388,9 +387,7 @@ _device_tables: dict[tuple[Any, ...], _DeviceTable] = {}
 
 
 def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
-    """Return a `_DeviceTable` with `lines`. The result is cached, because a copy to the device takes more CPU time than a
-    launch, and embedding tables rarely move.
-    """
+    """Return a `_DeviceTable` with `lines`. The result is cached."""
     key = device, tuple(map(tuple, lines))
     table = _device_tables.get(key)
     if table is None:

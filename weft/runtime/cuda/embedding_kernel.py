@@ -1,8 +1,9 @@
-"""The launcher of the Triton kernel of embedding_all_to_all. It makes the kernel's tables of features and units of work on the
-device, compiles its variants, and computes its grid. A program (Triton's thread block) computes one unit of work at a time.
+"""The launcher of the Triton kernel of embedding_all_to_all. It copies tables of features and units of work to the device,
+compiles the kernel's variants, and computes the grid. A program (Triton's thread block) computes one unit of work at a
+time.
 
-The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and
-tests can run all ranks in one process under Triton's interpreter.
+The caller passes the addresses of every rank's output, signals and flags. So the launcher needs no process group, and tests
+can run all ranks in one process under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have
 
 
 class Tables(NamedTuple):
-    """Device tensors that many launches read, with their addresses. Asking torch for the addresses at every launch would
-    take longer than the launch.
-    """
+    """Device tensors that many launches read, with their addresses, which are expensive to read from a tensor."""
 
     tensors: tuple[torch.Tensor, ...]
     addresses: tuple[int, ...]
@@ -69,8 +68,9 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Calls share these tables if they have the same number of features
-    in a unit, and the same batch sizes. For evenly divided batches, the tables do not depend on the batch sizes.
+    """The units of work of a launch, as tables on the device. Calls with the same batch sizes and the same number of
+    features in a unit share these tables. If batches are divided evenly, calls with different batch sizes share them
+    too.
     """
 
     tables: Tables
@@ -104,10 +104,8 @@ class VariantKey(NamedTuple):
 class Occupancy(NamedTuple):
     """A limit on the number of programs that run at once, for experiments.
 
-    programs: the largest number of programs on each multiprocessor. The grid of the persistent kernel has this number times
-        the number of multiprocessors, but no more programs than fit on the GPU, or than there are units of work. None:
-        the launcher's choice.
-    registers: the largest number of registers per thread. With a lower limit more programs run at once, but registers may
+    programs: the largest number of programs on each multiprocessor of the GPU. None: the launcher's choice.
+    registers: the largest number of registers per thread. A lower limit lets more programs run at once, but registers may
         be spilled. None: the launcher's choice.
     """
 
@@ -118,8 +116,8 @@ class Occupancy(NamedTuple):
 class Footprint(NamedTuple):
     """The resources of a compiled kernel, whose programs have one warp.
 
-    registers, spilled: registers and spilled registers per thread. programs: the number of programs that one of
-        the `multiprocessors` runs at once.
+    registers, spilled: registers and spilled registers per thread.
+    programs: the number of programs that run at once on one of the `multiprocessors` of the GPU.
     """
 
     registers: int
@@ -144,8 +142,8 @@ class _Variant:
 class EmbeddingKernel:
     """The kernel for one rank of a plan on one device.
 
-    widest: the largest number of columns of a feature on any rank, if `plan` has only this rank's features. It determines
-        the block size of all ranks, so that results have the same bits for any placement of tables.
+    widest: the number of columns of the widest feature on any rank. Pass it if `plan` has only this rank's features. It
+        determines the block size of all ranks, so that results have the same bits for any placement of tables.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
@@ -209,10 +207,11 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return the units of work into which a sample is divided, int64 `[units, UNIT_FIELDS]` on the device. Also return
-        their number, and the number of columns of the widest unit.
+        """Return the units of work into which a sample is divided, int64 `[units, UNIT_FIELDS]` on the device, their
+        number, and the number of columns of the widest unit.
 
-        slots_per_unit: the number of features (slots) that a unit pools. With 0, the units are the slices of transport "put".
+        slots_per_unit: the number of features (slots) that a unit pools. With 0, the units are the slices of transport
+            "put".
         """
         cached = self._units.get(slots_per_unit)
         if cached is not None:
@@ -232,8 +231,8 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the device.
-        Batch sizes may change in every call, so the copy to the device is asynchronous.
+        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the
+        device, without a wait of the CPU.
         """
         table = self._batches.get(batch_sizes)
         if table is None:
@@ -244,11 +243,11 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block: an allocation takes a millisecond.
+        """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block.
 
-        If the block is full, drop all tables that `_starts` has cached, and reuse their memory. This is safe, because the
-        stream writes a new table only after earlier launches have read the old table. If a CUDA graph reads the block,
-        allocate another block instead.
+        If the block is full, drop all tables that `_starts` has cached, and reuse their memory: the stream writes a new
+        table only after earlier launches have read the old one. If a CUDA graph reads the block, allocate another block
+        instead.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -262,8 +261,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of pooled vectors in a unit of work, for transport "direct". A unit reads about _UNIT_BYTES of
-        tables, but there must be enough units for all programs.
+        """Return the number of features that a unit of work pools with transport "direct". A unit reads about _UNIT_BYTES
+        of tables, or less if there would be too few units for all programs.
 
         n_values: the number of ids. batch: the number of samples.
         """
@@ -276,7 +275,7 @@ class EmbeddingKernel:
         return 1 << (most.bit_length() - 1) if most else 1
 
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
-        """Return the number of programs of a launch.
+        """Return the number of programs to launch.
 
         resident: the number of programs that the GPU can run at once. units: the number of units of work. n_values: the
             number of ids. batch: the number of samples.
@@ -308,12 +307,13 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        memory: the addresses of all ranks' memory. out_slot: the index of the output buffer that this rank uses for this call.
+        memory: the addresses of all ranks' memory. out_slot: the index of the output buffer that this rank uses for this
+            call.
         deadline_s: the longest wait for a peer, in seconds.
         wait: False if no peer takes part in the call, so that the kernel must not wait.
-        count: True to count the copies and flags that the kernel writes. The counts are words of `state`.
+        count: True to count the copies and flags that the kernel writes, in words of `state`.
         launch_per_table: True to launch the kernel once for each feature, instead of once for all.
-        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`. Each unit writes a row, then each program.
+        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`, into which the kernel writes times.
         captured: True if a CUDA graph captures the call. The tables that replays read are then never freed.
         occupancy: a limit on programs and registers; None: the launcher's choice.
         """
@@ -333,8 +333,8 @@ class EmbeddingKernel:
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Return the number of rows that a timeline of this call needs: one for each unit of work, and one for each program
-        that the GPU can run at once.
+        """Return the number of rows of a call's timeline: one for each unit of work, then one for each program that the GPU
+        can run at once.
         """
         return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
 
@@ -414,7 +414,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of the values that must be equal on all ranks in a call, besides the plan."""
+        """Return a hash of the values, besides the plan, that all ranks must agree on in a call."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class EmbeddingKernel:
         }
 
     def _compile(self, key: VariantKey) -> _Variant:
-        """Compile and load a variant before any kernel waits for a peer: loading while a kernel waits would deadlock."""
+        """Compile and load a variant. Loading it later, while a kernel waits for a peer, would deadlock."""
         refuse_capture(self.device)
         constants = self.constants(key)
         compiled, program, resident = None, None, self._sms
@@ -499,10 +499,10 @@ def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
-    """Return the index, in the global batch, of the sample that `rank` pools first. After the last sample of the batch, the
-    rank continues with sample 0.
+    """Return the index, in the global batch, of the sample that `rank` pools first. It pools all samples in cyclic order
+    from there.
 
-    order: with "natural", the first sample is 0. With "remote_first", it is the first sample of the next rank, so that
-        this rank's own samples are last.
+    order: with "natural", the first sample is 0. With "remote_first", it is the first sample of the next rank, so that this
+        rank's own samples are last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

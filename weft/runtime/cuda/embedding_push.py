@@ -1,8 +1,8 @@
-"""The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into the
-inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
+"""The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into
+the inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
 
-The CPU waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or
-the watching thread, makes the group fail.
+The CPU waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or the
+watching thread, makes the group fail.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def launch_push(
     """Launch `push_kernel` on the current stream.
 
     grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
-    inboxes, signals: int64 [world_size]; the addresses of each rank's inbox and signals, as mapped on this device.
+    inboxes, signals: int64 [world_size], the addresses of each rank's inbox and signals, as mapped on this device.
     state: int64 [STATE_WORDS] in device memory, for the number of the call and for counters.
     record: int64 [RECORD_WORDS] in pinned memory, in which the kernel reports a missed deadline.
     dtype: the dtype of the elements in the inboxes.
@@ -111,7 +111,7 @@ def launch_push(
 
 
 def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
-    """Launch `free_kernel` on the current stream, which tells every peer that it may overwrite this rank's inbox."""
+    """Launch `free_kernel` on the current stream. It notifies every peer that it may overwrite this rank's inbox."""
     given = signals, state
     addresses = [tensor.data_ptr() for tensor in given]
 
@@ -162,10 +162,8 @@ class PushedGradients:
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled, [global batch, columns of
-        this rank's tables], as `dtype`.
-
-        The gradients are valid until `free`.
+        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled, [global batch, columns of this
+        rank's tables], as `dtype`. They are valid until `free`.
         """
         self.check()
         comm, patience_s = self.comm, deadline_s or env.deadline_s()
@@ -188,7 +186,7 @@ class PushedGradients:
         return self._state[device_code.OK : device_code.OK + 1]
 
     def free(self) -> None:
-        """Enqueue signals to all peers: they may overwrite the gradients of the last exchange."""
+        """Enqueue signals that allow all peers to overwrite the gradients of the last exchange."""
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
         if not is_captured(self.comm.device):
             here = torch.cuda.current_stream(self.comm.device)
@@ -222,15 +220,14 @@ class PushedGradients:
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Make the group fail if the device has recorded a missed deadline. Runs on the watching thread.
-
-        Return False, so that this thread measures no deadline: kernels measure their own.
+        """Make the group fail if the device has recorded a missed deadline. Return False: this thread, the watching thread,
+        need not measure a deadline, because kernels measure their own.
         """
         self.look()
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: kernels have their own deadlines."""
+        """Do nothing: kernels have deadlines of their own."""
 
     def close(self) -> None:
         """Stop the checks by the watching thread. The communicator frees the memory."""

@@ -1,9 +1,9 @@
 """A sort of a batch's ids by table and row on a GPU, for backward of embedding_all_to_all. Kernels of
-`weft.kernels.embedding_runs` compute a key for each id, and find the runs in torch's stable sort of the keys. A run is all
-occurrences of one row. Long runs are cut into segments, which several programs sum.
+`weft.kernels.embedding_runs` compute a sort key for each id, and torch sorts the keys. Other kernels find the runs in
+the result. A run is all occurrences of one row. Long runs are cut into segments, which several programs sum.
 
-The CPU never waits for the device. The numbers of runs and of segments stay on the device, and arrays are allocated for
-the largest possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
+The CPU never waits for the device: the numbers of runs and of segments stay there, and arrays are allocated for the largest
+possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _GRAIN = (
 class _Slots(NamedTuple):
     """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, keys]`. Each entry is the slot that reads this key of the jagged input, or -1. If several slots read one
-        key, they are in different layers.
+    of_key: `[layers, keys]`. Each entry is a slot that reads this key of the jagged input, or -1. A key that several slots
+        read has an entry in several layers.
     table: a row for each slot. Its columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
@@ -54,10 +54,10 @@ class Shape:
 
     split: the largest number of slots (features) that one table has, a factor of the sort keys (`Occurrences`).
     rows: the number of rows of all tables. bases: the number of each table's first row.
-    block_d, lanes: the columns and rows of the tile in which a program sums gradients. They depend on the slots of all ranks,
-        so that sums do not depend on the placement of tables.
+    block_d, lanes: the columns and rows of the tile in which a program sums gradients. They depend on the slots of all
+        ranks, so that sums do not depend on the placement of tables.
     align: the alignment of slots in elements: a power of two that divides the widths of all slots, and at most 16 bytes.
-    uniform: True if all widths are block_d.
+    uniform: True if all slots are block_d columns wide.
     """
 
     split: int
@@ -75,12 +75,12 @@ class Shape:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """The values that determine the compiled kernels, as a part of the key of `launch_all`."""
+        """The values on which the compiled kernels depend: a part of the key of `launch_all`."""
         return self.key_dtype, self.split, self.block_d, self.lanes, self.align, self.uniform, self.any_mean
 
     @property
     def no_row(self) -> int:
-        """The sort key of an id that is out of range. It is larger than all other keys."""
+        """The sort key of an id that is out of range, larger than all other keys."""
         return self.split * self.rows
 
     @property
@@ -88,8 +88,9 @@ class Shape:
         return max(1, min(8, self.lanes * self.block_d // 512))
 
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
-        """Return the number of programs for a launch with at most `most` units of work. warps: the number of warps of a
-        program; by default that of the kernels that sum gradients.
+        """Return the number of programs for a launch with at most `most` units of work.
+
+        warps: the number of warps of a program; by default that of the kernels that sum gradients.
         """
         count = tma_and_multiprocessors(device)[1]
         return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
@@ -112,12 +113,12 @@ class Occurrences(NamedTuple):
 class RowArrays(NamedTuple):
     """The arrays of `Rows`, as tensors or as addresses. A long run has more than SEGMENT occurrences.
 
-    counters: two numbers: of segments, and of long runs. runs: the number of runs.
+    counters: two numbers: the number of segments, and the number of long runs. runs: the number of runs.
     ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
     starts, keys: for each run, the index of its first occurrence, and its sort key.
     places, scales: for each occurrence, ordered by run, the offset of its gradient and the gradient's factor.
-    first_segment, run_of_segment, long_runs: the first segment of each long run, the run of each segment, and the numbers of
-        the long runs.
+    first_segment, run_of_segment, long_runs: the first segment of each long run, the run of each segment, and the indices
+        of the long runs.
     """
 
     counters: Any
@@ -133,8 +134,8 @@ class RowArrays(NamedTuple):
 
 
 class Rows:
-    """The runs of a batch. A run is all occurrences of one row. The constructor allocates the arrays, uninitialized, in one
-    allocation on the current stream.
+    """The runs of a batch. A run is all occurrences of one row. The constructor allocates all arrays at once on the current
+    stream, uninitialized.
 
     count: the number of occurrences in the batch. of_places: the dtype of `RowArrays.places`.
     is_scaled: True if gradients have factors (`RowArrays.scales`).
@@ -185,11 +186,11 @@ class Rows:
 
 
 class SortedAhead:
-    """The result of `sort_ahead`: sorted ids, which one stream computes while another continues.
+    """The result of `sort_ahead`: ids that a separate stream sorts.
 
-    rows: the sorted ids. Their memory was allocated on the stream `home`, and the stream `side` computes them. Both streams are
-        None if the current stream computes the rows.
-    read: the tensors that `side` reads. This object keeps them until a stream waits for the rows.
+    rows: the sorted ids. Their memory was allocated on the stream `home`, and the stream `side` computes them. Both streams
+        are None if the current stream computes the rows.
+    read: the tensors that `side` reads, kept until a stream waits for the rows.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class SortedAhead:
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
-        """Return the rows. Make the current stream wait for their computation."""
+        """Make the current stream wait for the sort. Return the rows."""
         self._is_taken = True
         if self._done is not None:
             here = torch.cuda.current_stream(self._rows.buffer.device)
@@ -212,7 +213,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """Keep torch from reusing the memory before the rows are computed, unless a stream has waited for the rows."""
+        """Keep torch from reusing the memory of rows for which no stream has waited, before the sort has ended."""
         if not self._is_taken and self._side is not None:
             for tensor in (self._rows.buffer, *self._read):
                 tensor.record_stream(self._side)
@@ -221,8 +222,8 @@ class SortedAhead:
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Sort the ids of a call on a separate stream, after all work that is enqueued on the current stream.
 
-    The sort runs concurrently with later work, such as the dense part of the model. `sorted_rows` of the same call
-    returns the result. While a graph is captured, this function does nothing.
+    The sort overlaps with later work, such as the dense part of the model. `sorted_rows` of the same call returns the
+    result. While a graph is captured, this function does nothing.
     """
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
@@ -249,7 +250,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
-    """Return all occurrences of ids of this rank's tables, sorted by table, row, feature, sample and place in the bag."""
+    """Return all occurrences of ids of this rank's tables, sorted by table, row, feature, sample and position in the bag."""
     ahead, of.sorted_ahead = of.sorted_ahead, None
     if ahead is not None:
         taken: Rows = ahead.take()
@@ -261,7 +262,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
-    """Allocate `Rows` that are large enough for a call, uninitialized."""
+    """Allocate uninitialized `Rows` that are large enough for a call."""
     shape = shape_of(of.plan.sharding, of.rank)
     count = laid.layers * jagged.values.numel()
     is_scaled = shape.any_mean or jagged.weights is not None
@@ -315,10 +316,10 @@ def _sort(
 def occurrences(
     of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
 ) -> Occurrences:
-    """Compute the sort key and the gradient's place of each occurrence of an id of this rank's tables.
+    """Compute, for each occurrence of an id of this rank's tables, its sort key and the offset of its gradient.
 
-    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences, if it
-        is known.
+    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences; None to
+        compute it.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()

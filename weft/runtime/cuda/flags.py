@@ -1,9 +1,8 @@
-"""Binary flags, the signals between GPU ranks. A captured CUDA graph can wait for flags, since every replay waits for
-the same value.
+"""Binary flags, the signals between GPU ranks. A captured CUDA graph can wait for flags, since every replay waits for the
+same value.
 
 Each `Wait` step has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A `Set` step
-raises the flags of all `Wait` steps with the same signal and index: its counter. A wait ends when its flag is raised. The
-flag is cleared before it can be raised again.
+raises the flags of all `Wait` steps with the same signal and index. A wait ends when its flag is raised.
 
 Streams do not count, unlike executors on CPU: counts differ in every run, but a graph repeats its values. Kernels that wait
 for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole GPU.
@@ -13,18 +12,19 @@ for a count in memory would occupy a part of the GPU, and delay GEMMs that need 
 
 A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
-If the tiles of a kernel set one counter many times, the kernel counts the tiles in memory of its own device, and raises the
-flag after the last tile. Streams of the kernel's own rank wait for this flag just like streams of peers.
+If the tiles of a kernel set one counter (a signal and an index) many times, the kernel counts the tiles in memory of its
+own device, and raises the flag after the last tile. Streams of the kernel's own rank wait for this flag just like streams
+of peers.
 
 When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write by a stream is
-slow, because it includes a system-scope fence. So a stream clears a flag in the same operation as another write, if possible.
-Let W be a wait of rank b for a signal of rank a, and let A be the next `Set` step of rank b for rank a. One operation clears
-W's flag and sets A. This is correct if rank a waits for A before its next step S that raises W's flag:
+slow, because it includes a system-scope fence. So a stream clears a flag in the same operation as another write, if
+possible. Let W be a wait of rank b for a signal of rank a, and let A be the next `Set` step of rank b for rank a. One
+operation clears W's flag and sets A. This is correct if rank a waits for A before its next step S that raises W's flag:
 
     rank b: wait W ... clear W's flag and set A                   rank a: wait for A ... set S, which raises W's flag again
 
-Then S cannot precede the clear. If there is no such step A, the flag is cleared right after the wait. In this case `flags_of`
-verifies that each wait is ordered before the next set of its flag (`weft.schedule.verify.happens_before`).
+Then S cannot precede the clear. If there is no such step A, the flag is cleared right after the wait. In this case
+`flags_of` verifies that each wait is ordered before the next set of its flag (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Flag:
 
     word: the index of the flag's word in the rank's memory. key: the counter for which the lane waits: (signal, index).
     setter: the rank that raises the flag. previous: True if the wait is for a signal of the previous run.
-    carrier: the index, in the lane, of a later `Set` step. One stream operation sets this signal and clears the flag. None: the
-        stream clears the flag right after the wait.
+    carrier: the index, in the lane, of a later `Set` step whose stream operation also clears the flag. None: the stream
+        clears the flag right after the wait.
     passed: the number of waits of the lane, up to and including this wait (see `RankSchedule.standing_word`).
     """
 
@@ -71,8 +71,8 @@ class Flag:
 def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait: (lane, index of the step).
 
-    Raise `ScheduleError` if a flag cannot replace the counter (signal, index) for which the step waits. The reason is one
-    of these: a run sets the counter twice, the wait is for only some of the sets by a tile kernel, or the flag could be
+    Raise `ScheduleError` if a flag cannot replace the counter (signal, index) for which a step waits. There are three
+    reasons: a run sets the counter twice, the wait is for only some of the sets by a tile kernel, or the flag could be
     raised again before it is cleared.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
@@ -108,8 +108,8 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
-    """Raise `ScheduleError` if the wait is for some, but not all, of the sets by a tile kernel: on GPUs the kernel raises the
-    flag once, after its last tile.
+    """Raise `ScheduleError` if a wait is for some, but not all, of the sets by a tile kernel: on GPUs a tile kernel raises
+    a flag once, after its last tile.
     """
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
@@ -121,7 +121,7 @@ def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> 
 
 
 def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
-    """Return, for each counter, the words of all flags that a set of this counter raises."""
+    """Return, for each counter, the word indices of all flags that a set of this counter raises."""
     words = defaultdict[Key, list[int]](list)
     for flag in flags.values():
         words[flag.key].append(flag.word)
@@ -129,16 +129,15 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits (lane, flag) that may block a run which makes no progress: for each rank that sets signals, at most one
-    wait. The list is empty if no run is blocked.
+    """Return the waits (lane, flag) in which a run may be blocked that makes no progress: at most one for each rank that
+    sets signals. The list is empty if no run is blocked.
 
-    A flag that this run has already cleared looks like a flag that was never raised. So the result may contain waits that have
-    ended. Waits for signals of this run are preferred to waits for the previous run.
+    A flag that this run has already cleared looks like a flag that was never raised, so some of these waits may have ended.
+    Waits for signals of the previous run are listed only if there are no others.
 
     words: the contents of the rank's words.
-    standing: the contents of the standing word, 1 + the number of waits known to have ended. With 0, the flags must show
-        whether a run is in progress: each run first clears the flags of its waits for the previous run. If all of these flags
-        are still raised, no run is blocked.
+    standing: the contents of the standing word (`RankSchedule.standing_word`). If it is 0, no run is blocked if all flags
+        of the previous run are still raised: each run first clears these flags.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):
@@ -148,11 +147,11 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of a `Set` step with which the stream can also clear the flag of the wait at index `at`; None if there
-    is no such step.
+    """Return the index of a `Set` step whose stream operation can also clear the flag of the wait at index `at`; None if
+    there is none.
 
     The candidate is the lane's next `Set` step for rank `setter`. It is suitable if `setter` waits for its signal before it
-    raises the flag again. If the wait is for the previous run, `setter` raises the flag again in this run, otherwise in the
+    raises the flag again. `setter` raises the flag again in this run if the wait is for the previous run, otherwise in the
     next run.
     """
     wait = steps[at]

@@ -1,6 +1,6 @@
-"""The launcher of `weft.kernels.grouped_matmul`: one GEMM for the rows of several experts. The launcher makes tensor maps
-(descriptors for the GPU's tensor memory accelerator) or pointers, and chooses the grid. It compiles all variants before any
-stream waits for a peer.
+"""The launcher of `weft.kernels.grouped_matmul`: one GEMM for the rows of several experts. It makes tensor maps
+(descriptors for the GPU's tensor memory accelerator) or pointers, and chooses the grid. It compiles all variants before
+any stream waits for a peer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GroupedVariant(NamedTuple):
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """Return a tensor as an argument of the kernel: with `tma` a tensor map of it, else the tensor itself.
+        """Return `tensor` as an argument of the kernel: with `tma` its tensor map, else the tensor itself.
 
         number: the argument's index: 0 for own, 1 for slots, 2 for weights, 3 for whole.
         """
@@ -122,10 +122,9 @@ def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
 def prepare(
     w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False, merged: bool = False
 ) -> None:
-    """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes
-    seconds.
+    """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes seconds.
 
-    Without `prepare` the first launch compiles the kernel, which must not happen while a stream waits for a peer.
+    Without it, the first launch would compile the kernel, which must not happen while a stream waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
@@ -146,15 +145,16 @@ def _variant(
 
 
 class GroupedMatmulLauncher:
-    """A launcher of GEMMs that multiply the rows of some sources and experts by the experts' weights. A source is a rank that
-    has sent rows. W is the world size, and E is the number of local experts.
+    """A launcher of GEMMs that multiply rows by the weights of their experts. The rows come from sources: a source is a
+    rank that has sent rows. W is the world size, and E is the number of local experts.
 
     slots: the rows from peers, `[at least (W - 1) * slot_rows, K]`. Rows of the n-th source after this rank begin at row
         `(n - 1) * slot_rows`.
     counts: the number of rows from each source for each local expert, int64 `[W, E]`. Any strides are allowed.
     splits: the number of this rank's rows for each global expert, int64 `[W * E]`.
-    first_source, n_sources: launches compute the sources `(rank + first_source + i) % W`, by default up to the last.
-    first_expert, n_experts: launches compute this range of local experts, by default up to the last.
+    first_source, n_sources: launches compute the rows of the sources `(rank + first_source + i) % W`, by default all from
+        first_source on.
+    first_expert, n_experts: launches compute the rows of this range of local experts, by default all from first_expert on.
     spare: the number of multiprocessors left to other kernels.
     back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
     adds: True to add to the rows of y, in fp32. Not together with `back`.
@@ -235,8 +235,8 @@ class GroupedMatmulLauncher:
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Update the kernel's arguments if only y has moved since the last launch, as in most calls. Return False if another
-        tensor has moved or changed its layout.
+        """Update the kernel's arguments if only y has moved since the last launch, as in most calls. Return False if
+        another tensor has moved or changed its layout.
         """
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False

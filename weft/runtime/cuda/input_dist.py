@@ -1,4 +1,6 @@
-"""The input distribution's kernels on a GPU (`weft.kernels.input_dist`), without waiting for the device."""
+"""Launchers of the kernels that distribute embedding ids between GPUs (`weft.kernels.input_dist`). The CPU does not wait
+for the device.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces that a rank sends, sorted by destination. A piece is the ids of one key. Two device tensors, int64 [pieces]:
-    the key and the destination rank of each piece.
+    """The pieces that a rank sends, sorted by destination. A piece is the ids of one key. Two device tensors, int64
+    [pieces], give the key and the destination rank of each piece.
     """
 
     key: torch.Tensor
@@ -29,8 +31,8 @@ def header(
     lengths: torch.Tensor, offsets: torch.Tensor | None, keys: int, batch: int, values: torch.Tensor,
     header_index: torch.Tensor, own: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write this rank's header to `own`, and return the headers for all destinations, one after the other. A header has the
-    number of ids of each piece (`weft.kernels.input_dist`).
+    """Write this rank's header to `own`, and return the headers of its messages to all destinations, one after the other. A
+    header has the number of ids of each piece (`weft.kernels.input_dist`).
 
     own: int64 `[HEAD + keys + 1]`. header_index: for each word of the returned headers, the index of its value in `own`.
     keys, batch: this rank's numbers of keys and of samples.

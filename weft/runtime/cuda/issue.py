@@ -1,14 +1,12 @@
 """The list of a compiled schedule's items, which the CPU issues in order in every run.
 
-An item is (kind, what, where). It is one of:
+An item is (kind, what, where), one of:
 
 - A range [what, where) of native operations, which the program (`_core.StreamProgram`) issues in one call.
-- A call of torch or NCCL, a launch of a kernel, or a step of dynamic size (`weft.runtime.cuda.sizes`). `what` is a function,
-  and `where` is the lane on whose stream it runs.
+- A call of torch or NCCL, a launch of a kernel, or a step of dynamic size (`weft.runtime.cuda.sizes`). `what` is a
+  function, and `where` is the lane on whose stream it runs.
 
 The compiler (`weft.runtime.cuda.compile`) records native operations in the program, and adds the other items here.
-
-The CPU time of a call depends on `issue`, so `issue` only iterates over the list.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """The list of items, and the state that issuing them needs. timed: True if each run must record time stamps."""
+    """The list of items, and the state that is needed to issue them. timed: True if each run must record time stamps."""
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
         self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps

@@ -1,9 +1,9 @@
 """Triton kernels as operations of a `_core.StreamProgram`, which launches them without Python.
 
-Triton's own launch takes more CPU time than the rest of a small call. So a program launches the kernel through the
-driver. This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory,
-which must be of size 0. When a schedule is compiled, `kernel_call` asks the driver for the sizes of the parameters, to
-detect Triton versions with other parameters. For these, and if the driver cannot answer, Triton launches the kernel.
+Triton's own launch takes more CPU time than the rest of a small call. So a program launches the kernel through the driver.
+The program passes the parameters of the kernel's signature, followed by pointers to scratch memory, which must be of size
+0. Some Triton versions may compile other parameters, so `kernel_call` compares the sizes of the parameters with the
+driver's. If they differ, or if the driver cannot tell, Triton launches the kernel.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weft import _core
 
 
 class Base(NamedTuple):
-    """An address in a program: the index of one of the base addresses that each run passes, and an offset in bytes."""
+    """An address in a program: the index of a base address, which each run passes, and an offset in bytes."""
 
     number: int
     offset: int
 
 
 class Grid(NamedTuple):
-    """A grid whose sizes may differ in each run. A run passes the two sizes among the program's base addresses, at the indices
-    x and y.
+    """A grid whose two sizes may differ in each run. x and y are the indices, among the numbers that a run passes to the
+    program, at which the sizes are.
     """
 
     x: int
@@ -57,10 +57,10 @@ def loaded_kernel(
 def record_one_of(
     program: _core.StreamProgram, stream: int, calls: Sequence[tuple[int, _core.KernelCall | None]]
 ) -> bool:
-    """Record a launch of one of several compiled variants. In each run, the program launches the first variant whose alignment
-    matches the addresses. Return False if Triton must launch one of the variants.
+    """Record a launch of one of several compiled variants into `program`. In each run, the first variant whose alignment
+    matches the addresses is launched. Return False if only Triton can launch one of the variants.
 
-    calls: (alignment in bytes, call) of each variant. A call is None if Triton must launch it.
+    calls: (alignment in bytes, call) of each variant. A call is None if only Triton can launch it.
     """
     known = [(step, call) for step, call in calls if call is not None]
     if len(known) == len(calls):
@@ -71,7 +71,7 @@ def record_one_of(
 def kernel_call(
     program: _core.StreamProgram, compiled: Any, programs: int | Grid, arguments: Sequence[Argument]
 ) -> _core.KernelCall | None:
-    """Return a launch of the kernel `compiled` for `program`; None if Triton must launch the kernel.
+    """Return a launch of the kernel `compiled` for `program`, or None if only Triton can launch the kernel.
 
     programs: the size of the grid. arguments: the kernel's arguments, without constants. The caller must keep tensors among
         them alive as long as the program.
@@ -105,8 +105,8 @@ def kernel_call(
 
 
 def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
-    """Return a program with one launch of the kernel `compiled`; None if Triton must launch it. The program takes a third of
-    the CPU time of Triton's launch.
+    """Return a program that launches the kernel `compiled`, in a third of the CPU time of Triton's launch; None if only
+    Triton can launch it.
 
     Each run passes the two sizes of the grid, then `arguments` addresses or numbers.
     """

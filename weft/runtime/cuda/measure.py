@@ -1,11 +1,12 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
 All ranks measure at the same time, because schedules also use links in both directions, and load all GPUs. A result is the
-time of the slowest rank. Work is enqueued behind a sleep kernel, so that the CPU is ahead of the device.
+time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so that the CPU's time does
+not count.
 
-Loading a kernel while a stream waits for a peer could hang the device. So set-up loads the copy kernels, and GEMMs of
-the given shapes. Each measurement first runs once without a sleep kernel, to load its own kernels. Then it runs behind a
-sleep kernel. Signals to a peer are timed as stream operations, which need no kernels.
+A kernel that is loaded while a stream waits for a peer could hang the device. So set-up loads the copy kernels, and GEMMs
+of the given shapes, and each measurement first runs once without the sleep kernel. Signals to a peer are timed as stream
+operations, which need no kernels.
 """
 
 from __future__ import annotations
@@ -55,10 +56,7 @@ class GpuMeasure:
     """
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
-        """Allocate buffers and load kernels.
-
-        gemms: the shapes that will be measured. Their operands are allocated, and their kernels loaded, before anything is
-            timed.
+        """Allocate buffers and load kernels. gemms: the shapes of the GEMMs that will be measured.
 
         Raises `RefusedError` on every rank if a rank lacks memory or cannot run these GEMMs.
         """
@@ -246,7 +244,8 @@ class GpuMeasure:
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
         """Return the time, in microseconds, of a copy from this rank to its neighbour.
 
-        record: a function that records the copy into a program. Base address 0 is the target, and 1 is the source.
+        record: a function that records the copy into a program. In the program, base address 0 is the target, and 1 is the
+            source.
         """
         program = _core.StreamProgram(2, 1, 0)
         record(program)

@@ -1,14 +1,14 @@
 """Memory of executors on GPUs: symmetric memory, flag words and streams, and their release when the group fails.
 
-Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), sized for the largest schedule.
-They also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So
-runs and replays of captured graphs must have the same order on all ranks.
+Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), sized for the largest schedule. They
+also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So runs
+and replays of captured graphs must have the same order on all ranks.
 
-If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells rank a that a reader
-has read the rows that rank a wrote. But in the next run, rank a may write where rows of other ranks were, which the reader
-may still need. With two ranks this cannot happen, because the reader has rows of only one peer. With more ranks,
-`ScheduleMemory.enter` runs a barrier: every rank notifies all peers that its previous runs have ended, and waits for the same
-from all peers. The barrier runs when sizes change. Once a graph has captured a run, the barrier precedes every run, because
+If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag allows rank a to overwrite
+its own rows, which a reader has read. But if the rows of the next run have other positions, rank a may overwrite rows of
+other ranks that the reader still needs. With two ranks this cannot happen, because a reader has rows of only one peer. With
+more ranks, `ScheduleMemory.enter` runs a barrier when sizes change: every rank notifies all peers that its previous runs
+have ended, and waits for the same from all peers. Once a graph has captured a run, the barrier precedes every run, because
 the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.
 
 If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory
@@ -48,7 +48,7 @@ class ScheduleMemory:
     """Symmetric memory, flags and streams, shared by the executors of schedules that differ only in sizes. All ranks must
     construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
 
-    mine: the schedule whose sizes determine the size of the memory, evaluated for this rank.
+    mine: this rank's steps of the schedule whose sizes determine the size of the memory.
     """
 
     def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
@@ -94,7 +94,7 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if the schedule `mine`, evaluated for this rank, differs from this memory's schedules only in sizes."""
+        """True if `mine`, this rank's steps of a schedule, differs from the schedules of this memory only in sizes."""
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
@@ -141,8 +141,8 @@ class ScheduleMemory:
                 region.give_back()
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
-        """Return the barrier: a program that notifies peers that this rank's runs have ended, and waits until theirs have.
-        Also return the program's base addresses.
+        """Return the barrier, a program, and its base addresses. It notifies peers that this rank's runs have ended, and
+        waits until theirs have ended.
         """
         world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
@@ -214,11 +214,11 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Write NaN to all buffers that peers write. Then end every wait of this rank's streams. Runs on the watchdog thread
-        when the group has failed.
+        """Write NaN to all buffers that peers write, then end every wait of this rank's streams. Runs on the watchdog
+        thread when the group has failed.
 
-        Copies of peers may still arrive afterwards, until their streams are done. So the buffers are filled again and again
-        for `_SPOIL_S`.
+        Copies of peers may still arrive until their streams are done, so the buffers are filled again and again for
+        `_SPOIL_S`.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._spoil()
@@ -247,8 +247,8 @@ _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemo
 
 
 def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Add `outgrown` to the outgrown memories. Close the oldest of them until the others hold at most `SPARE_BYTES`. All ranks
-    must make this call.
+    """Add `outgrown`, a memory that has become too small, to the list of such memories. Close the oldest until the rest
+    hold at most `SPARE_BYTES`. All ranks must make this call.
     """
     known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))
@@ -268,10 +268,10 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory that schedules of one kind share, and `schedule`, evaluated for this rank. Return None if `schedule`
+    """Return the memory that schedules of one `kind` share, and this rank's steps of `schedule`. Return None if `schedule`
     differs from others of its kind in more than sizes.
 
-    kind: a key that schedules have in common if they should share memory.
+    kind: a key of the schedules that may share memory.
 
     If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """
@@ -293,8 +293,8 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
 
 
 def _not_hindered_by_captures() -> None:
-    """Set this thread's capture mode to relaxed. In another mode, a stream synchronisation in this thread would invalidate a
-    graph that another thread captures.
+    """Set this thread's capture mode to relaxed. Otherwise its stream synchronisations would invalidate a graph that
+    another thread captures.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """A further copy in the same kernel, with the `CopyShape` of the first copy.
 
     source: the position of its source, in bytes from the first copy's source.
-    target: the address of its target; with `relative`, the position in bytes from the first copy's target.
+    target: the address of its target. If `relative` is True, the position in bytes from the first copy's target instead.
     sizes: as in `CopyLaunch`; 0 for a fixed size.
     """
 
@@ -52,18 +52,18 @@ class Part(NamedTuple):
 
 
 class CopyLaunch:
-    """A launch of one kernel that sets signals, waits for signals, copies, sets signals, and waits again. All sets and waits
-    are optional.
+    """A launch of one kernel that sets signals, waits for signals, copies, sets signals, and waits again. All sets and
+    waits are optional.
 
     sets_before, waits, sets, waits_after: the addresses of the flags (`weft.runtime.cuda.flags`) that the kernel sets or
         awaits, before and after the copy.
-    targets: addresses of further targets for the same source. parts: copies of other parts of the source's buffer, never
+    targets: addresses of further targets for the same source. parts: further copies from the source's buffer, never
         together with `targets`.
-    begins, passes, ends: pairs (address, number), for the thread that watches deadlines. The kernel stores the numbers, in 32
-        bits, when it begins, when `waits` have ended, and when it ends.
-    sizes: for a dynamic size, the address of (first row of the source, first row of the target, rows) in device memory.
-        `shape.rows` is then the number of rows of the target. 0 for a fixed size.
-    early: True if the kernel may read the source before its waits end, because no step that it waits for writes the source.
+    begins, passes, ends: pairs (address, number) for the thread that watches deadlines. The kernel stores the numbers, in
+        32 bits, when it begins, when `waits` have ended, and when it ends.
+    sizes: for a dynamic size, the device address of three numbers: first row of the source, first row of the target, and
+        number of rows. `shape.rows` is then the number of rows of the target. 0 for a fixed size.
+    early: True if the kernel may read the source before its waits end, because they do not wait for a write of the source.
     programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
         otherwise "".
     """
@@ -118,8 +118,9 @@ class CopyLaunch:
     ) -> None:
         """Launch the kernel.
 
-        source, target: the addresses of the first copy. source_rows, target_rows: with `sizes`, the number of rows in the
-            memory that begins at `source` and at `target`; by default the target has `shape.rows`.
+        source, target: the addresses of the first copy.
+        source_rows, target_rows: with `sizes`, the number of rows in the buffers at `source` and `target`. By default the
+            target has `shape.rows`.
         stream: a stream's handle; by default the current stream.
         """
         step = self._step
@@ -179,8 +180,9 @@ def _constants(step: int, adds: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
-    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants. adds: as in
-    `CopyLaunch`.
+    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants.
+
+    adds: as in `CopyLaunch`.
     """
     constants = _constants(step, adds)
     kernel = device_code.move_kernel
@@ -198,7 +200,7 @@ def _compiled_small(device: torch.device, name: str) -> Any:
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
-    """Return the largest power of two that divides all of `numbers`, at most `_ALIGNMENT`, the widest access."""
+    """Return the largest power of two that divides all of `numbers`, but at most `_ALIGNMENT`."""
     bits = _ALIGNMENT
     for number in numbers:
         bits |= number

@@ -65,8 +65,9 @@ class PermuteLauncher:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, segments: int, step: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants. segments: a
-    power of two that is at least the number of segments.
+    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants.
+
+    segments: a power of two that is at least the number of segments.
     """
     item = min(8, step)
     constants = {"SEGMENTS_P2": segments, "ITEM": _ITEMS[item], "BLOCK": _BLOCK_BYTES // item, "ALIGN": step // item}

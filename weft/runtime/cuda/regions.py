@@ -1,10 +1,9 @@
-"""Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of
-torch.
+"""Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of torch.
 
-A compiled program gets new addresses in every run, because the caller's tensors may have moved. It identifies memory by
-the number of a base address and an offset in bytes. The bases are, in this order: the caller's tensors, the schedule's
-scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the bases of the
-caller's tensors change.
+A compiled program gets new addresses in every run, because the caller's tensors may have moved. So it identifies memory by
+an index into a list of base addresses, and an offset in bytes. The list has, in this order: the caller's tensors, the
+schedule's scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the
+addresses of the caller's tensors change.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Regions:
     """The addresses of all regions and words.
 
     bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them.
-    words: the index, in `bases`, of rank 0's signal words. Those of the other ranks follow.
-    begun: the index, in `bases`, of the word in which a run marks its begin.
+    words: the index, in `bases`, of rank 0's signal words. The signal words of the other ranks follow.
+    begun: the index, in `bases`, of the word that a run sets when it begins.
     """
 
     def __init__(self, context: Context) -> None:
@@ -58,8 +57,8 @@ class Regions:
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
         """Return (base, starts, row pitch in bytes) for many regions of one buffer.
 
-        If the buffer is a tensor of the caller, `base` is the index of its base address, and `starts` are offsets from it in
-        bytes. Otherwise `base` is None, and `starts` are addresses.
+        If the buffer is a tensor of the caller, `base` is the index of its base address, and `starts` are offsets in bytes.
+        Otherwise `base` is None, and `starts` are addresses.
 
         name: the buffer. at, row, col: for each region, its rank, first row and first column.
         """
@@ -94,7 +93,7 @@ class Regions:
         return context.region.tensor(at, tuple(own.shape), own.dtype, context.layout.buffers[name])
 
     def own_part(self, region: Region) -> torch.Tensor:
-        """Return a region of a scratch or symmetric buffer as a tensor."""
+        """Return a region of a scratch or symmetric buffer of this rank as a tensor."""
         row, col = int(region.row), int(region.col)
         return self.whole(region)[row : row + int(region.rows), col : col + int(region.cols)]
 

@@ -1,4 +1,4 @@
-"""Checks for steps that the GPU executor cannot run. They raise when a schedule is compiled, not during a run."""
+"""Checks that a schedule is compiled only if the GPU executor can run its steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.schedule.text import describe
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """Raise `ScheduleError` if GPUs cannot run a step of `rank`. The error names the step. Also raise `ScheduleError` if
-    concurrent updates by several lanes or ranks could be lost.
+    """Raise `ScheduleError` if GPUs cannot run a step of `rank`, or if concurrent additions of several lanes or ranks to
+    one buffer could be lost. The error names the step or the buffer.
     """
     for buffer in schedule.buffers:
         if buffer.dtype == "fp64":
@@ -61,8 +61,8 @@ def _entries(registry: Mapping[Any, object]) -> str:
 
 
 def _require_nothing_lost(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if an update could be lost: a kernel that adds to a buffer without atomics may overwrite what
-    another lane adds at the same time.
+    """Raise `ScheduleError` if a kernel that adds to a buffer without atomics could overwrite what another lane adds at the
+    same time.
     """
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):

@@ -1,24 +1,24 @@
 """The executor of schedules on GPUs: lanes are streams, copy engines copy, and the CPU only issues operations.
 
 A schedule is compiled once (`weft.runtime.cuda.compile`). Copies, signals and joins of streams are recorded in a
-`_core.StreamProgram`, which issues a sequence of them in one call. cuBLAS GEMMs and small kernels are issued between
-them. The first compute lane is the caller's current stream. The other lanes start when this stream reaches the call,
-and the stream continues when all lanes have ended.
+`_core.StreamProgram`, which issues a sequence of them in one call. cuBLAS GEMMs and small kernels are issued between them.
+The first compute lane is the caller's current stream. The other lanes start when this stream reaches the call, and the
+stream continues when all lanes have ended.
 
 Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them,
-without using a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Replays
-and single calls may alternate. One rank may replay a run for which another rank makes a single call.
+without a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Replays and
+single calls may alternate, and one rank may replay a run for which another rank makes a single call.
 
-Memory order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all
-later work on its stream. These are the release and acquire that `Set` and `Wait` promise.
+Memory order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all later
+work on its stream. These are the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has no deadline, so `weft.runtime.cuda.watch` checks whether runs make progress. When the
-group has failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the
-next call raises.
+Deadlines. A stream that waits has no deadline, so `weft.runtime.cuda.watch` checks that runs make progress. When the group
+has failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the next call
+raises.
 
-Results computed from data that never arrived are recognisable. Before the streams of a failed group continue, all bytes
-of this rank's symmetric buffers are set to 0xFF: NaN in any floating-point type, and -1 as a count. This costs
-successful calls nothing.
+Missing data. Results of a failed group are recognisable: before its streams continue, all bytes of this rank's symmetric
+buffers are set to 0xFF. This is NaN in any floating-point type, and -1 as a count. Calls that succeed need no extra work
+for this.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class CudaSchedule(Executor):
 
     memory: memory that executors share (`weft.runtime.cuda.memory`). Without it, ranks compare schedules and allocate
         memory, so all ranks must construct the executor together.
-    mine: the result of `rank_schedule` for `schedule`, if the caller has it.
+    mine: the result of `rank_schedule` for `schedule`; None to compute it.
 
     Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
-        schedules differ, `ScheduleError` if streams cannot run it, and `OutOfSharedMemoryError`.
+        schedules differ, `ScheduleError` if streams cannot run the schedule, and `OutOfSharedMemoryError`.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class CudaSchedule(Executor):
 
         tensors: every input and output buffer by name, with the sizes in the schedule. Weights may also be [count, rows,
             columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a function that gets
-            the number of rows and returns a tensor. If a `Read` step has by="meanwhile", the CPU calls the function
-            before the sizes are known, for more rows than expected, and returns a slice of the result.
+            the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU calls the function with
+            an estimate of the rows plus a margin, and returns a slice of the result.
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
-        like_before: True if only the addresses of the tensors differ from an earlier run. Then do not check the tensors.
+        like_before: True to skip the checks of tensors, which differ from those of an earlier run only in their addresses.
         timeline: if given, wait for the device, and append the times of each step.
 
         Raises errors of the group since the last run.
@@ -147,7 +147,7 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """The executor's symmetric memory in bytes. If n executors share a memory, each counts 1 / n of its size."""
+        """The executor's symmetric memory in bytes. If n executors share memory, each counts 1 / n of its size."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ class CudaSchedule(Executor):
         self.memory.leave(self)
 
     def let_go(self) -> None:
-        """Drop all references to the memory, so that the executor cannot run any more."""
+        """Drop all references to the memory. The executor cannot run any more."""
         self._programs.clear()
         self.context.own.clear()
 
@@ -187,8 +187,8 @@ class CudaSchedule(Executor):
                 )
 
     def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:
-        """Load every kernel that a run with such tensors needs, because loading a kernel while a stream waits can hang
-        the device.
+        """Load every kernel that a run with such tensors needs. A kernel that is loaded while a stream waits can hang the
+        device.
         """
         layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:

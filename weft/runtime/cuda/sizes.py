@@ -36,8 +36,8 @@ def is_dynamic(step: Any) -> bool:
 class Totals:
     """A kernel that computes dynamic sizes and positions on the device.
 
-    held: the int64 device tensor that determines them. indices: expressions; each is a constant plus sums over elements of
-        `held`.
+    held: the int64 device tensor from which they are computed.
+    indices: the expressions to compute. Each is a constant plus sums over elements of `held`.
     numbers: the results, int64 on the device, one for each index.
     """
 
@@ -77,8 +77,8 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """The read of a buffer by the CPU, once in a run. The CPU waits for the contents, and allocates the outputs whose number
-    of rows depends on them.
+    """The read of a buffer by the CPU, once in a run. The CPU waits for the buffer's contents, then allocates the outputs
+    whose number of rows they determine.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -108,9 +108,10 @@ class HostRead:
 class ReadAhead:
     """A read of dynamic sizes for which the CPU waits only after it has issued the GEMMs.
 
-    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for the
-    sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
-    issues the GEMMs again. This is possible because the lane allows peers to overwrite the GEMMs' operands only later.
+    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for
+    the sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger
+    output and issues the GEMMs again. Their operands are still intact, because the lane lets peers overwrite them only
+    later.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -161,12 +162,14 @@ def _with_room(rows: int) -> int:
 
 
 class DynamicCopy:
-    """A copy by a copy engine whose size the CPU has read."""
+    """A copy by a copy engine, of a dynamic size that the CPU has read."""
 
     def __init__(
         self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]
     ) -> None:
-        """source, target: the places of the two buffers: (index of the base address, offset in bytes, row pitch in bytes)."""
+        """source, target: the positions of the two buffers, each (index of the base address, offset in bytes, row pitch in
+        bytes).
+        """
         self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:

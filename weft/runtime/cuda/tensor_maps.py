@@ -19,9 +19,7 @@ ALIGNMENT = 16
 
 
 class Lent:
-    """The address and layout of a caller's tensor. A tensor map is made of this object instead of the tensor, so that it does
-    not keep the tensor alive.
-    """
+    """The address and layout of a caller's tensor. A tensor map made of this object does not keep the tensor alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (
@@ -39,9 +37,7 @@ class Lent:
 
 
 class Stand(MockTensor):
-    """A contiguous placeholder tensor without memory, for compilation. Its address has the alignment of the real
-    tensors.
-    """
+    """A contiguous placeholder tensor without memory, for compilation. Its address has the alignment of the real tensor."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
         super().__init__(dtype, shape)
@@ -57,7 +53,9 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Return (True if tensor maps work on the device, its number of multiprocessors). In the interpreter the number is 2."""
+    """Return (True if tensor maps work on the device, its number of multiprocessors). In Triton's interpreter the number is
+    2.
+    """
     if device.type != "cuda":
         return env.triton_interpreted(), 2
     properties = torch.cuda.get_device_properties(device)

@@ -34,8 +34,9 @@ from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variabl
 class TilesCall:
     """The launch of a `Tiles` step.
 
-    writes_outputs: False if the kernel writes only the schedule's own memory. Then the launch need not be repeated when an
-        output was too small (`sizes.ReadAhead`)."""
+    writes_outputs: False if the kernel writes only the schedule's own memory. Such a launch is not repeated when
+        `sizes.ReadAhead` has allocated a larger output.
+    """
 
     writes_outputs = True
 
@@ -52,8 +53,8 @@ class TilesLane:
     """The lane of a `Tiles` step, with the data that its launch needs.
 
     scratch: memory that the lane's launches share. sizes: as in `Compiler`.
-    words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that a
-        `Set` of `signal[index]` writes.
+    words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that
+        a `Set` of `signal[index]` writes.
     """
 
     context: Context
@@ -103,7 +104,7 @@ def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, lane: TilesLane) -> Tile
 
 
 def permuted(step: Step) -> list[Copy]:
-    """Return the copies of all tiles of a `Permute` step. Copies from one buffer are consecutive."""
+    """Return the copies of all tiles of a `Permute` step, grouped by source buffer."""
     assert isinstance(step, Tiles)
     tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
              for number in range(int(step.extent))]  # fmt: skip
@@ -182,7 +183,7 @@ class GroupedMatmulCall(TilesCall):
 class PermuteCall(TilesCall):
     """A launch of `Permute`.
 
-    copies: the copies of all tiles. Copies with the same source buffer are consecutive.
+    copies: the copies of all tiles, grouped by source buffer.
     sizes: the device address of three numbers for each copy: first source row, first target row, and number of rows.
     """
 
@@ -284,8 +285,9 @@ class TrackedMatmulCall(TilesCall):
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Assign a counter to each signal that the tiles set. Return for each counter (its number of tiles, the addresses of
-        the words to set after these tiles), and for each set the counter of every tile.
+        """Assign a counter to each signal that the tiles set. Return two lists. The first has, for each counter, its number
+        of tiles, and the addresses of the words to set after these tiles. The second has, for each set, the counter of
+        every tile.
 
         over: a function that evaluates an expression for all tiles.
         """

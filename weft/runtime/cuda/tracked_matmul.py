@@ -1,4 +1,4 @@
-"""The launcher of `weft.kernels.tracked_matmul`, a GEMM that counts its finished tiles and sets signals. The launcher makes the
+"""The launcher of `weft.kernels.tracked_matmul`, a GEMM that counts its finished tiles and sets signals. It makes the
 kernel's tables on the device, and tensor maps or pointers. It compiles all variants before any stream waits for a peer.
 """
 
@@ -44,11 +44,13 @@ class TrackedVariant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """The number of elements of k in each split, a multiple of the block size. The last split has the rest."""
+        """The number of elements of k that each program sharing a tile multiplies: a multiple of the block size. The last
+        program multiplies the rest.
+        """
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> TrackedVariant:
-        """Return the variant in which at most `most` programs share a tile. Each program multiplies a part of k, of at least
+        """Return the variant in which up to `most` programs share a tile. Each multiplies a part of k, of at least
         `TrackedMatmul.least_part` elements.
         """
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
@@ -93,7 +95,7 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 
 
 class TrackedMatmulLauncher:
-    """A launcher of a @ w, whose tables say where each tile of the product is stored, and which counter it increments.
+    """A launcher of a @ w. Its tables say where each tile of the product is stored, and which counter the tile increments.
 
     table: a row for each tile: int64 [tiles, 6 + sets], or [tiles, 8 + sets] with `adds`. The format is that of
         `weft.kernels.tracked_matmul`, except that addresses, offsets and pitches are in bytes.
@@ -145,8 +147,8 @@ class TrackedMatmulLauncher:
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
-        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows. This
-        takes seconds.
+        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows. This takes
+        seconds.
         """
         for aligned in (True, False):
             variant = self._variant(a, w, aligned)

@@ -1,9 +1,9 @@
 """Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks that runs make progress.
 
-When a run of a schedule begins on the device, it sets a mark in pinned memory. The thread reads and clears the mark
-without calling CUDA. If no new mark appears before the deadline, the thread reads from the device whether the last run
-is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases the streams. Otherwise
-the thread reads nothing more until the next run begins.
+When a run of a schedule begins on the device, it sets a mark in pinned memory. The thread reads and clears the mark without
+calling CUDA. If no new mark appears before the deadline, the thread copies the flags from the device, to find out if the
+last run is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases the streams.
+Otherwise the thread copies nothing more until the next run begins.
 """
 
 from __future__ import annotations
