@@ -1,7 +1,7 @@
 """The line of user code that called weft, for warnings and for comparisons of calls.
 
-A fixed stack level does not work, because user code, autograd, a module or a compiled program may make the call. This
-module walks up the stack instead, and skips the frames of weft and torch.
+User code, autograd, a module or a compiled program may make the call, so a fixed stack level does not work. This module
+walks up the stack, and skips frames of weft and torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Atomic file writes, and files with one JSON object per line.
-
-A file is complete even if the process is killed during the write.
-"""
+"""File writes that leave no partial file behind if the process is killed, and files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a new file and rename it to `path`. If `path` is not a regular file, such as a pipe or a link,
-    write to it directly.
+    """Replace the file `path` by a file with `text`, in one step: write a new file and rename it. If `path` is a pipe,
+    a link or a device, write to it directly.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text)
@@ -35,10 +32,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_no_others(folder: Path, pattern: str, names: Collection[str]) -> None:
-    """Raise `ValueError` if `folder` has files that match `pattern` and are not in `names`.
+    """Raise `ValueError` if `folder` has files that match `pattern`, other than the files called `names`.
 
-    Call this function before you write a trace with a file for each rank. Programs that read the folder would take
-    files of an old trace for ranks of the new trace.
+    Call this function before you write a trace with one file for each rank. Otherwise files of an older trace would
+    remain in the folder, and readers would count them as further ranks.
     """
     others = sorted(path.name for path in folder.glob(pattern) if path.name not in names)
     if others:
@@ -49,14 +46,16 @@ def require_no_others(folder: Path, pattern: str, names: Collection[str]) -> Non
 
 
 def append_json(path: Path, objects: Iterable[Any]) -> None:
-    """Append one line of JSON per object, in one write. If the last line of the file lacks its newline, add it first."""
+    """Append each object to the file as a line of JSON, all in one write. If the file does not end with a newline,
+    write one first.
+    """
     lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in objects)
     with path.open("ab") as file:
         file.write(("\n" * _cut_off(path) + lines).encode())
 
 
 def _cut_off(path: Path) -> bool:
-    """True if the last line lacks its newline."""
+    """True if the file's last line does not end with a newline."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

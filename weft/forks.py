@@ -1,4 +1,5 @@
-"""Process groups that a fork copied into this process. The child must not use them: their sockets belong to the parent.
+"""A check for process groups that a forked child inherited. The child must not use them, because their sockets belong
+to the parent.
 
 `import weft` registers a hook that runs at a fork. The hook does not load torch.
 """

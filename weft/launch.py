@@ -1,10 +1,9 @@
-"""Start several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for persistent
-workers.
+"""Start several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for workers that
+persist between calls.
 
-Importing torch takes seconds in each new interpreter. A fork server imports torch once, and forks each rank in
-milliseconds. The fork server has no threads and no CUDA context, so that the fork is safe even if the calling process
-has both. Ranks find each other by a file in a private temporary directory. So they need no TCP server, and no ports
-can collide.
+Importing torch takes seconds in each new interpreter. So a fork server imports torch once, and forks each rank in
+milliseconds. The server has no threads and no CUDA context, so the fork is safe even if the calling process has both.
+Ranks find each other by a file in a private temporary directory, without a TCP port.
 
 The function must be importable by name (a top-level function). Its arguments and results must be picklable; tensors are
 copied. If a rank raises, dies or exceeds the time limit, all workers are killed, and the next run starts new ones.
@@ -77,8 +76,8 @@ def run_ranks(
 class Pool:
     """A context manager with `world_size` worker processes, which share a process group and persist between calls.
 
-    Workers start at the first `run`. Each worker uses `threads` torch threads. Workers ignore Ctrl-C, which the parent
-    process handles. If the parent process dies, the workers exit.
+    Workers start at the first `run`, and exit if the parent process dies. Each uses `threads` torch threads. Workers
+    ignore Ctrl-C: the parent process handles it.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
@@ -206,11 +205,12 @@ class Pool:
         return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
-        """Wait for all ranks, and fill `results` with their return values or errors. Return the errors in order of
+        """Wait for all ranks, and store their return values or errors in `results`. Return the errors in order of
         arrival.
 
-        timeout_s: the time limit for all ranks. grace_s: the time limit for the other ranks after the first
-            error. Some of them may be in a collective with the failed rank, where they would wait until a deadline.
+        timeout_s: the time limit for all ranks.
+        grace_s: the time limit for the remaining ranks after the first error. They may be in a collective with the
+            failed rank.
         """
         until = time.monotonic() + timeout_s
         failed: list[BaseException] = []
@@ -252,7 +252,7 @@ class Pool:
         return failed
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Return the stack of each of `ranks`, as faulthandler prints it."""
+        """Return the Python stacks of `ranks` as one text."""
         assert self._directory is not None
         for rank in ranks:
             pid = self._workers[rank][0].pid
@@ -323,8 +323,9 @@ def _work(
 ) -> None:
     """Run a worker process: join the process group, then run the calls from `pipe` until it closes.
 
-    directory: the pool's temporary directory, with stack traces and the files by which ranks find each other. remains:
-        the directory to delete if the parent process dies. environment: the parent's environment variables.
+    directory: the pool's temporary directory. It contains stack traces, and the files by which ranks find each other.
+    remains: the directory to delete if the parent process dies.
+    environment: the parent's environment variables.
     """
     # Objects that the fork server imported are never freed. Collecting garbage among them takes 0.2 s and copies their
     # memory.
@@ -396,8 +397,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, remains: str) -> None:
-    """Wait until the parent process ends. Then delete the directory `remains`, which a killed parent could not delete,
-    and exit.
+    """Wait until the parent process ends. Then delete the directory `remains`, and exit.
 
     sentinel: the file descriptor that becomes readable when the parent ends.
     """

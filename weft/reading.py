@@ -130,9 +130,7 @@ def _check_depth(depth: int, where: str, fix: str) -> None:
 
 
 def _check_values(found: Any, where: str, fix: str) -> None:
-    """Raise `UnreadableError` for numbers beyond the limits, and for TOML keys that nest too deeply. Nesting is
-    followed without recursion.
-    """
+    """Raise `UnreadableError` for numbers beyond the limits, and for TOML keys with too many dotted parts."""
     left: list[tuple[Any, tuple[str | int, ...]]] = [([found], ())]
     while left:
         item, path = left.pop()

@@ -20,7 +20,8 @@ def joined(*parts: str) -> str:
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """Join texts with the ranks that they belong to, such as "ranks 0, 2: this; rank 1: that". Equal texts are merged.
+    """Return one text from the texts of several ranks, such as "ranks 0, 2: this; rank 1: that". Ranks with equal texts
+    are listed together.
 
     said: pairs (rank, text).
     """

@@ -1,18 +1,19 @@
 """Comparisons across ranks at every call. (`weft.operator.together` compares the first call of a shape.)
 
-    on CPU     tables of row counts, when ranks synchronise before data is sent (`weft.runtime.meeting`)
-    on GPUs    a digest: a hash of all calls so far. A background thread compares it (`weft.symm.calls`)
-    WEFT_CHECK_CALLS=1, on both    also tables of row counts, and the values of tensors that must be equal on all
-                                   ranks, such as a bias. To read these values, the CPU waits for the GPU
+    ranks                         compare
+    CPU                           tables of row counts, before data is sent (`weft.runtime.meeting`)
+    GPU                           a hash of all calls so far, called the digest, in a background thread (`weft.symm.calls`)
+    both, WEFT_CHECK_CALLS=1      also tables of row counts, and the values of tensors that must be equal on all ranks,
+                                  such as a bias. To read these values, the CPU waits for the GPU
 
-Each rank has two tables of row counts: the rows that it sends to each peer, and the rows that it expects from each
-peer. Tables agree if every rank sends each peer as many rows as the peer expects.
+If a call sends different numbers of rows to different ranks, each rank has two tables of row counts. One has the rows
+that it sends to each peer, the other the rows that it expects from each peer. Tables agree if every rank sends each
+peer as many rows as the peer expects.
 
-To compare tables cheaply, each rank contributes one 64-bit number. The number is the weighted sum of the counts that
-the rank sends, minus the weighted sum of the counts that it expects. A weight depends on sender, receiver and, if each
-pair of ranks has a count for each expert, on the expert. If the tables agree, the numbers of all ranks add up to 0 (mod
-2^64). If the tables differ, the total is 0 only with a probability of 2^-64. If the total is not 0, ranks exchange the
-tables to find the difference.
+To compare tables cheaply, each rank contributes one 64-bit number: a weighted sum of the counts that it sends, minus a
+weighted sum of the counts that it expects. All ranks use the same random weight for the same sender, receiver and
+expert. If the tables agree, the numbers of all ranks add up to 0 (mod 2^64). Otherwise the total is 0 only with a
+probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprints of forward and backward
 
 
 class AcrossRanks:
-    """The comparison, across ranks, of all calls of one shape.
+    """The comparison of all calls of one shape with the calls of other ranks.
 
     what: the operator and shape, for error texts.
     said: the full description of the call, which ranks compared at the first call.
@@ -62,15 +63,16 @@ class AcrossRanks:
     def begin(
         self, call: Any, capturing: bool, deadline_s: float | None, begun: Begun | None = None
     ) -> list[int] | None:
-        """Compare this rank's call with the calls of its peers, as the table at the top of this file says.
+        """Compare this rank's call with the calls of its peers (see the table at the top of this file).
 
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
-        While a CUDA graph is captured (`capturing`), only add the call to the digest that ranks compare later.
+        While a CUDA graph is captured (`capturing`), only add the call to the digest.
 
         begun: a call whose first part needs no other rank (`weft.runtime.unfused.begun`), or None. A CPU rank runs this
-            part while it waits for its peers. Ranks also exchange the number `begun.number`, for the rest of the call.
+            part while it waits for its peers.
 
-        Return `begun.number` of each rank if CPU ranks have synchronised in this method; otherwise None.
+        Return the number `begun.number` of every rank if CPU ranks have synchronised in this method, otherwise None.
+        The rest of the begun call needs these numbers.
         """
         self.note()
         numbers = None
@@ -92,7 +94,7 @@ class AcrossRanks:
         """Compare the tables of counts (`Operator.pairs`) of all ranks. Raise `RefusedError` on every rank if they do
         not agree.
 
-        Return `begun.number` of each rank; zeros without `begun`.
+        Return `begun.number` of each rank; zeros if `begun` is None.
         """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
@@ -141,15 +143,17 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the number that a call adds to the digest of calls, from its problem family and number of rows (`size`)
-    only. It is for calls that run without a comparison of texts, because ranks have compared other calls of the family.
+    """Return the number that a call adds to the digest of calls, computed from its problem family and its number of
+    rows (`size`).
+
+    Use it for a new size of a family that ranks have compared before: its full description is not compared.
     """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return random 64-bit weights [sender, receiver, width], one for each count in a table. All ranks get the same
+    """Return a random 64-bit weight for each count in a table, [sender, receiver, width]. All ranks get the same
     weights.
 
     width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.

@@ -4,13 +4,13 @@ In a rendezvous, CPU ranks synchronise and exchange descriptions of their calls 
 
 |               | `CpuAgreement`: CPU processes                     | `GpuAgreement`: GPUs                                   |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
-| first call    | a rendezvous, as before every call                | an exchange over the sockets                           |
+| first call    | a rendezvous                                      | an exchange over the sockets                           |
 | later calls   | a rendezvous before each call                     | a hash of all calls, compared by a background thread   |
 |               |                                                   | (`weft.symm.calls`)                                    |
-| bad input     | The rank publishes it in the rendezvous, and      | The rank notifies every peer. A peer that has not made |
+| bad input     | The rank reports its error in the rendezvous, and | The rank notifies every peer. A peer that has not made |
 | on a rank     | every rank refuses the call                       | the call refuses it too. If a peer has already made    |
 |               |                                                   | the call, the group fails                              |
-| other errors  | before the rendezvous: the same as for bad input. | The group fails                                        |
+| other errors  | Before the rendezvous: as for bad input.          | The group fails                                        |
 | of a rank     | After the rendezvous: the group fails             |                                                        |
 """
 
@@ -45,8 +45,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The base class of protocols. It is also the protocol for devices without communication, such as meta: each rank
-    checks only its own call.
+    """The base class of protocols, which only checks this rank's own call. Devices without communication, such as meta,
+    use it.
     """
 
     meets = False
@@ -55,8 +55,7 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Run `check` on every rank, and compare the short and the full descriptions of the ranks' calls
-        (`weft.operator.together.agree`).
+        """Run `check` on every rank, and compare the descriptions that the checks return (`Check`).
 
         Return, for each rank, the number that the rank's `check` returned. hint: advice to append to the error text if
         the ranks' calls differ.
@@ -67,38 +66,36 @@ class Agreement:
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
         has_published: bool,
     ) -> bool:  # fmt: skip
-        """Make every rank refuse the call, because this rank raised `error`.
+        """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError` in place of `error`.
 
-        Raise `RefusedError` in place of `error`. If `error` is a memory error, notify the peers and return True: the
-        caller must re-raise `error`. Return False if the call cannot be refused.
+        Return False if the call cannot be refused. For a memory error, which callers catch to retry, return True after
+        peers are notified: the caller must then raise `error` again.
 
         text: the reason, for the peers. has_published: True if this rank has already told its peers that it takes part.
         """
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the digest of the group's calls, a hash that ranks compare later; None if this protocol has none."""
+        """Return the hash of the group's calls, which ranks compare in the background; None if this protocol has none."""
         return None
 
     def exchange_numbers(
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
         meanwhile: Iterator[None],
     ) -> list[tuple[int, int]]:  # fmt: skip
-        """Exchange two numbers between ranks. Return the two numbers of every rank. All ranks must make this call.
+        """Send two numbers to all ranks, and return the two numbers of every rank. All ranks must make this call.
 
-        topic: the description of the exchange, which must be equal on all ranks. meanwhile: an iterator that does work
-            of this rank in short steps. A protocol may advance it while it waits.
+        topic: the description of the exchange, which must be equal on all ranks.
+        meanwhile: an iterator whose steps do local work. A protocol may advance it while it waits for other ranks.
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Record that every rank refuses the current call, although ranks have already synchronised for it."""
+        """Count one refused call: every rank refuses the current call after ranks have synchronised for it."""
 
 
 class CpuAgreement(Agreement):
-    """The protocol of CPU processes, which synchronise before each call. A rendezvous through shared memory takes
-    microseconds.
-    """
+    """The protocol of CPU processes, which synchronise before each call through shared memory."""
 
     meets = True
 
@@ -142,8 +139,8 @@ class CpuAgreement(Agreement):
 
 
 class GpuAgreement(Agreement):
-    """The protocol of GPU ranks. They do not synchronise before each call, because that would take longer than the
-    CPU's part of the call.
+    """The protocol of GPU ranks, which do not synchronise before each call: it would take longer than the CPU's part of
+    the call.
     """
 
     def at_first_call(
@@ -204,23 +201,16 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return `details` for the exchange between ranks: a hash in their place if they have several lines, because long
-    texts take long to send.
-    """
+    """Return the text to exchange for `details`: a hash if `details` has several lines, otherwise `details`."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _disagree(comm: symm.Communicator, text: str) -> NoReturn:
-    """Make the group fail, and raise `DisagreementError`. Every rank calls this function, because each rank has found
-    the disagreement.
-    """
+    """Make the group fail, and raise `DisagreementError`. Every rank calls this function."""
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
 def _first_call_deadline_s(deadline_s: float | None) -> float | None:
-    """Return the deadline for the comparison of a first call: `deadline_s`, or `WEFT_SETUP_DEADLINE_S` if it is None.
-
-    The short `WEFT_SETUP_DEADLINE_S` is enough, because ranks compile only after the comparison.
-    """
+    """Return the deadline for the comparison of a first call: `deadline_s`, or `WEFT_SETUP_DEADLINE_S` if it is None."""
     return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -1,10 +1,10 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
 A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives or messages
-run there. On CPU, the first call of a problem family times the candidates in `Problem.between_hosts`. Candidates that
-cannot gain enough according to the measured links are not timed (`worth_timing`). For a size that differs by more than
-a factor of two from all timed sizes, the candidates are timed again. On GPUs, and if no candidate is clearly faster
-than serial, calls run unfused.
+run there. On CPU, the first call of a problem family times the candidates in `Problem.between_hosts`, except candidates
+that cannot be clearly faster than serial with the measured links (`worth_timing`). A call whose size differs by more
+than a factor of two from all timed sizes is timed too. On GPUs, and if no candidate is clearly faster than serial,
+calls run unfused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def choose_between_hosts(
 
     A pinned schedule that needs another host's memory is replaced by the unfused implementation, with a warning.
 
-    serial: a function that runs the operator unfused, to be timed. built: a function that builds and verifies a
-        candidate's schedule.
+    serial: a function that runs the operator unfused. It is timed for comparison.
+    built: a function that builds and verifies a candidate's schedule.
     """
     if pinned == "serial":
         return ""
@@ -99,11 +99,11 @@ def needed_us(serial_us: float) -> float:
 
 
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
-    """True if the measured links (`network`) allow `schedule` to be clearly faster than serial.
+    """True if `schedule` can be clearly faster than serial, by the measured rates of the links (`network`).
 
-    Only the times of collectives and messages are compared. In the best case, the schedule's GEMMs hide all its
-    transfers except the shortest. The serial schedule hides no transfer. But serial saves a round trip if its
-    collectives are small: weft then sends their data in the messages by which ranks synchronise (`weft.runtime.rails`).
+    The prediction includes only collectives and messages. In the best case, the schedule's GEMMs hide all of its
+    transfers except the shortest, while serial hides none. But if serial's collectives are small, serial saves a round
+    trip: weft sends their data with the messages by which ranks synchronise (`weft.runtime.rails`).
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
@@ -128,7 +128,9 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) 
 
 
 def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
-    """Return the predicted time in microseconds of each send of rank 0 to another host, while all ranks of its host send."""
+    """Return the predicted time in microseconds of each message that rank 0 sends to another host, if all ranks of its
+    host send at the same time.
+    """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     sends = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Send)]
     sizes = [
@@ -140,6 +142,6 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text with the first step, of any rank, that needs another host's memory; "" if there is none."""
+    """Return a text that names the first step that needs another host's memory, on any rank; "" if there is none."""
     faults = (needs_far(schedule, rank, comm.hosts) for rank in range(comm.world_size))
     return next(filter(None, faults), "")

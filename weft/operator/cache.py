@@ -65,10 +65,12 @@ E = TypeVar("E", bound=Entry)
 
 
 class Known(NamedTuple, Generic[E]):
-    """The compiled operator for one signature: for calls that differ only in the addresses of their tensors.
+    """The compiled operator for calls with one signature: they differ only in the contents and addresses of their
+    tensors.
 
-    places: where to find each input buffer in a new call: (buffer name, index of the call's field, index in the field's
-        list or None). None if some buffer is not itself a tensor of the call, so that `Operator.inputs` must make it.
+    places: the tensor of a call that is each input buffer, as (buffer name, index of the call's field, index in the
+        field's list or None). None if `Operator.inputs` must make the buffers, because they are not all tensors of the
+        call.
     differentiated: True if gradients are wanted.
     """
 
@@ -83,7 +85,7 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return where to find this tensor object in `call`: (index of the field, index in the field's list or None).
+    """Return the place of this tensor object in `call`: (index of the field, index in the field's list or None).
 
     Return None if the tensor occurs twice: the next call may pass two different tensors.
     """
@@ -95,20 +97,16 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class _OfGroup(Generic[E]):
-    """The cache of one operator, such as `all_gather_matmul`, on one process group.
+    """The cache of one operator, such as `all_gather_matmul`, on one process group: its compiled operators by shape.
 
-    It contains compiled operators by shape, and the counts that decide which of them are dropped.
+    All ranks of a group make the same calls, so they drop the same compiled operators. Calls on other groups have no
+    effect.
 
-    Ranks count calls per group, so that all ranks of a group drop the same compiled operators. Calls on other groups do
-    not change the count.
-
-    Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
-    sequence length without padding. So on GPUs this class counts the compiled sizes that have been called only once,
-    separately for each problem family: problems that differ only in their size (`weft.builders.Problem.family`). From a
-    count of `PASSING` (16) on, the first call with a new size runs unfused, without compilation and without
-    synchronisation of the CPUs. The second call compiles the size. A size that is called again no longer counts. So if
-    all sizes recur soon, as in a warm-up and capture of each batch size, the count stays below 16, and each size is
-    compiled at its first call. All ranks make the same calls, so their counts are equal.
+    Compiling for a size takes as long as several calls, which is wasted on a size that never recurs, such as a sequence
+    length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have been
+    called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
+    reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation of the CPUs.
+    Only its second call compiles it.
     """
 
     def __init__(self) -> None:
@@ -122,15 +120,13 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return a template for this call if it shall run unfused without compilation: the latest compiled operator of
-        the family. Return None if the call's size must be compiled or has been compiled.
+        """Return the latest compiled operator of the family if this call runs unfused without compilation; otherwise
+        None.
 
-        The caller copies the template, and sets the call's size in the copy. A size is identified by its family and the
-        number of rows of its first tensor. The memory layout does not count: layouts may differ between ranks, and all
-        ranks must compile the same sizes.
+        The caller copies the returned operator, and sets the call's size in the copy. A size is the family and the
+        number of rows of the call's first tensor.
 
-        capturing: True while a graph is captured. Compilation is impossible then, so a size that has already run
-            unfused is also captured unfused.
+        capturing: True while a graph is captured. A size that has run unfused before is then captured unfused.
         """
         size = family, rows
         if size in self._served:
@@ -145,7 +141,7 @@ class _OfGroup(Generic[E]):
         return typical
 
     def called(self, prepared: E) -> E:
-        """Record a further call of `prepared`, and return it."""
+        """Count a repeated call of the compiled operator `prepared`, and return it."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True
@@ -154,17 +150,16 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Store `prepared`, the compiled operator of a size that is new or has only run unfused before."""
+        """Count `prepared`, a newly compiled operator, under its family."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
         self._typical[family] = prepared
 
     def make_room(self, capturing: bool) -> None:
-        """Drop the least recently called sizes if another size would exceed a limit.
+        """Drop the least recently called shapes if one more shape would exceed a limit.
 
-        All ranks make the same calls, so they drop the same sizes. While a graph is captured nothing is dropped:
-        releasing memory would break the capture.
+        While a graph is captured nothing is dropped: releasing memory would break the capture.
         """
         last = next(reversed(self.known.values()), None)
         self._nbytes += 0 if last is None else last.nbytes
@@ -199,7 +194,7 @@ class _OfGroup(Generic[E]):
 
 
 class Table(Generic[E]):
-    """The cache of an operator: a `_OfGroup` for each process group."""
+    """The cache of an operator, for all process groups."""
 
     def __init__(self) -> None:
         # Keyed by id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes
@@ -214,8 +209,8 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the `Known` for this signature (`weft.runtime.layouts`), and count the call. Return None if there is
-        none, or if its communicator is closed.
+        """Return the compiled operator for this signature (`weft.runtime.layouts`), and count the call. Return None if
+        there is none, or if its communicator is closed.
         """
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
@@ -235,10 +230,10 @@ class Table(Generic[E]):
         call: Any,
         inputs: dict[str, Any] | None,
     ) -> None:
-        """Store `prepared` for calls with this signature.
+        """Store `prepared`, a compiled operator, for calls with this signature.
 
-        inputs: the call's input buffers by name, which show where later calls with this signature have these buffers;
-            None if gradients are wanted.
+        inputs: the call's input buffers by name, from which the place of each buffer in a call is found; None if
+            gradients are wanted.
         """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
@@ -263,7 +258,7 @@ class Table(Generic[E]):
         return [] if here is None else list(here.known.values())
 
     def drop(self, group: dist.ProcessGroup, dropped: list[E]) -> None:
-        """Close the compiled operators `dropped`, and forget them. The next call of each shape counts as its first call."""
+        """Close the compiled operators `dropped`, and remove them. The next call of each shape compiles it again."""
         here = self.of_group(group)
         for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
             del here.by_signature[signature]

@@ -74,8 +74,8 @@ def made(
     """Make a call in eager mode or under torch.compile. Return its results in the order of the output buffers.
 
     like: a tensor on the device of the call.
-    form: a function that takes the group and returns the call, a NamedTuple of the type `op.form`. Peers are notified
-        if it raises.
+    form: a function that takes the group and returns the call's arguments as `op.form`, a NamedTuple. Peers are
+        notified if it raises.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -113,10 +113,12 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call inside an outer call, such as the backward of another operator.
+    """Make a call inside another call of weft, such as the backward of another operator.
 
-    Ranks count both as one call, and the outer call notifies peers of errors. A pinned schedule applies only to the
-    outer call. turn: the outer call's `Turn`, which gives the deadline.
+    Ranks count the two calls as one, and the outer call notifies peers of errors. The inner call ignores pinned
+    schedules.
+
+    turn: the outer call's `Turn`, which gives the deadline.
     """
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
@@ -125,9 +127,8 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator called `name`, and import its file if needed.
-
-    Operators compute each other's gradients, so imports at the top of their files would form cycles.
+    """Return weft's operator called `name`. Import its file if needed, because imports at the top of files would form
+    cycles.
     """
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
@@ -184,8 +185,8 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Such calls
-    share checks. Return None if the call must run all checks.
+    """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Return None
+    if every call must be checked.
     """
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
@@ -210,10 +211,8 @@ def prepared_for(
 ) -> CompiledOperator:  # fmt: skip
     """Return the compiled operator of a call; compile it if needed.
 
-    The compiled operator does not depend on the wanted gradients, but all ranks must want the same gradients.
-
-    wanted: for each differentiable field, True if its gradient is wanted. In backward None, because ranks have already
-        compared the wanted gradients in forward.
+    wanted: for each differentiable field of the call, True if its gradient is wanted; equal on all ranks. None in
+        backward: ranks compared this in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
@@ -237,10 +236,10 @@ def prepared_for(
                 return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """Return (text for messages, details, number), as `weft.operator.agreement.Check`.
+        """Return (short description, full description, number), as `weft.operator.agreement.Check`.
 
-        The number encodes two values that all ranks need from this rank. It is twice the size of the call
-        (`Operator.size`), plus one if this rank has cached times for the problem.
+        The number is twice the size of the call (`Operator.size`), plus one if this rank has cached times for the
+        problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
@@ -350,14 +349,14 @@ def gradients_of_call(
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
     number: int = UNKNOWN,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Compute the gradients of a call: one for each entry of `wanted`, or None.
-
-    Autocast is disabled, because it would affect only some of the torch calls.
+    """Return a gradient, or None, for each entry of `wanted`. Autocast is disabled: it would affect only some of the
+    torch calls.
 
     found: a function that returns the compiled operator, and the object that forward kept for backward
         (`Operator.beside`). Peers are notified if the function raises.
-    saved, grads: the tensors of `Operator.saved`, and the gradients of the results.
-    number: the number that identifies the forward call, so that ranks can check that they run the same backward
+    saved: the tensors that `Operator.saved` returned in forward.
+    grads: the gradients of the results.
+    number: the number of the forward call, by which CPU ranks check that they run the same backward
         (`weft.runtime.meeting.Meeting.forward`).
     """
     if torch.is_autocast_enabled(device.type):

@@ -37,11 +37,10 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Make the group fail if this rank alone raises an error in this context. Use it around a set-up in which ranks
-    exchange data several times.
+    """Make the group fail if the code in this context raises an error on this rank only.
 
-    Otherwise peers would wait for this rank in the next exchange until their deadline. Examples of such errors are a
-    broken file, a lack of memory, and Ctrl-C. what: the set-up, for error texts.
+    Use it around a set-up with several exchanges between ranks. Otherwise peers would wait for this rank in the next
+    exchange until their deadline. what: the set-up, for error texts.
     """
     try:
         yield
@@ -70,8 +69,8 @@ class CompiledOperator:
 
         pinned: the name of the schedule that the user has chosen; None to let weft choose.
         remembered: True if any rank has cached times of schedules for exactly this problem.
-        said: the full description of the call, which CPU ranks compare at every call. shown: a short description, for
-            error texts.
+        said: the full description of the call, which CPU ranks compare at every call.
+        shown: a short description of the call, for error texts.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
@@ -108,7 +107,7 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run a call. Return its results in the order of the output buffers.
 
-        Autocast is disabled during the call, since it would affect only some schedules. inputs: the result of
+        Autocast is disabled during the call: it would affect only some schedules. inputs: the result of
         `Operator.inputs` for this call, or None to compute it here.
         """
         if torch.is_autocast_enabled(self.device.type):
@@ -146,8 +145,8 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` unless `tensors` match the input or output buffers of the serial schedule in name and
-        shape. All schedules have the same inputs and outputs.
+        """Raise `TypeError` unless `tensors` have the names and shapes of the serial schedule's input or output
+        buffers. All schedules have the same inputs and outputs.
 
         of: the spec's method that returned `tensors`, for the error text. role: "input" or "output".
         """
@@ -170,8 +169,8 @@ class CompiledOperator:
     ) -> list[torch.Tensor]:
         """Run the call unfused: torch's collectives and GEMMs, one after the other.
 
-        met: True if CPU ranks have synchronised in this call. Ranks on several hosts then do not synchronise again,
-            because that would take another round trip.
+        met: True if CPU ranks have already synchronised in this call. Ranks on several hosts then do not synchronise
+            again.
         """
         turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         if met and turn.comm_between_hosts is not None:
@@ -207,8 +206,8 @@ class CompiledOperator:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule for calls that a CUDA graph captures, which may differ from the schedule that has just run.
-        The warm-up is done once for each memory layout of the inputs.
+        """Warm up the schedule that is used under CUDA graph capture, once for each memory layout of the inputs. It may
+        differ from the schedule of other calls.
         """
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
@@ -219,19 +218,18 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that exceeds the sizes for which the operator was compiled.
-
-        Without the refusal, peers on GPUs would wait for this rank until their deadline, because GPU ranks do not
-        synchronise before calls.
+        """Raise `RefusedError` if the call exceeds the sizes for which the operator was compiled. On GPUs the group
+        fails, because ranks do not synchronise before calls.
         """
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Record that ranks have compared calls with these options and wanted gradients. Later calls with both skip the
-        comparison of a first call.
+        """Record that ranks have compared a call with these options and these wanted gradients, so that they do not
+        compare such calls again.
 
-        given: the options as text (`Operator.given`). said: the full description of the call, which ranks compared.
+        given: the options as text (`Operator.given`).
+        said: the full description of the call, which ranks compared.
         shown: a short description, for error texts.
         """
         self.agreed.add((given, wanted))
@@ -247,11 +245,10 @@ class CompiledOperator:
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return a copy of this operator for one unfused call of another size, which is not worth compiling
-        (`weft.operator.cache`). The copy is not cached.
+        """Return a copy of this operator for one unfused call of another size. The copy is not cached.
 
-        p: the problem of the call, from this operator's problem family. rows: the number of rows of the call's first
-            tensor.
+        p: the problem of the call, from this operator's problem family.
+        rows: the number of rows of the call's first tensor.
         given, wanted, said, shown: as for `agree`.
         """
         made = copy.copy(self)
@@ -264,21 +261,19 @@ class CompiledOperator:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the `AcrossRanks` that compares this call between ranks. `agree` must have recorded the options of the
-        call.
-        """
+        """Return the object that compares this call between ranks. Call `agree` with the call's options first."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
-        """True if `executor` has run with inputs of these strides on a GPU. The next run then skips the checks of the
+        """True if `executor` has run on a GPU with inputs of these strides, so that the next run may skip the checks of
         tensors.
         """
         return (id(executor), layout) in self._ran
 
     @property
     def in_steps(self) -> bool:
-        """True if an unfused call has run the serial schedule step by step, because the operator has no unfused
-        implementation of its own (`Operator.unfused`).
+        """True if an unfused call has run the serial schedule step by step. Operators without their own
+        `Operator.unfused` do so.
         """
         return bool(self._steps)
 
@@ -314,7 +309,7 @@ class CompiledOperator:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """The names of the schedules for calls and for captured calls."""
+        """The names of two schedules: for calls, and for calls under CUDA graph capture."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
@@ -336,11 +331,8 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if a schedule has been chosen, and it is serial for this call. Before this function returns True, it raises
-        the group's error if the group has failed.
-
-        Executors check the group themselves. Unfused calls need this check: after a failed call, an unfused call would
-        pair with a different call of the peers.
+        """True if a schedule has been chosen, and this call runs unfused. Raise the group's error if the group has
+        failed and the call would run unfused.
         """
         if self.comm is None:
             return True
@@ -351,8 +343,8 @@ class CompiledOperator:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
-        """Return the options of an unfused call or of a backward as a `Turn`: the deadline, the timeline, and on CPU the
-        rendezvous before each collective.
+        """Return the options of an unfused call or of a backward: the deadline, the timeline, and on CPU the rendezvous
+        before each collective.
         """
         # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.
         waits = self.op.has_executors and deadline_s is not None

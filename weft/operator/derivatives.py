@@ -1,11 +1,9 @@
 """Checks that allow only first-order, reverse-mode gradients. Second derivatives, forward-mode derivatives and vmap
 raise.
 
-Autograd cannot differentiate a backward that calls collectives. The result of backward depends on the incoming
-gradients and on the saved inputs. If the graph lacked either dependence, second derivatives would silently lack a term.
-`torch.autograd.function.once_differentiable` is not enough: its node, which raises, is not connected to the saved
-inputs. So `torch.autograd.grad` with respect to these inputs does not reach the node and raises nothing. This module
-therefore connects the results to all inputs with an autograd node that raises in its own backward.
+Autograd cannot differentiate a backward that calls collectives. `torch.autograd.function.once_differentiable` raises
+only for derivatives with respect to incoming gradients, not with respect to saved inputs. So this module connects the
+results of backward to both, with an autograd node that raises in its own backward.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`. The decorated
-    function's result has an autograd graph, in which backward raises `NotImplementedError`.
+    """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`.
+    Differentiating the decorated function's result raises `NotImplementedError`.
 
     saved: the saved tensors of `ctx`.
     """
@@ -41,9 +39,8 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:
-    """Return a function that raises `NotImplementedError`.
-
-    Pass it to `torch.library.register_autograd` as the backward of an operator's backward.
+    """Return a function that raises `NotImplementedError`, to register as the backward of an operator's backward
+    (`torch.library.register_autograd`).
     """
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
@@ -74,10 +71,9 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 
 
 def require_no_tangents(operator: str) -> None:
-    """Raise `ValueError` inside a forward-mode derivative.
+    """Raise `ValueError` inside a forward-mode derivative, even if no tensor has a tangent.
 
-    The kernels that weft registers with torch's dispatcher call this function, because they cannot see whether a tensor
-    has a tangent.
+    Kernels that weft registers with torch's dispatcher call this function, because they cannot see tangents.
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
@@ -90,9 +86,8 @@ def _refuse_tangents(operator: str) -> NoReturn:
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Raise `ValueError`, because the call is inside a torch.func transform.
-
-    weft also registers this function with torch's dispatcher, as the kernel that runs inside such a transform.
+    """Raise `ValueError`, because the call is inside a torch.func transform. torch's dispatcher calls this function
+    there.
     """
     raise ValueError(
         f"{operator} was called inside a torch.func transform (vmap, grad, jvp, ...), which cannot change a call "
@@ -101,7 +96,9 @@ def refuse_transforms(operator: str, *_: Any) -> NoReturn:
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` if backward computes several gradients at once, which torch does by vmap."""
+    """Raise `ValueError` if torch runs backward under vmap, to compute several gradients at once
+    (`is_grads_batched=True`).
+    """
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
             f"backward of {operator} was called for several gradients at once (is_grads_batched=True, or "
@@ -111,7 +108,9 @@ def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
 
 
 def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise `ValueError` if autograd cannot save a tensor for backward. Autograd itself raises only after the call."""
+    """Raise `ValueError` for tensors of `torch.inference_mode()`, which autograd cannot save for backward. Autograd
+    itself would raise only after the call.
+    """
     if any(isinstance(t, torch.Tensor) and t.is_inference() for t in tensors):
         raise ValueError(
             f"{operator} needs gradients, but an input was created in torch.inference_mode(), so autograd cannot "
@@ -122,7 +121,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """Return the first `count` tensors. In the autograd graph, they then depend on all `tensors`."""
+        """Return the first `count` tensors, which depend on all `tensors` in the autograd graph."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

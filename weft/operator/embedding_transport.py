@@ -1,7 +1,7 @@
 """The choice of the transport of `embedding_all_to_all`, by a performance model of this machine or by measured times.
 
-The transport is the way in which a call sends vectors to a peer: "direct", "put" or "serial". Only calls with
-`transport="auto"` come here.
+The transport is the way in which a call sends vectors to a peer: "direct", "put" or "serial". This module handles calls
+with `transport="auto"`. Calls with similar numbers of samples (a size bucket, `weft.plan.octave`) share one choice.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _NAME = "embedding_all_to_all"
 
 
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if weft must choose a transport; False if "auto" always means "direct".
-
-    Always true for groups of several GPUs. Whether a rank has a performance model may differ between ranks, but all
-    ranks must return the same value.
-    """
+    """True if weft must choose a transport; False if "auto" always means "direct". All ranks return the same value."""
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
 
@@ -43,8 +39,8 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport of the plan `found` if it is the same for all batch sizes; None if a size still needs a
-    choice.
+    """Return the transport of the plan `found` if all batch sizes use the same transport. Return None if a batch size
+    still needs a choice.
     """
     if not is_open(device, group):
         return "direct"
@@ -85,24 +81,24 @@ is collective, to choose a transport. This takes one or two milliseconds.
 
 
 def _is_for_all(known: Mapping[int, Transport]) -> bool:
-    """True if all planned size buckets have the same transport, so that other buckets need no plan.
+    """True if the smallest and the largest size bucket have been planned, and all planned buckets have the same
+    transport. Then other buckets need no plan.
 
-    known: the transport of each planned size bucket. If there are several, the smallest and the largest are included.
+    known: the transport of each planned size bucket.
     """
     return len(known) > 1 and len({*known.values()}) == 1
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
-    """Return the transport that this rank would choose for `p`: by cached times if every transport has one, otherwise
-    by this machine's model.
+    """Return this rank's choice for `p`: by cached times if every transport has one, otherwise by this machine's model.
 
-    A prediction takes milliseconds, many times as long as a call. So when a second size bucket occurs, the smallest and
-    the largest bucket are planned too. Most later buckets are between two buckets with the same choice, and use this
-    choice without a prediction.
+    A prediction takes milliseconds, many times as long as a call. So together with the second size bucket, the smallest
+    and the largest bucket are planned. A later bucket between two buckets with the same choice uses this choice without
+    a prediction.
 
-    The performance model omits some costs of each slice that "put" sends. Where the model predicts equal times, "put"
-    takes longer than "direct". It took 1.08 to 1.46 times as long for six recommendation models on H200s, and 2.6 times
-    as long for one table on H100s. So "put" is chosen only if its prediction is much faster (`_CLEARLY_PUT`).
+    The model omits some costs of "put" for each slice. Where it predicts equal times, "put" took 1.08 to 1.46 times as
+    long as "direct" for six recommendation models on H200s, and 2.6 times for one table on H100s. So "put" is chosen
+    only if its prediction is much faster (`_CLEARLY_PUT`).
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
@@ -135,7 +131,8 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 def _transport_of(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
     """Return the transport that the planner has chosen. Warn once if it is "serial", which overlaps nothing.
 
-    choice: the planner's result for `p`. names: the transport of each candidate, by the candidate's name.
+    choice: the planner's result for `p`.
+    names: {name of a candidate schedule: its transport}.
     """
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
@@ -145,10 +142,8 @@ def _transport_of(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str,
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport of the plan `found` for calls with this input, by measured or cached times
-    (`weft.plan.autotune`). All ranks must make this call.
-
-    Close the executors that were made only for the measurement.
+    """Return the fastest transport of the plan `found` for this input, by measured or cached times
+    (`weft.plan.autotune`). Release the executors of the other transports. All ranks must make this call.
     """
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)

@@ -67,8 +67,8 @@ def rows_of_ranks(
 ) -> list[int] | None:
     """Return the number of matrix rows on each rank; None if all ranks have the same number.
 
-    rows: the size of `gather_dim` on each rank, or None. In an eager call, this function checks `rows`. In a traced
-        call, the check runs with the operator.
+    rows: the size of `gather_dim` on each rank, or None. It is checked here in an eager call, and by the operator in a
+        traced call.
     """
     if rows is None:
         return None
@@ -78,9 +78,7 @@ def rows_of_ranks(
 
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x^T @ grad in the memory layout of `w`. If the layouts differed, as for `linear.weight.t()`, autograd
-    would copy the gradient.
-    """
+    """Return x^T @ grad in the memory layout of `w`, so that autograd does not copy it."""
     if _by_columns(w):
         return (grad.t() @ x).t()
     return x.t() @ grad
@@ -96,9 +94,8 @@ def _by_columns(w: torch.Tensor) -> bool:
 
 
 def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
-    """Return [dim, sizes of the other dimensions except the last]; None for a matrix with dim=0.
-
-    Flattening to [rows, K] loses these numbers, so ranks compare them separately.
+    """Return [dim, sizes of the other dimensions except the last], which are lost by flattening to [rows, K]; None for
+    a matrix with dim=0. Ranks compare these numbers.
     """
     if dim == 0 and x.dim() == 2:
         return None
@@ -124,8 +121,8 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """Reshape each result [gathered * others, N] to [gathered, others ..., N], and move the gathered dimension to
-    `gather_dim`.
+    """Reshape each result, a matrix [gathered * others, N], to the shape of a shard with the gathered size at
+    `gather_dim` and N as last size.
 
     shape: the shape of a shard. rows: the sizes of `gather_dim` on all ranks, if they differ.
     """

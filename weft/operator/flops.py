@@ -1,10 +1,7 @@
 """FLOP formulas of operators for `torch.utils.flop_counter`, with which FlopCounterMode computes FLOPs and MFU.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings
-count 0, like torch's embeddings.
-
-Importing torch's counter takes half a second, since this imports Triton. So weft registers its formulas only when
-another module imports the counter.
+An operator counts 2MNK for each GEMM of this rank, in forward and in backward. Embeddings count 0, like torch's
+embeddings. weft registers the formulas when torch's counter is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _formulas: dict[Any, Any] = {}
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register the FLOP formula of `op` and, if its backward is also an operator of torch's dispatcher, of its backward."""
+    """Register the FLOP formulas of `op` and of its backward, if that is an operator of torch's dispatcher."""
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
@@ -46,10 +43,10 @@ def register_formulas(op: Operator[Any]) -> None:
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
     """Run `backward`, return its result, and report its FLOPs to dispatch modes such as FlopCounterMode.
 
-    Modes do not see eager calls of weft, which bypass torch's dispatcher. The count is the same for fused and unfused
-    calls.
+    Modes do not see eager calls of weft, which bypass torch's dispatcher.
 
-    forward: the result of `flops_of` for the forward call. wanted: as for `_of_backward`.
+    forward: the result of `flops_of` for the forward call.
+    wanted: for the first tensor and then for each weight, True if its gradient is needed.
     """
     with _disable_current_modes():
         made = backward()
@@ -63,18 +60,17 @@ def is_counter_there() -> bool:
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the FLOPs of each forward GEMM: one for each weight. results: the results of the call, or their gradients."""
+    """Return the FLOPs of the forward GEMM with each weight. results: the results of the call, or their gradients."""
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
 
 def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
-    """Return the FLOPs of backward.
+    """Return the FLOPs of backward: one GEMM for the gradient of each weight, and one GEMM per weight for the gradient
+    of the first tensor.
 
-    The gradient of the first tensor takes one GEMM per weight. The gradient of each weight takes one GEMM.
-
-    forward: the FLOPs of the forward GEMM with each weight. wanted: for the first tensor and then for each weight, True
-        if its gradient is needed.
+    forward: the FLOPs of the forward GEMM with each weight.
+    wanted: for the first tensor and then for each weight, True if its gradient is needed.
     """
     return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
 
@@ -92,7 +88,7 @@ def _add(name: str, formula: Any) -> None:
 
 
 class _OnImport:
-    """An import finder that waits for torch's FLOP counter, and registers the formulas once it has been loaded."""
+    """An import hook that registers the formulas when torch's FLOP counter is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:

@@ -1,5 +1,5 @@
-"""A timer for GEMMs on the GPU, which `weft.plan.gemms.measure` uses. It runs before a call and uses the call's tensors
-as operands, to save memory.
+"""A timer for GEMMs on the GPU, for `weft.plan.gemms.measure`. It uses the tensors of a call as operands, to save
+memory.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 
 class GemmTimer:
-    """A timer for cuBLAS GEMMs that compute parts of the GEMMs of the problem `p`. Its operands are:
+    """A timer for cuBLAS GEMMs that are parts of the GEMMs of the problem `p`.
 
-    - Right operand: the first rows and columns of a weight, in the weight's layout. Without weights: random numbers.
-    - Result: the first rows of the call's result, which the call overwrites later. If the call's result has too few
-      rows, the timer allocates memory.
-    - Left operand: random numbers, because the gathered x does not exist before the call. (Zeros would draw less power,
-      so the GPU would run at a higher clock.) If the call returns x, the numbers are stored in the memory of x.
-      Otherwise they take new memory of the same size, which is freed with this object. The serial schedule needs the
-      same amount.
+    Random numbers are the left operand, because the gathered x does not exist before the call. Zeros would draw less
+    power, so the GPU would run at a higher clock. If the call returns x, the numbers are stored in its memory.
+    Otherwise they take as much memory as x until this object is freed; the serial schedule needs as much.
+
+    The right operand is a part of a weight, in the weight's layout. Products are stored in the call's result, which the
+    call overwrites later, or in new memory if the result has too few rows.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
         """Allocate operands and results.
 
-        tensors: the tensors of a call of `p`, by buffer name: `w` and `y`, or `w0`, `w1`, ... and `y0`, `y1`, ...; `x`
-            if the call returns it; and the scales of fp8 calls.
+        tensors: the tensors of a call of `p`, by buffer name: the weight `w` and the result `y` (or `w0`, `w1`, ... and
+            `y0`, `y1`, ...), `x` if the call returns it, and the scales of fp8 calls.
         """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
@@ -64,8 +63,7 @@ class GemmTimer:
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
         """Return the mean time of a GEMM in microseconds, over `calls` GEMMs after `warm` (at least one) warm-up GEMMs.
-
-        The device sleeps until the CPU has enqueued all GEMMs, so CPU time is not measured.
+        CPU time is not included.
         """
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)

@@ -51,9 +51,10 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return (True if this rank may measure links: WEFT_SELF_CALIBRATION is not 0, the saved links or None).
+    """Return (True if this rank may measure links, the saved links or None). The second value is None on all ranks but
+    the first.
 
-    Only the first rank looks for saved links. Other ranks return None as the second value.
+    A rank may measure unless WEFT_SELF_CALIBRATION is 0.
     """
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None

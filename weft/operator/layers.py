@@ -47,10 +47,8 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors in the dtype to which autocast would convert them for `nn.functional.linear`.
-
-    Layers call this function because weft's operators multiply in the dtype of their inputs: autocast has no effect on
-    them.
+    """Return the tensors in the dtype to which autocast would convert them for `nn.functional.linear`. Autocast has no
+    effect on weft's operators.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -60,11 +58,8 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape, or, outside of autocast, the
+    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape or, outside of autocast, the
     dtype.
-
-    A changed shape would broadcast silently in later products. A changed dtype would raise in a later operator, whose
-    error names arguments that the caller does not know.
     """
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
@@ -91,11 +86,12 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tells_peers(forward: F) -> F:
-    """Decorate a module's `forward`, so that this rank notifies its peers of errors that only this rank raises. The
-    module must have the attribute `group_name`.
+    """Decorate a module's `forward`, so that errors that only this rank raises reach its peers. The module must have
+    the attribute `group_name`.
 
-    Such errors occur before the first collective (bad input) or between two collectives (in an activation). The peers'
-    next call raises `RefusedError` (`weft.operator.together.tell`). Under torch.compile the decorator does nothing.
+    Examples are bad input before the first collective, and an error in an activation between two collectives. The
+    peers' next call raises `RefusedError` (`weft.operator.together.tell`). Under torch.compile the decorator does
+    nothing.
     """
     return _telling(forward, last=False)
 
@@ -135,8 +131,8 @@ def compare_options(
 ) -> None:
     """Record the options of a layer's call. Ranks compare them at the group's next call (`weft.symm.layers`).
 
-    The comparison of the layer's operators does not cover these options. Each layer calls this function after its input
-    checks and before its first operator.
+    Operators of the layer compare only their own arguments. Each layer calls this function after its input checks and
+    before its first operator.
 
     is_collective: True if the layer's forward needs all ranks.
     options: numbers, flags, functions and modules. A function is compared by name, a module by type and eps. Omit
@@ -151,15 +147,15 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return "given" if `value` is not None, else None, as an option for `compare_options`. Ranks may then pass
-    different values, but must all pass a value or all pass None.
+    """Return an option for `compare_options`: "given" if `value` is not None, else None. Then ranks may pass different
+    values, but not a value on one rank and None on another.
     """
     return None if value is None else "given"
 
 
 @functools.lru_cache(maxsize=4096)
 def _text(layer: str, options: tuple[tuple[str, object], ...]) -> tuple[str, int]:
-    """Return a layer's options as a text for messages, and the fingerprint of the text."""
+    """Return the text of a layer's options, for messages, and the hash of the text."""
     text = f"{layer}({', '.join(f'{name}={value}' for name, value in options)})"
     return text, int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -194,9 +190,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if x and a weight differ in dtype or device. of: the layer, which torch's own error would not
-    name.
-    """
+    """Raise `ValueError` if x and a weight differ in dtype or device. The error names the layer `of`."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device}, but the weight is {weight.dtype} on {weight.device}"
@@ -204,10 +198,8 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
 
 
 def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
-    """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers.
-
-    Call this before a layer applies an autograd Function, because torch's error would not name the layer. In a traced
-    call this function does nothing: the operators raise.
+    """Raise `ValueError` inside a torch.func transform or a forward-mode derivative, and notify peers. The error names
+    `layer`. In a traced call this function does nothing, because the operators raise.
     """
     if not torch.compiler.is_compiling() and is_transformed():
         with together(layer, group_of(group), tensors[0], None):
@@ -217,8 +209,7 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` if autograd cannot save a tensor for backward, and notify peers.
 
-    Call this at the start of an autograd Function's forward: autograd itself would raise only after the Function has
-    made its calls.
+    Call this at the start of an autograd Function's forward. Autograd itself would raise only after forward.
     """
     if (
         not torch.compiler.is_compiling()

@@ -47,8 +47,8 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs of the candidates that this process has not timed yet, in two rounds (see `weft.plan.gemms`). All
-    ranks must make this call.
+    """Time those GEMMs of the candidates that this process has not timed yet, in two rounds (see `weft.plan.gemms`).
+    All ranks must make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
@@ -60,11 +60,12 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time the call's GEMMs with all rows, half the rows, a quarter and so on (`gemms.ladder`). The planner derives
-    times for other numbers of rows from these. All ranks must make this call.
+    """Time the call's GEMMs with all rows, half the rows, a quarter and so on (`gemms.ladder`), so that the planner can
+    interpolate. All ranks must make this call.
 
-    Do nothing if this problem family has been timed with at least half as many rows. timed: the largest timed size by
-    problem family, which this function updates.
+    Do nothing if this problem family has been timed with at least half as many rows.
+
+    timed: {problem family: largest timed size}, which this function updates.
     """
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
@@ -80,9 +81,10 @@ def _learn(
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
     """Time the GEMMs that `wanted` returns, for at most `budget_us` microseconds, and store the slowest rank's times.
-    Return the rest of the budget. All ranks must make this call.
+    Return the rest of the budget in microseconds. All ranks must make this call.
 
-    wanted: a function that takes the machine's model and returns GEMM shapes. timer: a function that makes the timer.
+    wanted: a function that returns GEMM shapes for the machine's model.
+    timer: a function that returns the timer.
     """
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
@@ -100,7 +102,7 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which the executors of a candidate share memory for all sizes of a problem family.
+    """Return the name under which all sizes of a problem family share the memory of a candidate's executors.
 
     Return "" for a schedule of the user's own (`weft.builders.builder`), whose executors do not share memory.
     """
@@ -117,13 +119,13 @@ def measured(
     mode: plan.Mode,
     rounds: int,
 ) -> dict[str, float]:
-    """Return the slowest rank's time of each schedule, {name: microseconds}, measured now or cached on disk
+    """Return {name of a schedule: the slowest rank's time in microseconds}, measured now or cached on disk
     (`weft.plan.autotune`). All ranks must make this call.
 
-    For a group on several hosts, times are cached under the names of the hosts. Between hosts a call takes much longer
-    than within one host, so the times must not be mixed.
+    Times of a group on several hosts are cached under the names of the hosts, separately from times within one host.
 
-    serial: a function that runs the operator unfused, to be timed. None: an executor runs the serial schedule.
+    serial: a function that runs the operator unfused, to be timed as "serial". None: an executor runs the serial
+        schedule.
     rounds: how often each schedule is timed.
     """
 

@@ -99,7 +99,7 @@ def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operator of torch's dispatcher, including tensors in lists."""
+    """Yield all tensors in `arguments`, including tensors in lists."""
     for one in arguments:
         yield from (t for t in (one if isinstance(one, list | tuple) else (one,)) if isinstance(t, torch.Tensor))
 
@@ -126,7 +126,9 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Return the gradients whose entry in `wanted`, the last argument, is True."""
+        """Return the gradients that are wanted. The last argument is `wanted`: for each tensor, True if its gradient is
+        wanted.
+        """
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)
 
@@ -159,11 +161,11 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value for each field of the call. A tensor field gets its value from `flat`, another field from
-        `others`.
+        """Return one value for each field of the call: from `flat` for a tensor field, from `others` for another field.
 
         flat: one value for each tensor of the call, such as its gradient. A field with a list of tensors gets a list of
-            values. others: one value for each field; the values of tensor fields are not used.
+            values.
+        others: one value for each field of the call.
         """
         left = iter(flat)
         return [

@@ -1,9 +1,9 @@
 """The fast path for repeated calls, without checks, normalisation and lookups.
 
-A call repeats an earlier call if all arguments except the addresses of tensors are equal. Then the earlier checks still
-hold. Four things are known: the compiled operator, the argument for each buffer, the shapes of the results, and the
-structure of the returned value. A replay only has to count the call, add it to the hash of calls that ranks compare,
-allocate results and run the schedule. It also reports errors to peers (`weft.operator.together`).
+A call repeats an earlier call if all arguments except the contents and addresses of tensors are equal. Then the earlier
+checks still hold, and the compiled operator, the buffers and the shapes of results are known. A replay only counts the
+call, adds it to the hash of calls that ranks compare, allocates results and runs the schedule. It also reports errors
+to peers (`weft.operator.together`).
 
 One native call (`csrc/replay.cpp`) makes a replay. A *recipe* tells native code how to make a value, such as an
 argument of torch's GEMM, from the arguments of the new call. Unfused calls on GPUs run no Python function of weft:
@@ -11,8 +11,8 @@ native code calls torch through Python's C API. For overlapped and differentiate
 native code calls the methods of `Replay`.
 
 All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Some calls are
-never replayed: calls that fill a timeline or run under a pinned schedule (`weft.plan.use`), and compiled, traced or
-transformed calls. Calls that copy an argument or a result are not replayed either.
+never replayed: calls that fill a timeline, copy an argument or a result, or run under a pinned schedule
+(`weft.plan.use`), and compiled, traced or transformed calls.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path, recorded for replay.
 
-    results: the results in the order of the output buffers. apply: the method `apply` of the operator's
-        `torch.autograd.Function` if gradients are wanted, otherwise None. If gradients are wanted, `inputs` is None.
+    results: the results in the order of the output buffers.
+    inputs: the tensor of each input buffer; None if gradients are wanted.
+    apply: if gradients are wanted, the method `apply` of the operator's `torch.autograd.Function`; otherwise None.
     """
 
     op: Operator[Any]
@@ -99,10 +100,11 @@ def seen(*what: Any) -> None:
 
 
 class _Known:
-    """The calls of a public function that can be replayed.
+    """The recorded calls of a public function.
 
-    calls: recorded calls by signature; None for signatures that must take the slow path.
-    families: recorded unfused calls for any number of rows, by a signature that omits the number of rows.
+    calls: {signature: recorded call}; None in place of a call that must take the slow path.
+    families: recorded unfused calls that native code replays for any number of rows. The signature here omits the
+        number of rows.
     """
 
     def __init__(self) -> None:
@@ -141,7 +143,7 @@ class _Known:
         self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
-        """Forget the calls of a deleted group: a new group may get its id."""
+        """Remove the calls of a deleted group, because a new group may get its id."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
@@ -191,8 +193,8 @@ class _UnlikeError(Exception):
 
 
 class _Short:
-    """The base class of calls that are recorded for the fast path. Native code (`_core.KnownCall`) uses its fields and
-    methods.
+    """The base class of calls that are recorded for the fast path. Native code (`_core.KnownCall`) reads its attributes
+    and calls its methods.
     """
 
     any_rows = differentiated = notes = False
@@ -224,8 +226,8 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe `returned`. If the public function averages (`Operator.averages`), return the recipe with a
-        division of the first result by the number of ranks.
+        """Add a division of the first result by the number of ranks to the recipe `returned`, if the public function
+        averages (`Operator.averages`). Return the recipe.
 
         returned: the recipe that makes the return value of the public function.
         """
@@ -277,8 +279,8 @@ class Replay(_Short):
         return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise the
-        call takes the slow path.
+        """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise
+        the call takes the slow path.
         """
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
@@ -286,10 +288,9 @@ class Replay(_Short):
         return id(executor) in self._warm and not (executor.gone if capturing else executor.stale)
 
     def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
-        """Run the part of a call that native code leaves to Python: an overlapped or differentiated call. Return its
-        results.
+        """Run an overlapped or differentiated call, and return its results.
 
-        p, k: the call's arguments by position and by name.
+        p, k: the call's positional arguments and keyword arguments.
         """
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
@@ -309,7 +310,7 @@ class Replay(_Short):
         self.op.note(self._call(p, k))
 
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make the whole call on CPU, where ranks synchronise before each call. Return what the public function
+        """Make a whole call on CPU, where ranks synchronise before each call. Return the value that the public function
         returns.
         """
         self.here.called(self.prepared)
@@ -358,7 +359,7 @@ class Passing(_Short):
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return `recipe` with a division of the first result by `number`, and the number of divisions that were added."""
+    """Return `recipe` with each use of the first result divided by `number`, and the number of divisions."""
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe
@@ -376,11 +377,12 @@ def _native_call(
 ) -> _core.KnownCall:  # fmt: skip
     """Return the native object that replays a call.
 
-    of: the recorded call, whose methods native code calls for the work that remains in Python.
+    of: the recorded call. Native code calls its methods for work that remains in Python.
     steps: the unfused call as a list of torch calls, which native code runs; None if Python runs the call.
-    given: the tensor arguments of the recorded call. inputs: the tensor of each input buffer in the recorded call.
+    given: the tensor arguments of the recorded call.
+    inputs: the tensor of each input buffer in the recorded call.
     returned: the recipe that makes the return value of the public function.
-    is_serial: two flags, for calls and for calls under CUDA graph capture: True if native code runs `steps`.
+    is_serial: [for calls, for calls under CUDA graph capture]: True if native code runs `steps`.
     """
     plain, recipe = None, None
     if steps is not None:
@@ -401,10 +403,9 @@ class _Given:
     The path ("given", 0) is the first positional argument, ("given", 1, 0) the first entry of the list that is the
     second argument, and ("named", "x") the keyword argument x.
 
-    strided: the views of an argument that a recipe may make. True: views with any strides, which are slow in autograd.
-        False: only reshaped contiguous tensors.
-        None: as False, but only tensors without a dimension of size `rows`. None is for calls whose number of rows
-        changes, because the recipe of a view has a fixed shape.
+    strided: the views of arguments that a recipe may make. True: views with any strides, which are slow in autograd.
+        False: only views of contiguous tensors with another shape. None: as False, but only of tensors without a
+        dimension of size `rows`, for calls whose number of rows may change.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -423,11 +424,9 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe that makes `value` from the call's arguments. `value` is a tensor, a list of tensors, or a
-        constant.
+        """Return a recipe that makes `value`, a tensor, a list of tensors or a constant, from the call's arguments.
 
-        is_scale: True if `value` is a scale. If it has one element, an argument with one element in any shape is used
-            without a view.
+        is_scale: True if `value` is a scale. A scale with one element may have any shape, so no view is needed.
         """
         if isinstance(value, torch.Tensor):
             return self._place(value, is_scale)
@@ -438,8 +437,8 @@ class _Given:
     def returned(self, value: Any, *, views: bool) -> Place:
         """Return a recipe that makes `value`, the return value of the public function, from the operator's results.
 
-        views: True if `value` may contain views of results. Pass False if the shapes of results may change, because the
-            recipe of a view has a fixed shape: such a `value` then raises `_UnlikeError`.
+        views: True if `value` may contain views of results. False if the shapes of results may change: a view then
+            raises `_UnlikeError`, because the recipe of a view has a fixed shape.
         """
         if isinstance(value, torch.Tensor):
             place = self._place(value, False)

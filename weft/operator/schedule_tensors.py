@@ -58,7 +58,8 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """The caller's function for an output with a dynamic number of rows, wrapped to check the tensor that it returns.
+    """The caller's function for an output with a dynamic number of rows. This wrapper checks the tensor that it
+    returns.
 
     memory: the memory of the other tensors of the run, which the returned tensor must not overlap.
     """
@@ -153,10 +154,8 @@ def _check_apart(memory: Iterable[_Memory]) -> None:
 def _overlap(a: _Memory, b: _Memory) -> bool:
     """True if a piece of `a` shares a byte with a piece of `b`.
 
-    Piece i of a and piece j of b overlap if -width_a < a.begin - b.begin + (i - j) * pitch < width_b.
-
-    If both have several pieces with different pitches, the function does not compare pieces, and returns True if their
-    address ranges overlap.
+    Pieces i of a and j of b overlap if -width_a < a.begin - b.begin + (i - j) * pitch < width_b. If both have several
+    pieces with different pitches, return True if their address ranges overlap.
     """
     if a.end <= b.begin or b.end <= a.begin:
         return False

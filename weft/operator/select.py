@@ -6,20 +6,19 @@
     "autotune"           by measurement on every machine
 
 weft knows a machine if it has a performance model of it (`weft.operator.this_machine`): every NVIDIA GPU, and AMD GPUs
-with a machine file. On a known machine the planner uses the model. The first call with weights of a new shape times
-their GEMMs (`weft.plan.gemms`), which takes about 60 ms of device time. After that, a new number of rows takes
-milliseconds (`weft.plan.nearby`). "autotune" also times whole schedules. Later calls use cached times instead of
+with a machine file. On a known machine, the first call with weights of a new shape times their GEMMs
+(`weft.plan.gemms`), which takes about 60 ms of device time. After that, the planner needs milliseconds for a new number
+of rows (`weft.plan.nearby`). "autotune" also times whole schedules. Later calls use cached times instead of
 predictions, with or without "autotune".
 
 All ranks must use the same schedule. So ranks compare pinned names, use the plan of rank 0, and compare schedules by
 the slowest rank's times.
 
-On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the CPU
-get ahead. The planner predicts the same quantity. The times also apply to CUDA graphs, because in a replay the CPU does
-not delay the device either. But they omit costs that a graph adds (`graph.run` and `graph.collective` in a machine
-file). A graph may slow down collectives, which most of all slows down serial. Then the times make serial look faster
-than it is in a graph. weft does not capture graphs for timing: after a capture, NCCL or cuBLAS may launch differently
-until the process ends. On an unknown machine, single calls are timed, including CPU time.
+On a known machine "autotune" measures the time that the planner predicts: the mean of several calls in a row, while the
+CPU is ahead of the GPU (mode "queued"). Under CUDA graphs the CPU does not delay the GPU either, so these times are
+also used for graphs. But a graph slows down collectives, most of all in the serial schedule, so for graphs the
+measurement favours serial. weft does not capture graphs to measure them: after a capture, NCCL or cuBLAS may launch
+differently until the process ends. On an unknown machine single calls are timed, including CPU time.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return a text about the wanted schedule, which must be equal on all ranks: the pinned name. Without a pinned name,
-    return the names of the builders that the user has registered (`weft.builders.builder`).
+    """Return a text that names the pinned schedule, for the comparison between ranks. Without a pinned schedule, the
+    text lists the builders that the user has registered (`weft.builders.builder`).
     """
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
@@ -84,7 +83,7 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The executors of a call: the usual one, and the one under CUDA graph capture. None means that the call runs
+    """Two executors of a call: the usual one, and the one under CUDA graph capture. None means that the call runs
     unfused.
     """
 
@@ -123,7 +122,7 @@ def choose(
 ) -> Chosen:
     """Choose a schedule for `p`, and return its executors on this rank. All ranks must make this call.
 
-    A group on several hosts runs unfused, or by a schedule of collectives and sends (`weft.operator.between_hosts`).
+    A group on several hosts runs unfused, or by a schedule of collectives and messages (`weft.operator.between_hosts`).
 
     Raises `ScheduleError` on every rank if a user's builder made the chosen schedule, and `verify` finds a fault in it.
 
@@ -172,10 +171,9 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
-    """Return the name of the schedule that FiCCO's heuristic picks. All ranks must make this call.
+    """Return the name of the schedule that FiCCO's heuristic picks on the first rank. All ranks must make this call.
 
-    All ranks use the first rank's result, because ranks may have different machine files. If the schedule cannot run,
-    return None and warn once per operator and reason.
+    Return None if the schedule cannot run, and warn once per operator and reason.
     """
     mine = plan.pick_here(p, this_machine.device_name(comm.device))
     picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
@@ -198,7 +196,7 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Choose schedules for the sizes of `p`, not for its size bucket as `_names_near` does. Return their names.
+    """Choose schedules for exactly the sizes of `p`, and return their names.
 
     pinned: None or "autotune".
     """
@@ -216,11 +214,11 @@ def _names(
 
 
 class _Measured:
-    """The choices by measurement for a family of problems (`Problem.measured_family`).
+    """The choices by measurement for the sizes of a problem family (`Problem.measured_family`).
 
-    names: the chosen schedules, by size bucket.
-    contenders: the fastest schedules of the first measurement, and serial. At other sizes only these are measured.
-        Empty before the first measurement.
+    names: {size bucket: the chosen schedules}.
+    contenders: serial and the fastest schedules of the first measurement, the only schedules to measure for other
+        sizes. Empty before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -229,12 +227,12 @@ class _Measured:
 
 
 class _Near:
-    """The choices that the ranks of a group share for neighbouring sizes.
+    """The choices on a group, which calls of similar size share.
 
-    names: the chosen schedules. The key is: family, size bucket, True if users' builders are registered, True if the
-        choice is for one size only.
-    measured: the choices by measurement. The key is: family, True if users' builders are registered.
-    timed: the largest size whose GEMMs have been timed, by problem family.
+    names: {(family, size bucket, True if users' builders are registered, True if the choice is for one size only): the
+        chosen schedules}.
+    measured: {(family, True if users' builders are registered): the choices by measurement}.
+    timed: {problem family: largest size whose GEMMs have been timed}.
     """
 
     def __init__(self) -> None:
@@ -251,7 +249,7 @@ def _names_near(
     itself: bool = False,
 ) -> Names:  # fmt: skip
     """Return the names of the schedules for the size bucket of `p`. At the first call in the bucket, all ranks must
-    make this call together, to choose them.
+    make this call, which then chooses schedules.
 
     itself: True to choose for exactly this size.
     """
@@ -287,10 +285,10 @@ def remembers(p: Problem, device: torch.device) -> bool:
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """Return the planner's choice for a call without a pinned schedule. Cached times of this machine override
+    """Return the planner's choice for a call, which `weft.plan.explain` shows. Cached times of this machine override
     predictions.
 
-    `weft.plan.explain` shows this choice.
+    pinned: as for `weft.plan.choose`.
     """
     return plan.choose(
         p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
@@ -344,14 +342,14 @@ def _fastest(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
     family: _Measured | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the fastest schedules for calls and for captured calls, by measured or cached times. All ranks must make
-    this call.
+    """Return the names of the fastest schedules for calls and for captured calls, by measured or cached times. All
+    ranks must make this call.
 
     Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. Serial wins
     unless another schedule is clearly faster. For captured calls, only schedules that can be captured are compared.
 
     family: the results for other sizes of this problem. If it has contenders, only these are candidates. Otherwise this
-        call stores serial and the fastest candidates as contenders.
+        call stores its contenders: serial and the fastest candidates.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

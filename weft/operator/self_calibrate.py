@@ -59,7 +59,7 @@ MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[
 
 
 class _Stand(NamedTuple):
-    """The facts about a rank that decide if the ranks measure. Ranks exchange them first."""
+    """The facts that each rank sends to the others, to decide together if they measure."""
 
     name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host

@@ -1,8 +1,8 @@
 """The base class of an operator's specification: the arguments of its calls, checks, problem, buffers and gradients.
 
-For all operators, weft derives the rest from the specification: the comparison across ranks, the cache of shapes, the
-choice of a schedule, and the unfused call. It also derives plans, benchmarks, and autograd. Autograd works in eager mode and
-under torch.compile.
+weft derives everything else from the specification: the comparison of calls across ranks, the cache of compiled
+operators, the choice of a schedule, and the unfused call. It also derives plans, benchmarks, and autograd in eager mode
+and under torch.compile.
 
 A specification is a class with one instance, in the file of the public function (`weft.ops`). The function puts its
 arguments into a NamedTuple, the *form* of a call, and passes the call to `weft.operator.calls.made`.
@@ -101,14 +101,14 @@ class Operator(ABC, Generic[C]):
         """Return the problem: the sizes, dtypes and options of the call, for which weft then chooses a schedule. Raise
         `ValueError` if the call is invalid.
 
-        world: the number of ranks. most: the largest result of the method `size` on any rank.
+        world: the number of ranks. most: the result of the method `size` on the rank where it is largest.
         """
 
     def size(self, call: C) -> int:
-        """Return a size of the call that may differ between ranks, such as the number of tokens. The text of the method
-        `said` must not contain this size, because all ranks must have the same text.
+        """Return a size of the call that may differ between ranks, such as the number of tokens; 0 if there is none.
 
-        The method `problem` gets the largest size of all ranks as `most`.
+        The method `problem` gets the largest size of all ranks as `most`. Leave the size out of the text of the method
+        `said`, which must be equal on all ranks.
         """
         return 0
 
@@ -116,15 +116,15 @@ class Operator(ABC, Generic[C]):
         """Return the description of the call that must be equal on all ranks. Raise the errors of `problem`.
 
         The text may have several lines. Lines after the first have the form "name: value". If the ranks' texts differ,
-        the error shows the first line, and of the later lines the first that differs.
+        the error shows the first line, and the first later line that differs.
         """
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
         """Return further arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
 
-        The public function applies these arguments before or after the operator, so `said` does not contain them.
-        Examples are dimensions, shapes before flattening, and the kind of reduction.
+        Include the arguments that only the public function uses, before or after the operator. Examples are dimensions,
+        shapes before flattening, and the kind of reduction.
         """
         return ""
 
@@ -133,20 +133,20 @@ class Operator(ABC, Generic[C]):
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return two tables of row counts: the rows that this rank sends to each rank, and those that it expects from
-        each.
+        """Return two tables of row counts: the rows that this rank sends to each rank, and the rows that it expects
+        from each rank. Return None for an operator without such tables.
 
-        Both are int64 [world, n]. Row r of the first table has the n counts of rows that this rank sends to rank r, such
-        as a count for each of n experts. Row r of the second table has the counts that this rank expects from rank r.
-        weft checks that sender and receiver have the same counts. Return None for an operator without such tables.
+        Both are int64 [world, n], with n counts for each rank, such as one for each of n experts. Row r of the first
+        table counts the rows that this rank sends to rank r. Row r of the second table counts the rows that it expects
+        from rank r. weft checks that sender and receiver have the same counts.
         """
         return None
 
     def key(self, call: C) -> Hashable:
         """Return the key in the cache of compiled operators. Calls with equal keys share a compiled operator.
 
-        If two calls have different keys, their texts `said` must differ too. Otherwise ranks could make calls with
-        equal texts, for which only some ranks have to compile an operator.
+        If two keys differ, the texts of `said` must differ too. Otherwise ranks could agree on a call although only
+        some of them have to compile an operator for it.
         """
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
@@ -167,11 +167,11 @@ class Operator(ABC, Generic[C]):
         return call
 
     def repeats(self, call: C) -> bool:
-        """True if calls that differ only in tensor addresses do the same work, and may be replayed
+        """True if calls that differ only in the contents and addresses of tensors do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        This requires that no field of the form comes from the contents of a tensor. The public function must return the
-        results unchanged, except for the division of `averages`.
+        Then no field of the form may depend on the contents of a tensor. The public function must return the results
+        unchanged, except for the division of `averages`.
         """
         return True
 
@@ -186,12 +186,12 @@ class Operator(ABC, Generic[C]):
         return True
 
     def note(self, call: C) -> None:
-        """Store what later calls of this or another operator need from this call. Default: nothing."""
+        """Store data of this call for later calls of this or another operator. Default: nothing."""
 
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """Return the input buffers for executors, by name. Default: the fields of the call, which must then be matrices
+        """Return the input buffers of executors, by name. Default: the fields of the call, which must then be matrices
         with the names of the buffers.
         """
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
@@ -212,13 +212,13 @@ class Operator(ABC, Generic[C]):
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call on which schedules are measured. Default: `call`, the first call. An operator may return a
+        """Return the call with which schedules are measured. Default: `call`, the first call. An operator may return a
         call with more typical sizes.
         """
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check the results of a call, and raise the errors that only results show. weft calls this method only on CPU,
+        """Check the results of a call, and raise errors that were not known before. weft calls this method only on CPU,
         where results are complete when a call returns.
         """
 
@@ -233,8 +233,8 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def tracked(self, call: C) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Omit tensors that never
-        need gradients, because each tracked tensor costs CPU time in every call.
+        """Return the tensors that autograd tracks in eager mode. Default: all tensors of the call. Each tracked tensor
+        costs CPU time in every call, so omit tensors that never need gradients.
         """
         return self.tensors(call)
 
@@ -249,18 +249,18 @@ class Operator(ABC, Generic[C]):
     def beside(
         self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Tensors | None
     ) -> Any:
-        """Start work for backward right after the call. Return any object, which `gradients` receives as `beside`.
+        """Start work for backward right after the call. Return any object; `gradients` receives it as `beside`.
 
-        The object exists as long as the autograd graph. Do not keep tensors in it that autograd must watch for in-place
-        changes: the method `saved` must return these tensors instead.
+        The object exists as long as the autograd graph. Tensors whose in-place changes autograd must detect belong in
+        `saved`, not in the object.
 
         inputs: the input buffers of the call, by name; None for a compiled call, which runs this method at the start of
             its backward.
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if backward cannot run for this call, or cannot run again. weft calls this method before
-        autograd unpacks the tensors of `saved`.
+        """Raise an error if backward cannot run, or cannot run a second time. weft calls this method before autograd
+        unpacks the tensors of `saved`.
         """
 
     def gradients(
@@ -278,8 +278,8 @@ class Operator(ABC, Generic[C]):
     # --- the unfused call, if it is not the steps of the serial schedule ---
 
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
-        """Return the results, computed by torch's collectives and GEMMs. Return None to run the serial schedule
-        instead.
+        """Return the results, computed by torch's collectives and GEMMs. Return None to run the steps of the serial
+        schedule instead.
         """
         return None
 
@@ -294,13 +294,12 @@ class Operator(ABC, Generic[C]):
     def own_executors(
         self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
-        """Return the executors of calls with this call's `key`. All ranks must make this call.
+        """Return the executors of all calls with this call's `key`. All ranks must make this call.
 
-        Override this method only for an operator with its own kernels. For other operators, the planner chooses a
-        schedule, and an executor of schedules runs it. An operator that overrides this method must obey these rules:
+        Override this method only for an operator with its own kernels, which then obeys these rules:
 
         - Options of the call choose the executor. Users cannot pin a schedule.
-        - Two calls with equal `key` can use the same executor.
+        - Calls with equal `key` can use the same executor.
         - `inputs` checks every call. Its values may be of any type.
         - The executor returns the results, so `outputs` returns nothing.
         """
@@ -313,9 +312,9 @@ class Operator(ABC, Generic[C]):
         raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement drawn()")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
-        """Return the correct results of a rank in float64, against which benchmarks check the operator's results.
+        """Return the correct results of a rank in float64. Benchmarks compare the operator's results with them.
 
-        calls: the calls of all ranks, since results may depend on the tensors of every rank.
+        calls: the calls of all ranks.
         """
         raise NotImplementedError(f"{self.name} cannot be benchmarked: its spec must implement expected()")
 
@@ -372,10 +371,10 @@ class Operator(ABC, Generic[C]):
         return tuple([_wants(call[i]) for i in self.differentiable])
 
     def flat(self, of_fields: Sequence[Any]) -> list[Any]:
-        """Return the entries of `of_fields` for tensor fields as one flat list.
+        """Return the values of all tensors of a call as one flat list.
 
-        of_fields: a value for each field of a call, such as the call itself or torch's needs_input_grad. The value of a
-            field with several tensors is a list.
+        of_fields: a value for each field, such as the call itself or torch's needs_input_grad. The value of a field
+            with several tensors is a list.
         """
         found: list[Any] = []
         for kind, one in zip(self.kinds, of_fields, strict=False):
@@ -386,7 +385,7 @@ class Operator(ABC, Generic[C]):
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
-        """Return a text about the wanted gradients, which ranks compare."""
+        """Return the wanted gradients as text, for the comparison between ranks."""
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 

@@ -4,10 +4,10 @@ errors.
 If a rank fails alone and does not notify its peers, its next call pairs with their current call. All ranks then get
 wrong results without an error. So every error that leaves a call is handled:
 
-- A weft error: every rank raises it, or the group has already failed.
-- Ctrl-C at any time, or any error after this rank has published that it takes part: the group fails with this cause.
-- The exception by which torch's activation checkpointing stops a recomputation: every rank raises it, and the call
-  counts as made.
+- Errors of weft: nothing to do, because every rank raises them or the group has already failed.
+- Ctrl-C, and any error after this rank has told its peers that it takes part in the call: the group fails.
+- The exception by which torch's activation checkpointing stops a recomputation: the call counts as made, because every
+  rank raises this exception.
 - Any other error on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the
   group stays usable.
 - Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over the sockets
@@ -15,12 +15,12 @@ wrong results without an error. So every error that leaves a call is handled:
   If a peer has already made the call, the group fails. The next call of this rank waits for its peers' answers.
 - Any other error on GPUs, such as out of memory: the group fails at once.
 
-If two threads of a rank are in calls of one group at the same time, the group fails. Otherwise a peer's call could pair
-with the call of either thread.
+If two threads of a rank call operators on one group at the same time, the group fails, because peers could not tell
+which call comes first.
 
 At the first call of a shape, GPU ranks synchronise too, and compare how many calls each has made. Later calls are
-compared by a digest, off the critical path. `WEFT_CHECK_CALLS=1` compares every call with its source line
-(`weft.symm.calls`).
+compared by a hash of all calls, in the background. With `WEFT_CHECK_CALLS=1` ranks compare every call, including its
+source line (`weft.symm.calls`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TOLD = "_weft_told"  # an attribute of errors of which peers have been notified
 
 
 class together:
-    """The context manager around a whole call of `operator`, or around its backward. All ranks enter it together.
+    """The context manager around a whole call of `operator`, or around its backward. All ranks must make the call.
 
     like: a tensor on the call's device, or a function that returns the device.
     """
@@ -150,11 +150,11 @@ def failed(
 
 
 def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: BaseException) -> None:
-    """Make the group fail after Ctrl-C or another exception that ends programs, unless peers have been notified of
-    `error`.
+    """Make the group fail after Ctrl-C or another exception that is not an `Exception`, unless peers have been notified
+    of `error`.
 
-    Such an exception may arrive before this rank has counted the call and can refuse it. If the program then catches the
-    exception and skips the call, this rank's next call would pair with the peers' current call.
+    The exception may arrive before this rank has counted the call. If the program then continues, its next call would
+    pair with the peers' current call.
     """
     if isinstance(error, Exception) or getattr(error, _TOLD, False):
         return
@@ -173,14 +173,14 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    In place of the layer's next call, this rank counts a call that it refuses. The peers' next call pairs with this
-    refused call, so it raises `RefusedError` with the text of `error`. On CPU the group stays usable. On GPUs the group
-    fails if a peer has already made its next call.
+    This rank counts a refused call in place of the layer's next call. The peers' next call pairs with it and raises
+    `RefusedError` with the text of `error`. On CPU the group stays usable. On GPUs the group fails if a peer has
+    already made its next call.
 
     what: the layer, for error texts.
     like: as for `together`.
-    last: True if the layer makes no further call. Then the peers' next call belongs to another layer, and a program
-        that catches errors per layer would pair wrong calls. So the group fails.
+    last: True if the layer makes no further call. Then the group fails, because the peers' next call belongs to another
+        layer.
     """
     if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
         return
@@ -206,11 +206,11 @@ def agree(
     """Compare the first call of a shape across ranks. Return, for each rank, the number that its `check` returned. All
     ranks must make this call.
 
-    Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if texts or
-    details differ. If only details differ, the error shows the details, or the first line that differs.
+    Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if the
+    descriptions of the calls differ.
 
-    check: a function that checks this rank's call, and returns (a short text that describes the call, the full
-        description, called details, and a number), as `weft.operator.agreement.Check`.
+    check: a function that checks this rank's call, and returns (short description, full description, number), as
+        `weft.operator.agreement.Check`.
     hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:

@@ -240,9 +240,7 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return the gradient of x, computed by `matmul_reduce_scatter`. Return None if `matmul_reduce_scatter` is not
-    predicted to be faster than a GEMM followed by NCCL.
-    """
+    """Return the gradient of x, computed by `matmul_reduce_scatter`; None if its schedule for this shape is serial."""
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())

@@ -1,6 +1,5 @@
-"""The backward pass of `weft.all_gather_matmul` if both x and the weights need gradients.
-
-It is an operator with its own schedules.
+"""The backward pass of `weft.all_gather_matmul` if both x and the weights need gradients, as an operator with its own
+schedules.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ _FORWARD = "all_gather_matmul"  # the operator that users call
 
 
 class _Call(NamedTuple):
-    """The arguments of a call. x: this rank's shard [m / W, k]. grads: the gradients of the products, [m, n_i]. wts:
-    the transposed weights, [n_i, k].
+    """The arguments of a call.
+
+    x: this rank's shard [m / W, k].
+    grads: the gradients of the products, each [m, n_i].
+    wts: the transposed weights, each [n_i, k].
     """
 
     x: torch.Tensor
@@ -99,7 +101,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return sum_i grads[i] @ wts[i]: this rank's term of the gradient of x, which is a sum over ranks.
+    """Return sum_i grads[i] @ wts[i]. The gradient of x is the sum of this matrix over ranks.
 
     gathered: the gradient of the gathered x, if forward returned x. It is added to the result, and has its shape.
     """
@@ -112,8 +114,8 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
-    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the work handle to wait for before
-    the rows are read.
+    """Start the reduce-scatter of `partial`. Return this rank's rows of the sum, and the handle to wait on before you
+    read them.
 
     rows: the number of rows of each rank.
     """

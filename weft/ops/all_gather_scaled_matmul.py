@@ -115,9 +115,10 @@ def all_gather_scaled_matmul(
 class _Call(NamedTuple):
     """The arguments as matrices.
 
-    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: weft's names of the results' dtypes. rows: the number
-        of rows of each rank, if they differ. outer: the dimensions of A_shard before it was reshaped to a matrix, which
-        ranks compare (`outer_of`).
+    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
+    out: weft's names of the results' dtypes.
+    rows: the number of rows of each rank, if they differ.
+    outer: the dimensions of A_shard before it was reshaped to a matrix, which ranks compare (`outer_of`).
     """
 
     x: torch.Tensor
@@ -166,7 +167,7 @@ def _scale_of_rows(
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
     """Return (True if each row has a scale, the scale as a matrix: [rows of the shard, 1] or [1, 1]).
 
-    Only the shape of `A_scale` decides, as in torch's op, since a rank does not know the scales of its peers.
+    Only the shape of `A_scale` decides, as in torch's op.
     """
     extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
     sizes = [extent] * size_of(group) if rows is None else list(rows)

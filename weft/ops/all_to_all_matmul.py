@@ -141,8 +141,8 @@ def all_to_all_matmul(
 class _Call(NamedTuple):
     """The arguments of a call.
 
-    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it. Its call needs no
-        gradients, and passes the number of received rows as max_rows.
+    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it, in calls without
+        gradients that pass the number of received rows as max_rows.
     """
 
     tokens: torch.Tensor
@@ -196,7 +196,9 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem with `capacity` tokens on each rank. If the call has no capacity, use `most`, rounded up."""
+        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, round up `most` and use
+        it instead.
+        """
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
@@ -238,8 +240,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. It
-        replaces the first real call, which may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
@@ -262,9 +264,8 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save the tokens for the gradient of the weights, and `received`.
-
-        The caller may hold `received` too, and autograd raises an error if the caller changes it.
+        """Save the tokens for the gradient of the weights, and `received`. Autograd raises an error in backward if the
+        caller has changed `received`.
         """
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
@@ -284,14 +285,12 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of tokens and weights.
 
-        If only the gradient of tokens is wanted, the combine (`matmul_all_to_all`) with transposed weights computes it.
-        If the gradient of the weights is wanted too, NCCL and cuBLAS calls already hide all transfers. Backward then
-        sends tokens again during one GEMM, and gradients during the other.
+        If only the gradient of tokens is wanted, `matmul_all_to_all` computes it, with transposed weights. Otherwise
+        NCCL and cuBLAS compute both: tokens are sent again during one GEMM, and gradients during the other.
 
-        Forward does not save the received tokens, for two reasons. First, the next call overwrites them, so each call
-        would have to copy them. Second, calls with gradients would then be a shape of their own, perhaps with another
-        schedule than calls without gradients. Activation checkpointing may run forward first without gradients, and then
-        with gradients. The two results could differ by rounding.
+        Forward does not save the received tokens: each call would have to copy them, because the next call overwrites
+        them. Also, calls with and without gradients could then have different schedules, and results that differ by
+        rounding. Activation checkpointing runs forward in both ways.
         """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
@@ -341,10 +340,9 @@ def gradients_of_experts(
 
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
-    Here x are the tokens that arrived on this rank. They are sent again during the GEMM of grad x. grad x is permuted
-    back into the order of arrival, and sent during the GEMM of grad w. The gradient of a token is complete on its rank.
-    The gradient of a weight is complete on the rank that owns the weight: the sum, not the mean, over the rows of all
-    ranks.
+    Here x are the tokens that arrived on this rank. They are sent again during the GEMM of grad x. grad x is sorted
+    into the order of arrival, and sent back during the GEMM of grad w. The gradient of a weight is the sum, not the
+    mean, over the rows of all ranks, on the rank that has the weight.
 
     sizes: the numbers of rows that this rank sends and receives.
     """

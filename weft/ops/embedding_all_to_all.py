@@ -180,10 +180,8 @@ _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what `a
 
 
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None) -> torch.device:
-    """Return the device of this rank's call.
-
-    If the arguments do not determine the device, return the device of the group's backend. A later check refuses such
-    arguments and notifies the other ranks.
+    """Return the device of this rank's call. If the arguments do not determine a device, return the device of the
+    group's backend; a later check refuses the arguments.
     """
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
@@ -195,10 +193,10 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None
 
 
 class _Call(NamedTuple):
-    """The arguments of a call.
+    """The arguments of a call, of which `keys`, `stride` and `whole` are explained in `JaggedInput`.
 
-    keys, stride, whole: as in `JaggedInput`. The fields `states` to `deterministic` are those of `Training`, with the
-        options of backward. The fields `sharding` to `output_dtype` are those of `Form`, with the options of forward.
+    The fields `states` to `deterministic` are the options of backward (`Training`). The fields `sharding` to
+    `output_dtype` are the options of forward (`Form`).
     """
 
     weights: list[torch.Tensor]
@@ -242,14 +240,13 @@ def form_of(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan that a `Form` describes, from a cache."""
+    """Return the plan for the fields of a `Form`, from a cache."""
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
-    """Return the input and its checked description. Raise `ValueError` for bad arguments.
-
-    The checks do not read tensors on a GPU, so they do not wait.
+    """Return the input of a call, and the result of its checks. Raise `ValueError` for bad arguments. The checks do not
+    read GPU memory, so the CPU does not wait.
     """
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
@@ -284,7 +281,7 @@ _TRACKED = 4
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
-    """Return the number of samples of `rank`, also for input that has not been checked."""
+    """Return the number of samples of `rank`. The input may be unchecked."""
     if call.batch_sizes is not None:
         return call.batch_sizes[rank]
     blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size
@@ -293,7 +290,8 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator, compiled once per plan, and with transport="auto" once per size bucket.
+    """The operator, compiled once per plan, and with transport="auto" once per size bucket: calls with similar numbers
+    of samples.
 
     With "auto" the planner chooses between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of
     the size bucket (`weft.plan.nearby`). On CPU, with one rank, or without a performance model of the GPU, "auto" is
@@ -315,7 +313,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     tags = (torch.Tag.cudagraph_unsafe,)  # results are in buffers that later calls reuse
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Replace "auto" by a fixed transport if all batch sizes use the same transport."""
+        """Replace transport="auto" by a fixed transport, if all batch sizes use the same."""
         if call.transport != "auto":
             return call
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
@@ -369,18 +367,16 @@ class _EmbeddingAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def tracked(self, call: _Call) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks. Tables and states that an optimizer updates have no gradients, so
-        they are left out.
+        """Return the tensors that autograd tracks: not the tables and states that an optimizer updates, which have no
+        gradients.
         """
         if not call.optimizer:
             return self.tensors(call)
         return [call.values, call.offsets, call.per_sample_weights, call.anchor]
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save ids, offsets and per-sample weights.
-
-        Save the tables too if per-sample weights need gradients and there is no optimizer. With an optimizer the saved
-        tables might change before backward.
+        """Save ids, offsets and per-sample weights. If per-sample weights need gradients and there is no optimizer,
+        which could change tables before backward, save the tables too.
         """
         is_read = not call.optimizer and wanted[len(call.weights) + _OF_VALUES]
         return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
@@ -447,7 +443,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the size bucket of a call. most: the largest number of samples of a rank."""
+    """Return the number of a call's size bucket. most: the number of samples of the rank with the most."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 

@@ -1,6 +1,4 @@
-"""The backward pass of `weft.matmul_all_gather` if both x and w need gradients. It is an operator with its own
-schedules.
-"""
+"""The backward pass of `weft.matmul_all_gather` if both x and w need gradients, as an operator with its own schedules."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
-    """Return this rank's part of the sum of g over ranks: the gradient of this rank's product."""
+    """Sum g over ranks, and return this rank's part: the gradient of this rank's product."""
     if p.world_size == 1:
         return g
     if p.columns:

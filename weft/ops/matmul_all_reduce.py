@@ -179,9 +179,9 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 class _Call(NamedTuple):
     """The arguments as matrices.
 
-    norm, eps: the weight and the epsilon of the norm; both are None without a norm. average: True if the public function
-        divides the sum by the number of ranks. outer: the dimensions of x before it was reshaped to a matrix, which
-        ranks compare (`outer_of`).
+    norm, eps: the weight and the epsilon of the norm; None without a norm.
+    average: True if the public function divides the sum by the number of ranks.
+    outer: the dimensions of x before it was reshaped to a matrix, which ranks compare (`outer_of`).
     """
 
     x: torch.Tensor
@@ -314,15 +314,15 @@ def through_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the gradient of the sum y, the gradient of the norm's weight).
 
-    grads: the gradients of the normalised sum and of y. saved: the norm's weight and y.
+    grads: the gradients of the normalised sum and of y.
+    saved: the norm's weight and y.
 
     Let scale = 1 / sqrt(mean(y^2) + eps), unit = y * scale and g = grads[0] * weight, with means over a row. The
-    gradient of y is
+    gradient of y, in fp32 (fp64 for fp64 inputs), is
 
         grads[1] + scale * (g - unit * mean(g * unit))
 
-    in fp32, or in fp64 for fp64 inputs. On GPUs torch's RMSNorm kernel computes this gradient. torch has no such kernel
-    for CPU.
+    On GPUs torch's RMSNorm kernel computes this gradient. torch has no such kernel for CPU.
     """
     (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
     fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]

@@ -137,7 +137,10 @@ def _combine(
     group: dist.ProcessGroup | str | None, rows: int | None, capacity: int | None, schedule: str | None,
     deadline_s: float | None, timeline: Timeline | None, tokens: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run `matmul_all_to_all`. tokens: this rank's number of tokens, if it is known without reading splits."""
+    """Run `matmul_all_to_all`.
+
+    tokens: this rank's number of tokens, if it is known without reading splits.
+    """
     group = dist.group.WORLD if group is None else group
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -238,7 +241,9 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem with `capacity` tokens on each rank. If the call has no capacity, use `most`, rounded up."""
+        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, round up `most` and use
+        it instead.
+        """
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
@@ -273,8 +278,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. It
-        replaces the first real call, which may have few tokens.
+        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
+        first real call may have few tokens.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
@@ -288,7 +293,9 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save h for the gradient of the weights. If that gradient is not wanted, save only the number of rows of h."""
+        """Save h for the gradient of the weights. If only the gradient of h is wanted, save the number of rows of h
+        instead.
+        """
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
@@ -307,9 +314,9 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of h and the weights.
 
-        If a dispatch (`all_to_all_matmul`) overlaps for this shape, a dispatch of grad y with transposed weights
-        computes grad h. It also returns the received rows of grad y, for the gradients of weights. Otherwise NCCL
-        exchanges grad y once for both gradients.
+        If `all_to_all_matmul` overlaps for this shape, it computes grad h from grad y and the transposed weights, and
+        returns the received rows of grad y for the gradients of weights. Otherwise NCCL exchanges grad y once for both
+        gradients.
         """
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
@@ -331,8 +338,7 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that computes grad h by a dispatch; None if the dispatch is not predicted to be faster than
-        NCCL and cuBLAS.
+        """Return a function that computes grad h by `all_to_all_matmul`; None if its schedule for this shape is serial.
 
         return_x: True if the function also returns the received rows of grad y.
         """
@@ -353,7 +359,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:
-    """Return w transposed, in the layout that overlapped and unfused backward share, so that both give equal bits."""
+    """Return w transposed, in the layout that overlapped and unfused backward use, so that both give equal bits."""
     return w.transpose(1, 2) if w.is_cuda else w.transpose(1, 2).contiguous()
 
 
@@ -375,8 +381,8 @@ def _check_shapes(call: _Call, world: int) -> None:
 
 
 def _check(call: _Call, world: int, rank: int) -> None:
-    """Raise `ValueError` for wrong arguments. Values of `received` and `splits` are checked only on CPU, where reading
-    does not wait.
+    """Raise `ValueError` for wrong arguments. The values of `received` and `splits` are checked on CPU only: on a GPU,
+    reading them would wait.
     """
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call

@@ -136,11 +136,11 @@ class _Call(NamedTuple):
     """The arguments as matrices: the call computes x @ B.
 
     average: True if the public function divides the sum by the number of ranks.
-    outer: [scatter_dim, sizes of the other dimensions of A except the last], or None if A is a matrix (`outer_of`).
-        The matrix x lacks these numbers, so ranks compare them separately.
+    outer: [scatter_dim, sizes of the other dimensions of A except the last], which ranks compare (`outer_of`); None if
+        A is a matrix.
 
-    To scatter columns, the call computes B^T @ A^T: the field x is then the argument B transposed, and the field B is A
-    transposed. outer is then [-1, sizes of all dimensions of A except the last]: the last dimension is scattered.
+    To scatter columns, the call computes B^T @ A^T: the field x is the argument B transposed, and the field B is the
+    argument A transposed. outer is then [-1, sizes of all dimensions of A except the last].
     """
 
     x: torch.Tensor

@@ -37,9 +37,11 @@ _COLUMNS, _ROW = "a column-parallel layer", "a row-parallel layer"
 def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
-    """Return y_i [..., N_i / W] of column-parallel layers with the same input.
+    """Return y_i [..., N_i / W] of column-parallel layers with the same input x. W is the number of ranks.
 
-    x: [..., K], equal on all ranks. weights: [N_i / W, K]. biases: [N_i / W], or None.
+    x: [..., K], equal on all ranks.
+    weights: each [N_i / W, K].
+    biases: each [N_i / W], or None.
     """
     require_plain_by(_COLUMNS, group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
