@@ -1,6 +1,6 @@
-"""The ranks of `weft plan calibrate`: measure this machine's GPUs and links, and save the numbers.
+"""The measurements of `weft plan calibrate`: every rank measures its GPU and links, and rank 0 saves the results.
 
-The measurements are in `weft.runtime.cuda.measure`, because an operator's first call on unknown GPUs makes some of them too.
+The code that measures is in `weft.runtime.cuda.measure`, which an operator's first call on an unknown GPU uses too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from weft.sim import model_of
 
 
 def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
-    """Measure on all ranks, and save the numbers on rank 0. Return a message with the path of the saved file.
+    """Measure on all ranks, and save the results. Return the path of the saved file on rank 0, and "" on other ranks.
 
-    dtypes: the GEMM dtypes to measure. budget_s: the time in seconds after which no further GEMM is started.
+    dtypes: the GEMM dtypes to measure. budget_s: after this many seconds no further GEMM is started.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
@@ -37,4 +37,4 @@ def _printed(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Ignore a progress message: only rank 0 prints them."""
+    """Ignore a progress message, on ranks other than 0."""

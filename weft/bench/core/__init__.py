@@ -1,1 +1,1 @@
-"""The code that all benchmarks share: clocks, checks, ceilings, records, tables, options."""
+"""Code that all benchmarks share: timers, checks of results, measured peak rates, records, tables and options."""

@@ -24,8 +24,8 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
     """Parse "M,N,K" or "MxNxK", with an optional suffix that starts with "-". Return (M, N, K, suffix).
 
-    Raise `ValueError` for any other text. also: words at the end of the error text, which name other forms that the
-    option accepts.
+    Raise `ValueError` for any other text. also: text to append to this error, such as the other values that the command
+    accepts.
     """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
@@ -37,7 +37,7 @@ def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ValueError` unless the file can be written. Create no folder and leave no new file."""
+    """Raise `ValueError` unless the file can be written. Create neither a file nor a folder."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: the folder {path.absolute().parent} does not exist: create it")
     if path.is_dir():
@@ -54,7 +54,9 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise `ValueError` unless files can be written into the folder, or the folder can be created. Create nothing."""
+    """Raise `ValueError` unless files can be written into the folder. A folder that can be created passes, but is not
+    created.
+    """
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path} is a file: give a folder")
     nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
@@ -74,9 +76,9 @@ def check_pictures(path: Path) -> None:
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return the number of ranks to start: torchrun's if it runs, else `given`, else one per GPU, or 2 on CPU.
+    """Return the number of ranks to start: under torchrun its number, else `given`, else one per GPU, or 2 on CPU.
 
-    Raise `ValueError` for more ranks than GPUs, or if both torchrun and `given` set the number.
+    Raise `ValueError` for more ranks than GPUs, or if `given` is set under torchrun.
     """
     import torch
 
@@ -103,7 +105,7 @@ def appended(path: Path, count: int) -> str:
 
 
 def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
-    """Return the ValueError for an unknown name. Its text lists the known names. what: the kind of name, such as "operator"."""
+    """Return a ValueError that lists the known `names`. what: the kind of `name`, such as "operator"."""
     return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
 
 
@@ -111,8 +113,9 @@ def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
 def one_line(program: str) -> Iterator[None]:
     """Context manager: if the enclosed code fails, end the process with one line on stderr instead of a traceback.
 
-    program: the name at the start of the line. Exit status 2: an argument, path or file is invalid. 1: weft failed at run
-    time, or the reader closed the output pipe. 130: Ctrl-C. Other exceptions are bugs in weft and keep their traceback.
+    program: the name at the start of the line. Exit status: 2 for an invalid argument, path or file; 1 if weft failed
+    at run time, or if the reader of stdout has closed the pipe; 130 after Ctrl-C. Other exceptions are bugs in weft and
+    keep their traceback.
     """
     try:
         yield

@@ -1,11 +1,10 @@
-"""The peak rates of this machine, measured on all ranks at once, in the same run as the results that they bound.
+"""The peak rates of this machine. They are measured in the same run as the results that are compared with them.
 
-    memory   bytes read plus bytes written per second, in a local copy; on CPU, in a copy or in a read, whichever is faster
-    link     bytes per second in one direction, in a copy to the next rank: by copy engine on GPUs, by memcpy to shared memory
-             on CPU
+    memory   bytes read plus bytes written per second, by a copy within local memory. On CPU also by a read; the faster counts
+    link     bytes per second from a rank to the next rank: by a copy engine on GPUs, by memcpy into shared memory on CPU
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
-All ranks copy at the same time, because ranks on CPU share the memory bus. Each rank uses as many threads as in the benchmark.
+All ranks measure at the same time, with as many threads as in the benchmark: ranks on CPU share the memory bus.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s;
-    None if not measured.
+    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s,
+    or None if not measured.
     """
 
     memory: float
@@ -37,7 +36,11 @@ class Ceilings:
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return a lower bound in ms: the longest of the times for `memory` bytes, `link` bytes, and `flops`."""
+        """Return a lower bound in ms of work that moves `memory` bytes in memory and `link` bytes over the link, and
+        computes `flops`.
+
+        Each of the three takes a time at its peak rate. The bound is the longest of the three times.
+        """
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
@@ -57,8 +60,8 @@ def measure_ceilings(
 ) -> list[Ceilings]:
     """Measure the peak rates of all ranks; return them on every rank. All ranks must make this call.
 
-    Each rank temporarily allocates 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU), and `buffer_bytes` of
-    symmetric memory. The matmul rate is measured only if `matmul_dtype` is given.
+    buffer_bytes: the size of the copied buffer (default 2 GiB on GPUs, 128 MiB on CPU). Each rank temporarily allocates
+    two such buffers, and one more in symmetric memory. matmul_dtype: the dtype of the GEMM; None to measure no GEMM.
     """
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
@@ -87,7 +90,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the shortest time in seconds of several repetitions. Other processes may have slowed down the other repetitions."""
+    """Return the shortest time of several repetitions in seconds, because other processes may slow down some repetitions."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

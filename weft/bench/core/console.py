@@ -38,8 +38,8 @@ def print_table(
 ) -> None:  # fmt: skip
     """Print a table on stdout. The first column is left-aligned, the others right-aligned.
 
-    section: the index of a column; a line is drawn wherever the column's value changes. optional: columns to omit if
-        the terminal is too narrow, the last first. A pipe or file gets all columns.
+    section: the index of a column. A line is drawn between rows with different values in this column. optional: the
+        columns to omit if the terminal is too narrow; the last name is omitted first. A pipe or file gets all columns.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -88,12 +88,13 @@ def has_bar() -> bool:
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function `step(what, amount)`, which shows the text `what` and advances the bar by `amount`; `total` is the
-    length of the bar.
+    """Show progress on stderr: yield a function `step(what, amount)`. It shows the text `what` and adds `amount` to the
+    progress, which is complete at `total`.
 
-    The bar is on stderr and disappears at the end. If stderr is not a terminal, each step prints a line. With `every_s`,
-    the first line appears after `every_s` seconds, and intervals grow, so short work prints nothing. shown: False for a
-    function that shows nothing.
+    On a terminal with rich installed, progress is a bar that disappears at the end. Otherwise each step prints a line.
+
+    shown: False to show nothing. prefix: text before each `what`. every_s: if it is positive and there is no bar, the
+    first line appears after `every_s` seconds, and later lines at longer intervals.
     """
     if not shown:
         yield lambda what, share: None

@@ -1,10 +1,10 @@
-"""Power and traffic of each variant from the driver's counters, for `weft bench OP --counters`.
+"""Power and memory traffic of each variant, from counters of the GPU's driver, for `weft bench OP --counters`.
 
-A counter is read while a variant's calls run in a row for about a second. So its value is a mean over these calls, and the power of
-a single phase of a call is not visible. Reads and writes of memory are counted together.
+A counter is read while one variant is called repeatedly for about a second. The value is a mean over these calls, so it
+does not show the power of a phase within a call. The counter of memory traffic does not separate reads from writes.
 
-The traffic counters are checked with loads of known traffic in the same run: a copy, a read and a write of 1 GiB. `counted_known`
-is the counted traffic divided by the known traffic of each load. Records contain the driver's numbers without a correction.
+To check this counter, the same run measures a copy, a read and a write of 1 GiB. For each of the three, `counted_known`
+is the counted bytes divided by the actual bytes. Records contain the driver's numbers, not corrected by this ratio.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _KNOWN_BYTES = 1 << 30
 def count(
     calls: Mapping[str, Call], ranks: Ranks, input_sets: int, ms: Callable[[str], float | None]
 ) -> dict[str, Record]:
-    """Return {name of a call: its fields for the record}. Values are means over ranks. All ranks must make this call.
+    """Call each of `calls` repeatedly, and return {its name: fields for its record} from the driver's counters. Values
+    are means over ranks. All ranks must make this call.
 
-    ms: a function from a call's name to the call's time in ms. None means that the call is not counted.
+    input_sets: the number of input sets, which consecutive calls take in turn. ms: a function from a call's name to its
+    time in ms, or None to skip the call.
 
-    Fields: watts, call_ms, joules, memory_bytes, sent_bytes and received_bytes. The fields idle_watts and counted_known
-    (the module explains it) are the same for all calls. A field is None if the driver does not provide the counter. If a
-    call's counters could not be read, its watts, joules and bytes are None, and field `missing` gives the reason.
+    Fields per call: call_ms, watts (mean power), joules, memory_bytes, sent_bytes, received_bytes. Fields that do not
+    depend on the call: idle_watts, and `counted_known` (see the module). A field is None if the driver does not provide
+    the counter, or if the counter could not be read in time. In the second case the field `missing` gives the reason.
     """
     shared, found = _known_loads(ranks), dict[str, Record]()
     with open_counters(_uuid(ranks.device)) as counters:
@@ -55,9 +57,7 @@ def _uuid(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)  # once per process
 def _known_loads(ranks: Ranks) -> Record:
-    """Return the power of the idle GPU in watts, and for a copy, a read and a write of 1 GiB the ratio of counted to
-    known traffic. All ranks must make this call.
-    """
+    """Return the fields idle_watts and counted_known (see the module). All ranks must make this call."""
     with open_counters(_uuid(ranks.device)) as counters:
         ranks.meet()
         idle = _mean(ranks, counters.rates(_WINDOW_S).watts)
@@ -90,10 +90,11 @@ def _without_number(load: Callable[[], Any]) -> Call:
 
 
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
-    """Run calls in a row. Return (the counters' rates during the calls, seconds per call). All ranks must make this call.
+    """Make calls in a row, and read the counters meanwhile. Return (their rates, seconds per call). All ranks must make
+    this call.
 
-    If on any rank the calls end before the counters are read, try again with more calls. After `_ATTEMPTS` attempts, the rates
-    are None.
+    If the calls end on any rank before its counters are read, repeat with more calls. The rates are None after
+    `_ATTEMPTS` such failures.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

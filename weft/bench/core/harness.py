@@ -1,20 +1,19 @@
-"""Timing across ranks. The time of a repetition is the slowest rank's time. Calls are timed in three modes:
+"""Timing of calls on all ranks. The time of a repetition is that of the slowest rank. There are three timing modes:
 
-- `single`: each call is followed by a synchronisation, as in a loop that waits for each result. Ranks start together,
-  and their collectives keep them together. Calls follow each other without pauses, because launches on an idle device
-  take longer.
-- `queued`: many calls in a row and one synchronisation, as in training; the time is divided by the number of calls. On
-  CUDA, a sleep kernel runs while the calls are enqueued, so launch time is hidden unless it exceeds the work. A barrier
-  of all devices follows the sleep. Without this barrier, the first call would wait for devices that still sleep. Calls
-  that synchronise with the device cannot be enqueued ahead, and get no sleep kernel. On CPU a call returns when its
-  result is complete. So there `queued` differs from `single` only in that ranks do not start together.
-- `graph`: a call is captured in a CUDA graph and replayed many times in a row, as in decoding.
+- `single`: the CPU synchronises with the device after each call, as in a loop that uses each result. Ranks start the
+  first call together. The next call follows at once, because launches on a device that has been idle take longer.
+- `queued`: many calls in a row and then one synchronisation, as in training. The time is divided by the number of
+  calls. On CUDA the calls are enqueued behind a sleep kernel, so the time does not include launches unless these take
+  longer than the work. After the sleep, a barrier on the devices starts all ranks together. Calls that synchronise with
+  the device get no sleep kernel. On CPU a call returns a complete result. There `single` starts ranks together before
+  each call, and `queued` only before the first call of the row.
+- `graph`: a call is captured in a CUDA graph, and the graph is replayed many times in a row, as in decoding.
 
-All variants run in each repetition, because clocks, temperature and the load of other processes drift. Their order is
-random, because a variant influences the clock rate of the next variant. If a difference that will be published is
-within twice its noise, repetitions increase, up to a limit.
+Each repetition runs all variants, so that a drift of clocks, temperature or load affects all of them. Their order is
+random, because a variant influences the clock rate of the next one. Differences that will be published get more
+repetitions, up to a limit, while they are below twice their noise.
 
-Timed results can be checked: in the last repetition, a callback receives the output of each variant's last call.
+In the last repetition a callback receives the last output of each variant, and can check it.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a benchmark. group: the process group for the data. control: a gloo group for small numbers, and to
-    start all ranks at the same time.
+    """The ranks of a benchmark. group: the process group of the measured calls. control: a gloo group on which ranks
+    exchange timings and start together.
     """
 
     group: dist.ProcessGroup
@@ -75,7 +74,7 @@ class Ranks:
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks: wait until an agreed time on the system clock, which the ranks share."""
+        """Return at the same moment on all ranks of this host: at an agreed time of the system clock."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
@@ -87,10 +86,10 @@ class Ranks:
 
     @cached_property
     def _meeting(self) -> Any:
-        """A barrier of signals in symmetric memory; None if not available.
+        """A barrier of signals in symmetric memory; None without peer access.
 
-        An NCCL barrier does not work here: the launch of a graph with NCCL collectives blocks the CPU until earlier
-        NCCL work ends.
+        An NCCL barrier does not work here: the CPU would wait for its end before it launches a graph with NCCL
+        collectives.
         """
         if self.world_size == 1:
             return None
@@ -113,11 +112,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call, in milliseconds.
+    """The time of one call in ms, of the slowest rank: median and 20th and 80th percentiles over repetitions.
 
-    skew_ms: the median over repetitions of the slowest rank's time minus the fastest rank's. host_us: the microseconds
-        that a call occupies the CPU, the slowest rank's median (GPUs only). each_ms: the slowest rank's time in each
-        repetition.
+    skew_ms: the slowest rank's time minus the fastest rank's time, the median over repetitions. calls: the number of
+        calls in a repetition. host_us: microseconds for which a call keeps the CPU busy (GPUs only). each_ms: the time
+        in each repetition.
     """
 
     p20_ms: float
@@ -139,25 +138,29 @@ class Timing:
 
 
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
-    """Return the relative standard error of a median of normally distributed times.
+    """Return the relative standard error of the median of `repetitions` times with the percentiles p20, p50 and p80.
 
-    p80 - p20 is 1.68 standard deviations. The standard error of the median of n times is 1.25 / sqrt(n) standard deviations.
+    For a normal distribution, p80 - p20 is 1.68 standard deviations, and the standard error of the median of n times is
+    1.25 / sqrt(n) standard deviations.
     """
     return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
 
 
 def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
-    """True if two medians with this ratio differ by more than twice the noise of their difference."""
+    """True if two medians differ by more than twice the noise of their ratio.
+
+    ratio: one median divided by the other. noise_a, noise_b: the relative standard error of each median (`noise`).
+    """
     return abs(math.log(ratio)) > _CLEAR * math.hypot(noise_a, noise_b)
 
 
 def summarise(
     repetitions_ms: Sequence[Sequence[float]], calls: int = 1, host_us: Sequence[Sequence[float]] | None = None
 ) -> Timing:
-    """Return the timing of a variant from its times `repetitions_ms[repetition][rank]` and `host_us[repetition][rank]`.
+    """Return the timing of a variant. Raise ValueError if there are no repetitions.
 
-    Percentiles are over repetitions, of the slowest rank. calls: the number of calls in a repetition; the times are per
-    call. Raise ValueError if there are no repetitions.
+    repetitions_ms: [repetition][rank], milliseconds per call. host_us: [repetition][rank], microseconds for which a
+    call keeps the CPU busy. calls: the number of calls in a repetition.
     """
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")
@@ -178,17 +181,18 @@ def time_variants(
     """Time `variants` alternately on all ranks. Return {variant: timing}, equal on all ranks.
 
     Args:
-        variants: {name: function to time}. Its argument is the number of an input set. In mode "graph" it replays a graph.
+        variants: {name: function to time}. The function takes the number of an input set. In mode "graph" the function
+            must replay a graph.
         input_sets: the number of input sets. Calls cycle through them.
-        seconds: the approximate total time of the slowest variant.
+        seconds: the approximate time in which to measure the slowest variant.
         repetitions: (least, most); all variants get the same number.
-        waiting: the variants that synchronise with the device in each call.
-        claims: pairs of variants whose difference will be published. While the difference is within its noise, both
-            variants are repeated more often, up to `_LONGER` times as often.
+        waiting: the names of variants that synchronise with the device in each call.
+        claims: pairs of variants whose difference will be published. While the difference is below twice its noise,
+            both variants are repeated, up to `_LONGER` times as often as others.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition.
-        inspect: called in the last repetition after the calls of each variant, in the same order on all ranks. Its
-            arguments are the variant's name, and the input set and the output of the variant's last call.
+        inspect: called in the last repetition after each variant, in the same order on all ranks. Its arguments are the
+            variant's name, the number of the input set of the variant's last call, and the output of this call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in variants.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -238,7 +242,9 @@ def _clear(a: Timing, b: Timing) -> bool:
 
 
 def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
-    """Call each input set twice, because the first call may compile or allocate. Return the slowest rank's seconds per call."""
+    """Call each input set twice, because the first calls may compile or allocate. Return the slowest rank's seconds per
+    call.
+    """
     for _ in range(2):
         ranks.start_together()
         start = time.perf_counter()
@@ -251,10 +257,10 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class HostClock:
-    """The timer for variants whose calls return when their results are complete. last: the input set and output of the
-    last call.
+    """The timer for CPUs, where a call returns a complete result. last: (number of the input set, output) of the last
+    call.
 
-    Each output is freed before the next call, which may reuse its memory.
+    Each output is freed before the next call, so that the next call can reuse the memory.
     """
 
     call: Call
@@ -265,7 +271,7 @@ class HostClock:
     last: tuple[int, object] = field(default=(0, None), init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
-        """Return (milliseconds per call, microseconds per call that the CPU was busy), on this rank."""
+        """Run one repetition. Return (milliseconds per call, microseconds per call for which the CPU was busy) on this rank."""
         self.ranks.start_together()
         start = time.perf_counter()
         self._row(repetition, self.calls)
@@ -281,8 +287,8 @@ class HostClock:
 
 
 class SingleClock(HostClock):
-    """The timer for mode `single`: each call has a synchronisation. The time is the median over all calls except the
-    first, which follows a pause.
+    """The timer for mode `single` on GPUs: it synchronises after each call, and returns the median over calls. The
+    first call is not counted, because the device has been idle before it.
     """
 
     def measure(self, repetition: int) -> tuple[float, float]:
@@ -302,11 +308,11 @@ class SingleClock(HostClock):
 
 @dataclass
 class QueueClock(HostClock):
-    """The timer for mode `queued`: calls are enqueued behind a sleep kernel.
+    """The timer for the modes `queued` and `graph` on GPUs: calls are enqueued behind a sleep kernel.
 
-    If the sleep ends on any rank before all calls are enqueued, the calls are repeated with a longer sleep. The first
-    time there is no sleep, to measure the time to enqueue. Calls that synchronise with the device get no sleep, because
-    they would wait for it.
+    The first attempt has no sleep, and measures how long enqueueing takes. If the sleep ends on any rank before all
+    calls are enqueued, the calls are repeated with a longer sleep. Calls that synchronise with the device get no sleep,
+    because they would wait for its end.
     """
 
     sleep_s: float = field(default=0.0, init=False)

@@ -1,8 +1,8 @@
-"""Checks and timings of variants, for all operators: first calls, checks on poisoned memory, graph capture, timings.
+"""Check and time the variants of a benchmark. A variant is one implementation of the operator.
 
-A variant is an implementation of a workload. A variant is timed only after its output was compared with the float64
-reference. The output of the last timed call or graph replay is compared too. If this output is wrong, the time is
-discarded.
+A variant is timed only if its outputs agree with a float64 reference, in memory that was filled with NaN before the
+call. After the timing, the output of the last timed call or graph replay is compared too. If this output is wrong, the
+time is discarded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 128 << 20  # outputs are compared in blocks of this many bytes in
 
 
 class Workload(ABC):
-    """The data of one configuration on one rank: `input_sets` inputs, and their expected outputs."""
+    """The data of one configuration on one rank: `input_sets` sets of inputs, and the expected output for each."""
 
     name: str
     ranks: Ranks
@@ -43,33 +43,36 @@ class Workload(ABC):
         """Return this rank's expected output for input set `which`, as a float64 matrix. All ranks must make this call."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return {variant: another variant with the same schedule}. Differences between the two are noise."""
+        """Return {variant: another variant that runs the same schedule in this mode}. The difference of their times is
+        noise.
+        """
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Do nothing. Benchmarks override this method, which runs after the first call of variant `name`."""
+        """Do nothing. Subclasses override this hook, which is called after the first call of variant `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the largest error that variant `name` may have. errors: the measured errors of all variants."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the start of the error text for a variant with a wrong result.
-
-        how: text that follows the variant's name, such as " as a graph".
+        """Return the start of the error text for a wrong result of variant `name`. how: text after the name, such as "
+        as a graph".
         """
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
-        """Fill a discarded output of variant `name` with NaN."""
+        """Fill `output` of variant `name` with NaN. No one reads this output."""
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows of a variant's output to compare with the reference. Other rows may be undefined."""
+        """Return the rows of `output` to compare with the reference. Override this method if other rows, such as
+        padding, are undefined.
+        """
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
-        """Return the largest error of `output` on any rank, relative to the reference's largest element. All ranks must
+        """Return the largest error of `output` on any rank, divided by the reference's largest element. All ranks must
         make this call.
 
         Return infinity if an element is not finite, or if the shape or dtype is wrong.
@@ -101,10 +104,11 @@ memory."""
 
 @dataclass
 class Results:
-    """The results by variant or by (mode, variant), equal on all ranks.
+    """The results of one configuration by variant, or by (mode, variant). They are equal on all ranks.
 
-    wrong: error texts for variants that differ from the reference; their times are missing in some or all modes.
-    not_captured: {variant: reason}. graphs: {variant: captured call of each input set}.
+    wrong: {variant that differs from the reference: error text}. Such a variant has no time in the modes in which it
+    was wrong, and in later modes. not_captured: {variant: reason why it cannot be a graph}. graphs: {variant: the
+    captured graph of each input set}.
     """
 
     errors: dict[str, float]
@@ -115,13 +119,13 @@ class Results:
     graphs: dict[str, list[Captured]] = field(default_factory=dict)
 
     def ms(self, mode: Mode, name: str) -> float | None:
-        """Return the variant's median; None if it was not timed."""
+        """Return the variant's median time in ms; None if it was not timed."""
         timing = self.timings.get((mode, name))
         return None if timing is None else timing.p50_ms
 
 
 class Recorder:
-    """A recorder of calls as CUDA graphs. Graphs are never replayed concurrently, so they share one memory pool."""
+    """A recorder of calls as CUDA graphs. All its graphs share one memory pool, so replay only one graph at a time."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -132,10 +136,10 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> Captured | str:
-        """Return (graph, the call's result), or the reason why the call cannot be captured. All ranks must make this
-        call.
+        """Capture `call` on input set `which`. Return (graph, output of the call), or the reason why it cannot be
+        captured.
 
-        If the capture fails on one rank, no rank returns a graph.
+        If the capture fails on one rank, no rank returns a graph. All ranks must make this call.
         """
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
@@ -162,8 +166,8 @@ def measure_variants(
 ) -> Results:  # fmt: skip
     """Check and time `variants`, and return the results. All ranks must make this call.
 
-    beside: further calls to time without checks. step: the progress function of `weft.bench.core.console.progress`.
-    Mode "graph" omits variants that synchronise with the device.
+    beside: {name: call} of calls that are timed, but not checked. step: a function that shows progress, from
+    `weft.bench.core.console.progress`. Variants that synchronise with the device are left out of mode "graph".
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)
@@ -174,7 +178,7 @@ def measure_variants(
     step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
-        """Return (times, the error of each variant's last output)."""
+        """Return ({name: timing}, {variant: error of its last output})."""
         seen: dict[str, float] = {}
         references: dict[int, Any] = {}  # cached, because the last calls of all variants use the same input set
 
@@ -212,7 +216,7 @@ def measure_variants(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of graphs with NaN. Each replay writes into the same memory, which may hold an earlier correct result."""
+    """Fill the outputs of graphs with NaN, because a replay writes into memory that may hold an earlier correct result."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -222,10 +226,9 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 def first_calls(
     variants: VariantCalls, ranks: Ranks, called: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Return {variant: slowest rank's milliseconds of the first call, including a synchronisation}. All ranks must make
-    this call.
+    """Call each variant for the first time. Return {variant: ms until its result is complete, on the slowest rank}.
 
-    called: a function that is called with each variant's name after its call.
+    called: a function that receives each variant's name after its call. All ranks must make this call.
     """
     found = {}
     for name, variant in variants.items():
@@ -241,13 +244,14 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Compute each variant's largest error over all input sets, relative to the reference's largest element. Return
-    `found`, or new results, with these errors. All ranks must make this call.
+    """Compare all variants with the reference on all input sets, and add their errors to `found`, or to new results.
+    Return the results. All ranks must make this call.
 
-    Before each checked call, the variant computes another input set. Its result is filled with NaN and freed, and the
-    checked call may allocate the same memory. This exposes elements that the checked call does not write. With a
-    recorder, the checked call replays a graph into memory full of NaN. Raise RuntimeError if the first variant, the
-    baseline, is wrong.
+    An error is the largest difference divided by the reference's largest element. Before each checked call, the variant
+    computes another input set. This output is filled with NaN and freed, so that the checked call probably gets the
+    same
+    memory: elements that it does not write are then NaN. With a recorder, each call is captured, and its graph is
+    replayed into memory full of NaN. Raise RuntimeError if the first variant, the baseline, is wrong.
     """
     found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):
@@ -266,10 +270,11 @@ def check(
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True and add an error text to `found.wrong` if a variant's error is too large.
+    """Return True if `error` exceeds the variant's limit, and add an error text to `found.wrong`.
 
-    how: text after the variant's name (see `Workload.differs`). so: the end of the error text, which says what follows for
-    the variant's time. must: raise RuntimeError with the error text instead of returning.
+    how: text after the variant's name, such as " as a graph". so: the end of the error text, such as "it was not
+        timed".
+    must: True to raise RuntimeError with this text instead.
     """
     if error <= (limit := work.limit(name, found.errors)):
         return False
@@ -289,7 +294,7 @@ def _output(
     recorder: Recorder | None,
     found: Results,
 ) -> torch.Tensor | None:
-    """Return the variant's output, written into memory full of NaN; None if the call cannot be captured."""
+    """Return the variant's output for input set `which`, written into memory full of NaN; None if it cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None

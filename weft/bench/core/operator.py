@@ -1,8 +1,8 @@
-"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables) and `Variants` (for one
-preset: inputs, variants, baselines, and bytes to move).
+"""The base classes of benchmarks. An `OperatorBenchmark` has an operator's presets and tables. It makes a `Variants`
+for each preset, which has inputs, variants, baselines and the number of bytes to move.
 
-An operator with its own baselines has a module of its name in `weft.bench.ops`, whose `OPERATOR` is an `OperatorBenchmark`. All
-operators share timing, checks, records, command line and documents.
+An operator with its own baselines has a module in `weft.bench.ops` with the operator's name, and in it the benchmark
+`OPERATOR`. All operators share timing, checks, records, command line and documents.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Columns = Mapping[str, Callable[[Record], str]]
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one configuration: a JSON-ready object per (variant, mode).
+    """The results of one configuration. records: a record for each (variant, mode).
 
-    beside: timings of calls that are not variants. title, notes: for the table on the terminal. wrong: error texts of
-        variants that differ from the reference, and so have no times.
+    beside: the times of other calls, such as the GEMM alone. title, notes: for the table on the terminal. wrong: error
+        texts of variants with a wrong result, which have no times.
     """
 
     records: list[Record]
@@ -45,7 +45,7 @@ class Measured:
 
 
 class Variants(Workload):
-    """The data of one configuration and the variants that compute its output."""
+    """The inputs of one configuration on one rank, and the variants that compute its output."""
 
     about: str
     """A description of the configuration, shown after its `name`."""
@@ -53,15 +53,17 @@ class Variants(Workload):
 
     @abstractmethod
     def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
-        """Return (variants with the baseline first, further calls to time, notes on omitted variants).
+        """Return (variants with the baseline first, other calls to time, such as the GEMM alone, notes on omitted
+        variants).
 
-        wanted: names of variants; empty for the defaults."""
+        wanted: names of variants; empty for the default variants.
+        """
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
-        """Return the roofline time in ms: the longer of memory time and compute time at the peak rates `ceilings`.
+        """Return a lower bound of the time in ms, from bytes, FLOPs and the peak rates of each rank (`ceilings`).
 
-        Return None if bytes and FLOPs are not counted. All ranks must make this call.
+        Return None if the benchmark does not count bytes and FLOPs. All ranks must make this call.
         """
 
     def baseline(self, mode: Mode) -> str:
@@ -69,11 +71,11 @@ class Variants(Workload):
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that only this operator's records have, and that are equal for all variants of a mode."""
+        """Return record fields of this operator that are equal for all variants of a mode."""
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant that only this operator's records have. All ranks must make this call."""
+        """Return record fields of this operator that describe variant `name`. All ranks must make this call."""
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
@@ -104,7 +106,7 @@ class Variants(Workload):
     def as_measured(
         self, rows: list[Record], beside: Mapping[str, Call], found: Results, notes: list[str], options: BenchOptions
     ) -> Measured:
-        """Return the records `rows` with the times of the calls `beside`, a title, and notes."""
+        """Return `rows`, which are the records of variants, with a title, notes, and the times of the calls `beside`."""
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
@@ -114,7 +116,7 @@ class Variants(Workload):
     def _counted(
         self, variants: VariantCalls, beside: Mapping[str, Call], found: Results, options: BenchOptions
     ) -> dict[str, Record]:
-        """Return the driver's counters of each call, in the first mode; empty unless the options ask for counters."""
+        """Return {call: fields from the driver's counters}, for the first mode; empty unless the options ask for counters."""
         if not options.counters:
             return {}
         from weft.bench.core.counted import count
@@ -143,33 +145,35 @@ class Variants(Workload):
 
 
 class ChoosingVariants(Variants):
-    """Variants of an operator that selects its schedule, for `weft bench never-slower`."""
+    """Variants for `weft bench never-slower`, which compares an operator that selects its schedule with serial calls."""
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (variant that selects its schedule, its baseline: hand-written serial calls)."""
+        """Return the names of two variants: the operator that selects its schedule, and the baseline of hand-written
+        serial calls.
+        """
 
     @abstractmethod
     def taken(self, variant: str, mode: Mode) -> str:
-        """Return the schedule that the operator selected in the last call of a variant without a pinned schedule."""
+        """Return the name of the schedule that the operator selected in the last call of `variant`."""
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """Return the milliseconds of (the computation alone, the collective alone), each None if not measured."""
+        """Return (ms of the computation alone, ms of the collective alone), each None if it was not measured."""
 
     @abstractmethod
     def variant(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return a variant of `pair` as a function, for calls without graph capture."""
+        """Return the function that runs variant `name` on an input set without CUDA graphs."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:
-        """Return variants with the same weights, and the first `size` rows (tokens, samples) of the inputs."""
+        """Return variants with the same weights, whose inputs are the first `size` rows (tokens, samples) of these inputs."""
 
 
 class OperatorBenchmark(ABC, Generic[P]):
-    """The benchmark of an operator. P: the class of its presets; each preset becomes a `Variants`.
+    """The benchmark of an operator. P: the class of its presets.
 
-    An operator that measures differently overrides the methods for measurement and tables.
+    Override `measure` and the methods for tables if the benchmark does not use `Variants`.
     """
 
     name: str
@@ -207,7 +211,7 @@ class OperatorBenchmark(ABC, Generic[P]):
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
-        """Return the configurations named by `options.preset`."""
+        """Return the presets that `options.preset` names."""
 
     # --- presets that become variants ---
 
@@ -215,37 +219,41 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Return {variant whose gains are shown: its baselines, the main baseline first}."""
+        """Return the speedups that the table shows, as {variant: baselines, the main baseline first}."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
-        """Return the variants that get a column of times: baselines first, without pinned schedules."""
+        """Return the variants whose times the table shows, baselines first. Variants with a pinned schedule are left out."""
         there = dict.fromkeys(r["variant"] for r in rows if not self.pinned(r["variant"]))
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return a configuration's cells in the columns before the times (`head`), from any of its records."""
+        """Return the cells for the columns `head`, which describe the configuration. record: any of its records."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return a configuration's cells in the columns after the gains (`tail`). by_variant: {variant: record}."""
+        """Return the cells for the columns `tail`, after the speedups. by_variant: {variant: its record in this
+        configuration}.
+        """
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the schedule that `record`'s variant selected; None if the variant selected none."""
+        """Return the variant with the same schedule as `record`, but pinned; None if there is no such variant."""
         return None
 
     def pinned(self, variant: str) -> bool:
-        """True if the variant pins a schedule by name. Tables show such variants last, the fastest first."""
+        """True if the variant runs a schedule that was pinned by name. Tables show such variants last, the fastest first."""
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Build, check and time one configuration. All ranks must make this call; every rank returns the same result."""
+        """Make inputs, and check and time one configuration. All ranks must make this call; every rank returns the same
+        result.
+        """
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration. Calls that are not variants have only times."""
+        """Print a table of one configuration."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:
@@ -275,7 +283,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells) of a table with a row per configuration: times, gains, and the cells of `derived_cells`."""
+        """Return (header, rows) of a table of several configurations: times, speedups, and the operator's own columns."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -290,7 +298,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells) of `lines`, with rows for means added at the end."""
+        """Return (header, rows) of `lines`. Subclasses add rows with means."""
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:

@@ -1,7 +1,6 @@
-"""The list of operators that every command shows, and the lookup of their benchmarks.
+"""The names of all operators, for the help of commands, and the lookup of their benchmarks.
 
-This module contains only names, and imports an operator's module on demand. So `--help` does not import torch. Each
-operator's module checks its own options.
+An operator's module is imported on demand, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _HOMES = {
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
-    """Return the operator and the dtype with which to plan or measure the operator `name`.
+    """Return (operator, dtype) to plan or measure for the name and dtype on a command line.
 
-    An example: all_gather_scaled_matmul becomes all_gather_matmul with fp8. Raise `ValueError` for a scaled operator with
-    a dtype other than fp8. For other operators, return the arguments.
+    An fp8 operator becomes the plain operator with dtype fp8, such as all_gather_scaled_matmul -> all_gather_matmul.
+    Raise `ValueError` for an fp8 operator with another dtype. Other names are returned unchanged.
     """
     if name not in SCALED:
         return name, dtype
@@ -47,20 +46,21 @@ def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
 
 
 def names() -> list[str]:
-    """Return the names of all operators (also those that compute gradients), and the name of the benchmark of layers."""
+    """Return the names of all operators, including those of backward passes, and `tensor_parallel`, the benchmark of layers."""
     return sorted([*PROBLEMS, *SCALED, LAYERS])
 
 
 def measured() -> list[str]:
-    """Return the names that `weft bench` accepts: `names()`, embedding_training, and the studies that can be measured."""
+    """Return the names that `weft bench` accepts: `names()`, embedding_training, and studies that run on real machines."""
     return [*names(), _TRAINING, *_STUDIES]
 
 
 def operator(name: str) -> Any:
-    """Return the `OperatorBenchmark` called `name`; raise `ValueError` with the known names if there is none.
+    """Return the `OperatorBenchmark` of operator `name`. Raise `ValueError`, which lists the known names, for an
+    unknown name.
 
-    An operator needs no module in `weft.bench.ops` if its spec (`weft.operator.spec.Operator`) draws random inputs and
-    computes the expected results. So operators that a user registers can be measured too.
+    An operator that a user has registered can be measured too, if its spec (`weft.operator.spec.Operator`) draws random
+    inputs and computes the expected results.
     """
     home, _, what = _HOMES.get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in measured() and importlib.util.find_spec(home) is not None:

@@ -21,18 +21,19 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 class BenchOptions:
     """The options of a run.
 
+    op: the operator's name. ranks: the number of processes. variants: names; empty for the operator's default variants.
     preset: names separated by commas; None: all presets that suit the device.
-    modes: the modes to time; None: the operator's modes.
-    scale: for embeddings, the factor by which the preset's batch sizes and table rows are multiplied. None: the largest
-        factors 1/2^k with which the tables and outputs fit into memory (`fitting_scale`). On CPU, `read_mib` limits
-        the batch too.
-    read_mib: for embeddings on CPU without `scale`, the most MiB of table rows that a call reads per thread. The default
-        keeps the time of a variant near a second.
-    seconds: the time to measure the slowest variant in each mode; None: `time_s`.
+    modes: the timing modes (`weft.bench.core.harness`).
+    scale: for embeddings, the factor by which batch sizes and table rows are multiplied, above 0 and at most 1. None:
+        the largest factors 1/2^k with which tables and outputs fit into memory (`fitting_scale`).
+    read_mib: for embeddings on CPU without `scale`, a further limit on the batch: the most MiB of table rows that a
+        thread reads in a call. The default keeps a variant's time near a second.
+    json: the file to which records are appended.
+    seconds: the time to measure the slowest variant in each mode; None: 1 s, or 0.1 s with `quick`.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.
-    option: names and values of the operator's own options (`weft.builders.Problem.sized`).
-    counters: also read the driver's counters while each variant runs (`weft.bench.core.counted`).
+    option: (name, value) of the operator's own options (`weft.builders.Problem.sized`).
+    counters: True to read the driver's counters while each variant runs (`weft.bench.core.counted`).
     """
 
     op: str
@@ -87,7 +88,7 @@ class BenchOptions:
 
     @property
     def time_s(self) -> float:
-        """The time to measure the slowest variant in each mode: `seconds`, by default 1 s, or 0.1 s with `quick`."""
+        """The time in seconds to measure the slowest variant in each mode."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
@@ -97,16 +98,16 @@ class BenchOptions:
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """Return (name, value) of an option of `op`, from text such as "dst=2" (`weft.builders.options`).
+    """Return (name, value) of an option of operator `op`, from text such as "dst=2" (`weft.builders.options`).
 
-    If the benchmark of `op` accepts no `--option`, return the value as text, unparsed. Raise `ValueError` for a missing
-    name or an invalid value.
+    Raise `ValueError` for a missing name or an invalid value. If `op` has no options, return the value as text:
+    `BenchOptions` then refuses the option.
     """
     return name_and_value(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
 def parse_scale(text: str) -> float:
-    """Return "1/32" or "0.03" as a number. Raise ValueError for other text."""
+    """Return the number that a text such as "1/32" or "0.03" stands for. Raise ValueError for other text."""
     try:
         return float(Fraction(text))
     except (ValueError, ZeroDivisionError):

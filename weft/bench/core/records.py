@@ -1,4 +1,4 @@
-"""Records: a JSON object per measured (configuration, variant, mode), with all data to repeat the measurement."""
+"""Records: a JSON object for each measured (configuration, variant, mode), with all data needed to repeat the measurement."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """Return the fields that the records of every operator have, and that are equal for all records of a configuration.
-    Field `run` is added later.
+    """Return the fields that every operator's records have, and that are equal for all records of a configuration.
 
-    roofline_ms: None if bytes and FLOPs are not counted."""
+    roofline_ms: a lower bound of the time; None if bytes and FLOPs are not counted. The caller adds field `run`, the
+    run's id.
+    """
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
         "baseline": baseline, "roofline_ms": roofline_ms,
@@ -45,7 +46,7 @@ def common_fields(
 
 @lru_cache
 def environment(device_type: str) -> Record:
-    """Return the machine, versions, commit, time, and environment variables that affect the baselines."""
+    """Return the machine, versions, commit, date, and the environment variables that affect baselines."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -69,7 +70,7 @@ append = append_json
 
 
 class _Line(Record):
-    """A record that knows its file and line, and names both in the error about a missing field."""
+    """A record from a line of a file. Access to a missing field raises `ValueError` with file and line."""
 
     where = ""
 
@@ -82,8 +83,8 @@ class _Line(Record):
 def read(paths: Iterable[Path]) -> list[Record]:
     """Return all records of these files, in order.
 
-    Raises `ValueError`, with file and line, for a line that is not a record. Access to a missing field of a record also
-    raises this error.
+    Raises `ValueError`, with file and line, for a line that is not a record. A record raises the same error when a
+    missing field is read.
     """
     found: list[Record] = []
     for path in paths:
@@ -109,9 +110,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Context manager: raise `ValueError` if the enclosed code fails on a record's values, such as text for a number or a
-    time of 0.
-    """
+    """Context manager: raise `ValueError` if the enclosed code fails on a record's values, such as text instead of a number."""
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:
@@ -121,7 +120,7 @@ def understood() -> Iterator[None]:
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
-    """Return {key: records of the key's latest run}, with keys in the order of first appearance."""
+    """Group records by `key`, and keep only the latest run of each group. Groups are in the order of first appearance."""
     found, runs = list(found), dict[Hashable, list[Record]]()
     last = {key(r): r["run"] for r in found}
     for r in found:

@@ -1,5 +1,6 @@
-"""Remarks below tables, derived from records: differences within their noise, differences between two variants with the same
-schedule, and disabled features of other libraries."""
+"""Remarks below tables: which differences are within their noise or compare a schedule with itself, and which features
+of other libraries were disabled.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
 
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
-    """Return the speed relative to `base`, such as "1.25x"; "" if either record is missing.
+    """Return the speedup of record `one` over record `base`, such as "1.25x"; "" if either is None.
 
-    The result is in parentheses if the difference is within twice its noise, or if `same` is True (both ran the same
-    schedule). Records without noise count as exact.
+    The text is in parentheses if the difference is within twice its noise, or if `same` is True: both ran the same
+    schedule. Records without noise count as exact.
     """
     if not (one and base):
         return ""
@@ -33,7 +34,7 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
-    """Return the explanation of parentheses, if any cell has them."""
+    """Return a sentence that explains the parentheses of `gain`; an empty list if no cell has them."""
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
     if not in_them:
@@ -45,7 +46,9 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return a remark on differences between variants that ran the same schedule."""
+    """Return a remark on the time differences between variants with the same schedule. pairs: the records of two such
+    variants.
+    """
     if not pairs:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
@@ -56,7 +59,7 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
 
 
 def of_asynctp(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on AsyncTP. rows: records of one dtype, including AsyncTP's records."""
+    """Return remarks on whether AsyncTP could use NVLink multicast. rows: records of one dtype, with AsyncTP's records."""
     if rows[0]["dtype"] == "fp8":
         return ["asynctp (torch's scaled operator) does not gather by NVLink multicast."]
     said = []
@@ -76,7 +79,9 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
 
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on NCCL's NVLS (all-gather in NVLink switches), which needs more than two ranks."""
+    """Return a remark if NCCL ran without NVLS, its collectives in NVLink switches; empty for two ranks, which cannot
+    use NVLS.
+    """
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []
     without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
@@ -87,7 +92,10 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
-    """Group `rows` by the environment variables of other libraries. Return (variables, note on their source, rows) per group."""
+    """Group `rows` by the recorded environment variables of other libraries.
+
+    Return (variables, ", noted by hand" if they were not recorded by the run, rows) of each group.
+    """
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
         known = row["variables"] is not None

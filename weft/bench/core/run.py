@@ -1,7 +1,7 @@
 """A benchmark run: start ranks or use torchrun's, measure each configuration, print and record the results.
 
-Peak rates are measured first, while memory is free. A variant with a wrong result is not timed: the run continues, and ends with an
-error that names the variant.
+Peak rates are measured first, while memory is free. If a variant computes a wrong result, the run continues without its
+time, and ends with an error that names the variant.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ O = TypeVar("O")  # noqa: E741
 def bench(options: BenchOptions) -> list[Record]:
     """Run a benchmark on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
-    Rank 0 prints the tables and appends the records to `options.json`. Return the records; under torchrun only on rank 0. Raise
-    `WeftError` at the end if a variant computed a wrong result.
+    Rank 0 prints the tables and appends the records to `options.json`. Return the records; under torchrun only on rank
+    0. If a variant computed a wrong result, raise `WeftError` at the end.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
 
 def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, device: str, options: O) -> list[Record]:
-    """Call `rank_of_run(rank, world_size, options)` on `ranks` new processes, or, under torchrun, as one of its ranks.
+    """Call `rank_of_run(rank, world_size, options)` on `ranks` new processes and return rank 0's result.
 
-    Returns rank 0's result; under torchrun, this rank's result.
+    Under torchrun, this process already is a rank: make the call here, and return its result.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no GPU: run `weft doctor`, or use device='cpu'")
@@ -65,7 +65,7 @@ def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, dev
 
 
 def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
-    """Run one rank's part of `bench` in the default process group. Return the records on rank 0, an empty list elsewhere."""
+    """Run one rank's part of `bench` in the default process group. Return the records on rank 0, an empty list on others."""
     ranks = make_ranks(options.device)
     op: OperatorBenchmark[Any] = operator(options.op)
     presets = op.presets(options)
@@ -104,8 +104,9 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """Return the default group's ranks, and limit this rank to its share of the cores. timeout: the timeout of the
-    control group.
+    """Return `Ranks` for the default process group. On CPU, also limit torch to this rank's share of the cores.
+
+    timeout: how long a collective of the control group may take; None for torch's default.
     """
     assert dist.group.WORLD is not None
     if device == "cpu":
@@ -115,14 +116,16 @@ def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
 
 
 def free_bytes(ranks: Ranks) -> float:
-    """Return the smallest free memory of any rank, in bytes. All ranks must make this call."""
+    """Return the free memory in bytes of the rank that has least. All ranks must make this call."""
     on_gpu = ranks.device.type == "cuda"
     mine = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else available_memory_bytes() / ranks.world_size
     return -ranks.most(-mine)
 
 
 def release(ranks: Ranks) -> None:
-    """Free the last configuration's memory on all ranks, since the next configuration measures free memory."""
+    """Free the memory of the last configuration, because the next one measures how much is free. All ranks must make
+    this call.
+    """
     gc.collect()
     ranks.meet()
     communicator(ranks.group, ranks.device).close()  # frees the symmetric memory of all variants

@@ -1,4 +1,4 @@
-"""Numbers and tables, for the terminal and as Markdown."""
+"""Text of numbers and tables, for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class ResultTable(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> ResultTable:
-    """Return a table with a line for each row, followed by the lines `last`, each {column: text}.
+    """Return a table with a line for each of `rows`, and then the lines `last`, each {column: text}.
 
-    columns: {name: function that returns the cell of a row}. Columns that are empty in all rows are omitted."""
+    columns: {column: function that returns the cell for a row}. Columns that are empty for all rows are omitted.
+    """
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]
@@ -47,7 +48,9 @@ def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with the first column left-aligned, the others right-aligned. Bars in cells are escaped."""
+    """Return a Markdown table with the first column left-aligned, the others right-aligned. The character | in cells is
+    escaped.
+    """
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|---" + "|---:" * (len(header) - 1) + "|", *lines[1:]])
 
@@ -63,9 +66,9 @@ def geomean(values: Sequence[float]) -> float | None:
 
 
 def times(factor: float | None, clear: bool = True) -> str:
-    """Return the factor as text, such as "1.25x"; empty for None.
+    """Return a speedup as text, such as "1.25x"; empty for None.
 
-    clear: False if the factor says nothing, for example because it is within the noise. The text is then in parentheses.
+    clear: False to write it in parentheses, for example because it is within the noise.
     """
     if factor is None:
         return ""
@@ -78,5 +81,5 @@ def number(value: float | None, digits: int) -> str:
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Return the fraction of true values; None for no values."""
+    """Return the fraction of `those` that are True; None if there are none."""
     return sum(those) / len(those) if those else None
