@@ -1,4 +1,4 @@
-"""`weft demo`: check and time DLRM-DCNv2's embeddings, scaled to this machine, and trace one call of each variant."""
+"""`weft demo`: check and time the embeddings of DLRM-DCNv2, scaled to this machine, and draw a timeline of each variant."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Shown:
-    """The results of the demo.
+    """The results of the demo. error: the largest relative error of weft's variants.
 
-    gain: the speed of the default variant divided by the baseline's speed, in parentheses if the difference is within
-        twice its noise.
+    gain: the speedup of weft's default variant over the baseline, as text; in parentheses if it is within twice its
+    noise.
     """
 
     picture: Path
@@ -52,7 +52,7 @@ class Shown:
 def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`.
 
-    Return the paths and the results. scale: see `BenchOptions.scale`.
+    Return the results and the paths of both files. scale: see `BenchOptions.scale`.
     """
     options = BenchOptions(
         OPERATOR.name, "dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
@@ -66,16 +66,16 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
 
 
 def headline(written: Sequence[Record]) -> str:
-    """Return the gain of the default variant over the baseline, as text. Other variants may have a larger gain."""
+    """Return the speedup of weft's default variant over the baseline in mode `queued`, as text."""
     queued = {r["variant"]: r for r in written if r["mode"] == "queued"}
     return gain(queued[DEFAULT], queued[BASELINE])
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Run the demo on one rank.
+    """Run the demo on one rank. Return ({variant: timeline of all ranks}, title of the picture, speedup as text,
+    largest error).
 
-    Return ({variant: timeline of all ranks}, title of the picture, gain of the default variant, largest error). On other
-    ranks than 0 there are no timelines.
+    Only rank 0 gets timelines.
     """
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]

@@ -1,10 +1,9 @@
-"""Append the result of a run of the GPU tests to a JSON file: counts of passed, failed and skipped tests, and the
-commit.
+"""Add a record of a run of the GPU tests to a JSON file.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-The first file holds a list of such records. If a junit file is missing, its tests did not finish, and the record lists
-the file as missing.
+The JSON file contains a list of records. A record has the numbers of passed, failed and skipped tests, and the commit.
+A junit file that does not exist is recorded as missing, because its tests did not finish.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from weft.bench.core.records import environment
 
 
 def summary(junits: Sequence[Path]) -> dict[str, Any]:
-    """Return a record: counts, seconds, names of failed tests, {reason of a skip: count}, and missing files."""
+    """Return the record's fields from pytest's junit files: counts, seconds, names of failed tests, {reason of a skip:
+    count}, and the junit files that are missing.
+    """
     there = [junit for junit in junits if junit.exists()]
     suites = [suite for junit in there for suite in ElementTree.parse(junit).getroot().iter("testsuite")]
     cases = [case for suite in suites for case in suite.iter("testcase")]

@@ -1,12 +1,11 @@
-"""The version of the code that made a record: the commit, and a hash of the sources on disk.
+"""The version of the code that made a record: the commit, and a hash of the source files on disk.
 
-The working tree is often copied to a GPU machine without `.git`. So the benchmark hashes the files on disk. The commit
-is read from git or, without git, from the file `benchmarks/.commit`. Write this file before you copy the tree:
+The commit is read from git. In a copy of the tree without `.git`, it is read from the file `benchmarks/.commit`. Write
+this file before you copy the tree, for example to a GPU machine:
 
     python -m weft.bench.provenance    # in the checkout
 
-The file contains the hash of the commit's sources. If the hash on disk differs, the tree was changed after the commit,
-and the commit is recorded as "8f7985d0c1+dirty".
+The hash tells whether the files are those of the commit. If not, the commit is recorded as "8f7985d0c1+dirty".
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Provenance:
 
 
 def provenance(root: Path = ROOT) -> Provenance:
-    """Return commit and hash of the code in `root`. The commit is "unknown" if there is neither git nor `benchmarks/.commit`."""
+    """Return commit and hash of the code in `root`. The commit is "unknown" without git and without `benchmarks/.commit`."""
     source = source_hash(_lying(root))
     # Prefer `benchmarks/.commit` if it is for exactly these sources, even if git has an older commit checked out.
     note = _from_note(root)
@@ -56,7 +55,7 @@ def provenance(root: Path = ROOT) -> Provenance:
 def write_note(root: Path = ROOT) -> Path:
     """Write the commit and the hash of its sources into `benchmarks/.commit`, and return the path of this file.
 
-    A copy of the tree without `.git` reads them from this file. Raise `ValueError` outside a git checkout.
+    Raise `ValueError` outside a git checkout.
     """
     known = _from_git(root)
     if known is None:
@@ -68,7 +67,9 @@ def write_note(root: Path = ROOT) -> Path:
 
 
 def source_hash(files: Iterable[tuple[str, bytes]]) -> str:
-    """Return a hash of 16 hex digits of the source files among `files`, given as (path, content), in the order of paths."""
+    """Return a hash of 16 hex digits over the source files among `files`. files: (path, content); their order does not
+    matter.
+    """
     found = hashlib.sha256()
     for path, content in sorted(files):
         if PurePosixPath(path).suffix in SUFFIXES:
@@ -85,7 +86,7 @@ def _lying(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _from_git(root: Path) -> Provenance | None:
-    """Return HEAD and the hash of its sources; None if `root` is not the top folder of a checkout."""
+    """Return the checked-out commit and the hash of its sources; None if `root` is not the top folder of a checkout."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
             return None

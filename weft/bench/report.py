@@ -1,21 +1,22 @@
-"""Generation of Markdown from recorded results, so that no number in a document is typed by hand.
+"""Write tables and numbers from recorded results into documents, so that no number is typed by hand.
 
     python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl    # rewrites documents in place
     python -m weft.bench.report results.jsonl                                                       # prints the tables of a file
 
-Marks in a document say what text is generated between them. NAME is a results file's name without ".jsonl". The text is
-empty until results are recorded.
+A pair of marks encloses text that is generated. The opening mark says which text. NAME is the name of a results file
+without ".jsonl".
 
-- `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the operator
-  defines its columns. For simulated records, the text is the page of their study (`weft.studies`).
-- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study, also for measured records.
-- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
-  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence.
-- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
-  as the geometric mean over configurations. With ` worst` after the baseline, the mark shows the smallest speed of all
-  configurations.
+- `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, with a row for each
+  configuration and columns that the operator defines. For simulated records, the text is the page of their study
+  (`weft.studies`).
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of a study, for simulated or measured records.
+- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of `weft bench never-slower`, one line for each
+  operator.
+- `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same result in a sentence.
+- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speedup of a variant over a baseline, as the
+  geometric mean over configurations. `BASELINE worst` shows the smallest speedup of any configuration instead.
 
-A later run of a configuration in a mode replaces an earlier run. Variants of different runs are never mixed.
+Only the latest run of each configuration and mode counts. So a table never compares variants from different runs.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _OTHER_STUDIES = (
 
 
 class Mark(NamedTuple):
-    """A gain that a document shows: a `gain` mark."""
+    """A `gain` mark in a document."""
 
     name: str
     mode: str
@@ -77,7 +78,7 @@ TOO_SHORT_MS = 1.0
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """Return the tables of one results file, with a line about the machine and the code.
 
-    For simulated records, the page of their study follows. short: include times below `TOO_SHORT_MS`.
+    Simulated records appear as the page of their study. short: True to include times below `TOO_SHORT_MS`.
     """
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
@@ -128,7 +129,7 @@ def _code(record: Record) -> str:
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Return notes on the versions of the code that measured the rows, if there are several versions."""
+    """Return a note on which version of weft measured which rows; an empty list if all records are from the same version."""
     if len(set(map(_code, latest))) == 1:
         return []
     configs: dict[str, dict[str, None]] = {}
@@ -142,9 +143,10 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:
-    """Return the records except CPU times below `TOO_SHORT_MS`.
+    """Return the records without CPU times below `TOO_SHORT_MS`.
 
-    If one variant's time is too short, the other variants of this operator, configuration and mode are omitted too."""
+    If one variant is too short, all variants of the operator in this configuration and mode are left out.
+    """
 
     def key(r: Record) -> tuple[str, ...]:
         alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of its variants has its own table cell
@@ -155,7 +157,9 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """Return `document` with every marked block regenerated. Raise `ValueError` if the results of a block are missing."""
+    """Return `document` with the text between all marks generated anew. results: {NAME: records}. Raise `ValueError` if
+    a NAME has no results.
+    """
 
     def given(name: str) -> Sequence[Record]:
         if name not in results:
@@ -191,13 +195,13 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def marks(document: str) -> list[Mark]:
-    """Return the gains that a document shows, each once, except ` worst` gains."""
+    """Return the `gain` marks of a document, without duplicates and without `worst` marks."""
     found = (of for of in GAIN.finditer(document) if not of["worst"])
     return list(dict.fromkeys(Mark(of["name"], of["mode"], of["dtype"], of["variant"], of["baseline"]) for of in found))
 
 
 def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
-    """Return {configuration: speed of `variant` relative to `baseline`}. Raise `ValueError` if no configuration has both times."""
+    """Return {configuration: speedup of `variant` over `baseline`}. Raise `ValueError` if no configuration has both times."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
     if not both:
@@ -227,7 +231,9 @@ def _latest_runs(found: Sequence[Record]) -> list[Record]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Rewrite documents or print tables. If an input cannot be read, print an error, change nothing, and exit with status 2."""
+    """Rewrite documents, or print tables. If an input cannot be read, print an error, change nothing, and exit with
+    status 2.
+    """
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")
     given: list[Path] = parser.parse_args(arguments).paths

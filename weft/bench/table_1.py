@@ -1,11 +1,11 @@
-"""The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16) and sixteen random ones (s1 to s16), from `table_1.toml`.
+"""The GEMMs of FiCCO's studies, from `table_1.toml`: the sixteen of the paper's table I (g1 to g16), and sixteen random
+ones (s1 to s16).
 
-A GEMM is A [m, k] @ B [k, n] on W ranks, where A is gathered or sent all-to-all. The paper's N is assumed to be the N
-of the whole layer. With tensor parallelism the ranks divide the columns of B, so each rank computes N / W columns
-(`GatheredGemm.sharded`). The paper does not state this. But its shapes are from models with tensor parallelism, and N =
-106496 is twice the width of the whole MLP of Llama-3-405B. M and K are not divided, because A's rows are gathered from
-all ranks. With expert parallelism (g13 to g16) a rank has M / W rows and all of N, which is the same number of
-operations.
+A GEMM is A [m, k] @ B [k, n] on W ranks, where A is all-gathered or exchanged by an all-to-all. The paper's N is
+assumed to be the N of the whole layer. With tensor parallelism a rank computes N / W columns (`GatheredGemm.sharded`).
+The paper does not say so, but N = 106496 is twice the width of the whole MLP of Llama-3-405B, whose layers use tensor
+parallelism. M and K are not divided, because a rank gathers all rows of A. With expert parallelism (g13 to g16) a rank
+has M / W rows and all N columns, which is the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -26,7 +26,7 @@ _MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes
 
 @dataclass(frozen=True)
 class GatheredGemm:
-    """C [m, n] = A [m, k] @ B [k, n]. A is gathered."""
+    """A GEMM C [m, n] = A [m, k] @ B [k, n], before which A is gathered from all ranks."""
 
     name: str
     parallelism: str
@@ -50,15 +50,15 @@ class GatheredGemm:
 
     @property
     def run_bytes(self) -> int:
-        """The bytes of memory of a rank that measures the GEMM: A, B, two results, A gathered twice, and a shard of A."""
+        """The bytes of memory that a rank needs to measure the GEMM: A, B, two results, two gathered A, and a shard of A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> GatheredGemm:
-        """Return the GEMM that one of `ranks` ranks computes, with N / ranks columns, rounded up."""
+        """Return the GEMM of one of `ranks` ranks in tensor parallelism: N is divided by `ranks`, and rounded up."""
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
-        """Return the GEMM with one block of A, if A is cut into `rows` x `columns` equal blocks."""
+        """Return the GEMM on one block of A, where A is cut into `rows` x `columns` equal blocks."""
         return replace(self, m=self.m // rows, k=self.k // columns)
 
     def __str__(self) -> str:
@@ -83,9 +83,10 @@ def find_gemms(names: Sequence[str]) -> tuple[GatheredGemm, ...]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A GEMM of the paper, reduced to fit a machine.
+    """A GEMM of the paper, reduced to fit a machine. paper: the full GEMM. run: the reduced GEMM.
 
-    N is divided by `ranks`; M, N and K are divided by `all_by`; then the larger of M and K is divided by `large_by`."""
+    N is divided by `ranks`, then M, N and K by `all_by`, and then the larger of M and K by `large_by`.
+    """
 
     paper: GatheredGemm
     run: GatheredGemm
@@ -100,11 +101,13 @@ class Fitted:
 
 
 def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
-    """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
+    """Return the GEMM of one of `ranks` ranks, reduced to at most `most_ops` operations and `most_bytes` (`run_bytes`)
+    bytes.
 
-    The bytes are `GatheredGemm.run_bytes`. Which dimension to split for overlap depends on which of M and K is larger. So
-    first the larger of both is halved, as long as it stays the larger. Then M, N and K are halved together. M and K are
-    multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
+    scale: the factor by which M, N and K are multiplied first. If this is not enough, the larger of M and K is halved
+    while it stays the larger, because FiCCO's heuristic depends on which is larger. After that, M, N and K are halved
+    together. M and K stay multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be
+    reduced further.
     """
     all_by, large_by = 1 / scale, 1
     while True:

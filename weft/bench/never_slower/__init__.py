@@ -1,9 +1,10 @@
-"""`weft bench never-slower`: compare weft, which chooses its schedules, with hand-written serial calls, on random shapes.
+"""`weft bench never-slower`: on random shapes, compare weft, which selects its schedules, with hand-written serial
+calls.
 
 - options: the command line
-- draw: shapes, a function of seed, operator and number, within the limits of the machine
-- measure: one shape on all ranks, a row for each mode
-- run: all shapes except those already in the file; then again the shapes where weft was slower
+- draw: random shapes within the limits of the machine
+- measure: the measurement of one shape on all ranks. The result is a row for each timing mode
+- run: the measurement of all shapes that the results file lacks. Shapes on which weft was slower are measured again
 - judge: the verdict on the rows
-- page: the summary for the terminal, tables and a sentence for documents
+- page: the summary for the terminal, and tables and a sentence for documents
 """

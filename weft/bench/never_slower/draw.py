@@ -1,15 +1,15 @@
-"""Random shapes. A shape depends only on (seed, operator, number) and the machine's limits, so all parts of a run draw
-the same shapes.
+"""Random shapes. A shape depends only on the seed, the operator, the shape's index and the machine's limits. So the
+parts of a run (`--part`) draw the same shapes.
 
-    M        30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose ranks
-             have equal parts of the rows, M is rounded up to a multiple of the number of ranks
-    N, K     512 to 53248, log-uniform; 80% multiples of 128, else of 64
-    experts  tokens of a rank drawn like M, at most 16384; 1 to 32 experts on each rank; 1 to 8 experts for each token; routing
-             from even to Zipf's law with exponent 1
-    tables   1 to 64, with 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
-    CPU      all sizes are smaller, so that a call takes a few milliseconds
+    M        the number of rows. 30% are 1 to 256, as in decoding; the others are 128 to 65536, log-uniform, half of them multiples
+             of 128. If all ranks must have equally many rows, M is rounded up to a multiple of the number of ranks
+    N, K     512 to 53248, log-uniform; 80% are multiples of 128, the others of 64
+    experts  the tokens of a rank are drawn like M, but at most 16384. 1 to 32 experts on each rank, of which a token uses 1 to 8.
+             The load of experts follows Zipf's law with exponent 0 (even), 0.5 or 1
+    tables   1 to 64 tables with 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
 
-A shape that needs more than `Bounds` is drawn again.
+These are the sizes on GPUs. On CPU all sizes are smaller, so that a call takes a few milliseconds. A shape that exceeds
+`Bounds` is drawn again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _CHECKING = 2.4
 class Ranges:
     """The ranges of sizes for a type of device.
 
-    m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk, rows, dim, batch: (smallest,
-    largest) value. sizes: the largest (M, number of tokens, batch) in mode `changing`, where each call has another size.
+    m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk (for N and K), rows,
+    dim, batch: (smallest, largest) value. sizes: the largest (M, number of tokens, batch) in mode `changing`, where
+    each call has another size.
     """
 
     m: int
@@ -73,7 +74,9 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of a shape on each rank: FLOPs of GEMMs, bytes that pooling reads, bytes of inputs and of float64 results."""
+    """The most that a shape may need on each rank. flops: of GEMMs. read_bytes: of table rows in a call. bytes: of
+    inputs and float64 results in memory.
+    """
 
     device: str
     ranks: int
@@ -83,8 +86,8 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the limits for this machine. On GPUs: the FLOPs and the bytes of 5 ms at the GPU model's peak rates, and a
-    quarter of the GPU's memory. On CPU: constants.
+    """Return the limits for this machine. On GPUs, GEMMs and reads of rows may take 5 ms at the GPU's peak rates, and a
+    shape may use a quarter of the memory. On CPU the limits are constants.
     """
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
@@ -97,15 +100,16 @@ def bounds_here(device: str, ranks: int) -> Bounds:
 
 
 def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
-    """Return shape number `index` of an operator."""
+    """Return the random shape number `index` of operator `op`. seed: hexadecimal digits."""
     return _first_fitting(random.Random(f"{seed}/{op}/{index}"), op, bounds, _kind(op))
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Draw the shapes of mode `changing`, which differ only in size. Return the largest shape, and `count` different sizes
-    up to its size (fewer if not so many exist).
+    """Return the shape for mode `changing`, and `count` random sizes that its calls have, each at most the shape's own
+    size.
 
-    A size is M, the number of tokens of a rank, or the number of samples of all ranks.
+    A size is M, the number of tokens of a rank, or the number of samples of all ranks. Sizes are distinct, so there may
+    be fewer than `count`.
     """
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
     most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]
@@ -162,14 +166,17 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the bytes that the float64 check needs: `2 + ranks` input sets, copies of the operands in fp32 and fp64, and two fp64
-    products per rank."""
+    """Return the bytes that a comparison with float64 needs: `2 + ranks` sets of inputs, copies of the operands in fp32
+    and fp64, and two fp64 products for each rank.
+    """
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return a lower bound on the cost of the busiest rank. costs: the cost of each table; tables are not split."""
+    """Return a lower bound of the busiest rank's cost, if whole tables are distributed over ranks. costs: the cost of
+    each table.
+    """
     return max(max(costs), sum(costs) / ranks)
 
 

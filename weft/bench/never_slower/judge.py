@@ -1,11 +1,13 @@
-"""The verdict on rows: is weft ever slower than serial?
+"""The verdict: is weft ever slower than serial, the hand-written calls without overlap?
 
-A row is the record of one shape in one mode. It has the slowest rank's milliseconds in each
-repetition, of weft and of the baseline. Repetitions of both alternate. A row of
-mode `changing` has statistics over all sizes.
+The verdict is computed from rows. A row is the record of one shape in one timing mode. It has the times of weft and of
+serial in ms, for each repetition. A repetition runs both.
 
-A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, in
-two runs. Mode `single` is judged by the microseconds that weft adds, mode `changing` by mean and 99th percentile.
+- Modes `queued` and `graph`: a shape is *below* if weft runs at less than `NEVER_BELOW` of serial's speed in four of
+  five repetitions, and again in a second run.
+- Mode `single`: the criterion is the median of the microseconds that weft adds to a call.
+- Mode `changing`: each call has another size. A row has statistics over all sizes, and the criteria are the mean time
+  and the 99th percentile.
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ def is_mine(record: Record) -> bool:
 
 
 def key(row: Record) -> tuple[Hashable, ...]:
-    """Return the key that rows of the same shape and mode have in common."""
+    """Return the key of a row. Rows of the same shape and mode have equal keys."""
     return row["seed"], row["op"], row["index"], row["config"], row["mode"]
 
 
 def speed(row: Record) -> float:
-    """Return the speed of weft relative to the hand-written serial baseline."""
+    """Return weft's speedup over serial: the quotient of the medians."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 
 def is_under(row: Record) -> bool:
-    """True if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions of this run."""
+    """True if weft ran at less than `NEVER_BELOW` of serial's speed in at least four of five repetitions of this row."""
     pairs = [*zip(row["serial_ms"], row["weft_ms"], strict=True)]
     under = sum(serial / weft < NEVER_BELOW for serial, weft in pairs)
     return under >= math.ceil(_OF_REPETITIONS * len(pairs))
@@ -64,7 +66,7 @@ def is_timed(row: Record) -> bool:
 
 
 def is_suspect(row: Record) -> bool:
-    """True for a row of a first run that must be measured again."""
+    """True if this row of a first run is under (`is_under`), so that its shape needs a second run."""
     return is_timed(row) and row["mode"] in _JUDGED and not row["again"] and is_under(row)
 
 
@@ -78,8 +80,8 @@ def overlaps(row: Record) -> bool:
 
 
 def ideal_ratio(row: Record) -> float | None:
-    """Return the ideal time divided by serial's time. The ideal time is the longer of the computation alone and the
-    collective alone. Return None if either was not timed.
+    """Return the ideal time as a fraction of serial's time; None if it was not measured. The ideal time is the longer
+    of the computation alone and the collective alone.
     """
     ideal = row["ideal_ms"]
     return None if ideal is None else float(ideal / median(row["serial_ms"]))
@@ -92,8 +94,8 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows. If several rows have the same key, the last row counts, separately for the first and the
-    second run.
+    """The verdict on `rows`. If rows have equal keys, the last row of the first run counts, and the last row of a
+    second run after it.
     """
 
     rows: Sequence[Record]
@@ -109,50 +111,49 @@ class Verdict:
 
     @cached_property
     def timed(self) -> list[Record]:
-        """The rows of the first run with times, except rows of `changing`."""
+        """The rows of first runs that have times, in all modes but `changing`."""
         return [row for row in self._runs[0].values() if is_timed(row)]
 
     @cached_property
     def judged(self) -> list[Record]:
-        """The timed rows in modes that are judged by speed."""
+        """The timed rows of the modes `queued` and `graph`, in which speed is the criterion."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """The rows that ran below `NEVER_BELOW` of serial's speed (`is_under`) in the first run, and have no second run."""
+        """The suspect rows of first runs (`is_suspect`) whose shape has not been measured again."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """The rows that ran below `NEVER_BELOW` of serial's speed (`is_under`) in both runs."""
+        """The rows whose shape was under (`is_under`) in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 
     @property
     def worst(self) -> list[Record]:
-        """The rows sorted by speed relative to serial, the slowest first. If no mode is judged by speed, all timed rows
-        are sorted.
-        """
+        """The judged rows, or else all timed rows, in the order of weft's speedup, the smallest first."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
     def serial(self) -> list[Record]:
-        """The rows for which the serial schedule was selected."""
+        """The judged rows for which weft selected the serial schedule."""
         return [row for row in self.judged if not overlaps(row)]
 
     @property
     def gaining(self) -> list[Record]:
-        """The judged rows in which overlap can gain: the ideal time (`ideal_ratio`) is below `GAINS_BELOW` of serial's time."""
+        """The judged rows in which overlap can gain: the ideal time is below `GAINS_BELOW` of serial's time (`ideal_ratio`)."""
         return [row for row in self.judged if can_gain(row)]
 
     @property
     def overlapped_share(self) -> float | None:
-        """The fraction of overlapped rows among the rows in which overlap can gain."""
+        """The fraction of `gaining` rows for which weft selected a schedule with overlap; None if there are no such rows."""
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
-        """Return the median of the microseconds that weft adds to single calls: of rows whose schedule overlaps
-        (`overlapped=True`), or of the others.
+        """Return the median of the microseconds that weft adds to a call in mode `single`; None if there are no rows.
+
+        overlapped: True for rows whose schedule overlaps, False for rows with the serial schedule.
         """
         found = [added_us(row) for row in self.timed if row["mode"] == "single" and overlaps(row) == overlapped]
         return median(found) if found else None
@@ -171,12 +172,12 @@ class Verdict:
 
     @property
     def mean_ideal_of_serial(self) -> float | None:
-        """The geometric mean of ideal time / serial's time, over the rows for which serial was selected."""
+        """The geometric mean of `ideal_ratio` over the rows for which weft selected the serial schedule."""
         return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
 
     @property
     def failures(self) -> list[str]:
-        """A phrase for each violated criterion; empty if all criteria hold."""
+        """A phrase for each criterion that does not hold; empty if all hold."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} pairs of shape and mode are below {NEVER_BELOW}x")
@@ -209,7 +210,7 @@ def is_under_again(row: Record | None) -> bool:
 
 
 def changing_ratios(row: Record) -> tuple[float, float]:
-    """Return (weft's mean over serial's, milliseconds by which weft's 99th percentile exceeds serial's)."""
+    """Return (weft's mean time / serial's, weft's 99th percentile minus serial's in ms), for a row of mode `changing`."""
     weft, serial = row["changing"]["weft_ms"], row["changing"]["serial_ms"]
     return weft["mean"] / serial["mean"], weft["p99"] - serial["p99"]
 

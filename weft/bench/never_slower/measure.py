@@ -1,6 +1,6 @@
-"""The measurement of one random shape on all ranks, with a row for each mode.
+"""The measurement of one random shape on all ranks. The result is a row for each timing mode.
 
-The operators' benchmarks create the inputs, check the results and time the variants.
+The operator's benchmark makes the inputs, checks the results and times the variants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _LIMIT = 4.0
 
 @dataclass(frozen=True)
 class ShapeToMeasure:
-    """A shape to measure. index: its number; -1 for the shape of `changing`. sizes: the sizes of `changing`."""
+    """A shape to measure. index: the number of the random shape. In mode `changing` index is -1, and `sizes` has the
+    size of each call.
+    """
 
     op: str
     index: int
@@ -53,7 +55,7 @@ class ShapeToMeasure:
 
 
 def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
-    """Return the fields that every row has. again: True in the second measurement of a shape."""
+    """Return the fields that every row has. again: True for the second run of a shape."""
     device = options.device
     name, dtype = plain(item.op, None)
     return {
@@ -64,7 +66,7 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape; return its rows, equal on all ranks. All ranks must make this call."""
+    """Measure a shape in `modes`. Return a row for each mode, equal on all ranks. All ranks must make this call."""
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
     name, dtype = plain(item.op, None)
@@ -90,7 +92,7 @@ def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ran
 
 
 def _cannot(item: ShapeToMeasure, ranks: Ranks) -> str:
-    """Return the reason why an operator cannot run on this machine; "" if it can."""
+    """Return the reason why the operator cannot run on this machine; "" if it can."""
     fp8 = "scaled" in item.op and ranks.device.type == "cuda"
     if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
         return f"fp8 GEMMs need a GPU of compute capability {'.'.join(map(str, _FP8))}"
@@ -130,11 +132,11 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Measure mode `changing`, and return its fields for the row: call weft and serial for each size, with a synchronisation
-    after each call.
+    """Measure mode `changing`, and return its fields for the row: for each of `item.sizes`, time one call of weft and
+    one of serial.
 
-    Before that, call serial once without timing it. cuBLAS loads kernels and searches its heuristics at the first GEMM of a size,
-    which takes up to 5 ms. Otherwise this time would count for weft or for serial, whichever comes first.
+    An untimed call of serial comes first. cuBLAS needs up to 5 ms for the first GEMM of a size, to load kernels and
+    search heuristics. Without the untimed call, these 5 ms would count for the variant that is timed first.
     """
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
@@ -167,8 +169,8 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return max |one - other| / max |other| as a 0-dimensional float64 tensor, without a device synchronisation. NaN counts as
-    infinity.
+    """Return max |one - other| / max |other| as a float64 scalar tensor, without synchronising with the device. NaN
+    counts as infinity.
     """
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)

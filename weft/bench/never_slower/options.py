@@ -45,15 +45,17 @@ examples:
 
 
 def forward_operators() -> list[str]:
-    """Return the names of weft's own forward operators. (`weft bench OP` also measures operators that users have registered.)"""
+    """Return the names of weft's own forward operators, without those that users have registered."""
     own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
     return [name for name in own if name != LAYERS and not name.endswith("_gradients")]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. part: (i, n) for the i-th of n equal parts of all shapes. sizes: the number of sizes in mode
-    `changing`."""
+    """The options of a run. seed: hexadecimal digits. shapes: the number of shapes of each operator. part: (i, n) to
+    measure only the i-th of n equal parts of the shapes. sizes: the number of calls in mode `changing`, each with
+    another size.
+    """
 
     ops: tuple[str, ...]
     modes: tuple[str, ...]

@@ -27,7 +27,7 @@ _HOW = {True: "overlapped", False: "serial"}
 
 
 def in_short(rows: Sequence[Record]) -> str:
-    """Return a summary of a shape's rows, for a progress line."""
+    """Return a short summary of one shape's rows, for the progress display."""
     found = []
     for row in rows:
         if row.get("error"):
@@ -43,7 +43,7 @@ def in_short(rows: Sequence[Record]) -> str:
 
 
 def show(rows: Sequence[Record]) -> None:
-    """Print the ten worst rows, the summary, and the verdict."""
+    """Print the ten slowest rows relative to serial, the summary, and the verdict."""
     verdict = Verdict(rows)
     if verdict.timed:
         below = {key(row) for row in verdict.below}
@@ -71,7 +71,7 @@ def verdict_of(verdict: Verdict) -> str:
 
 
 def said(verdict: Verdict) -> list[str]:
-    """Return the summary of all rows, in lines."""
+    """Return the summary as lines of text."""
     lines = []
     if judged := verdict.judged:
         lines.append(
@@ -111,7 +111,7 @@ def said(verdict: Verdict) -> list[str]:
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """Return a table with a line for each operator, the summary, and a table of the slowest shapes."""
+    """Return, as Markdown, a table with a line for each operator, the summary, and a table of the slowest shapes."""
     verdict = Verdict(rows)
     ops = list(dict.fromkeys(row["op"] for row in rows))
     header = [
@@ -151,7 +151,7 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
 
 
 def _slowest(verdict: Verdict) -> str:
-    """Return a table of the ten slowest rows, and of all rows below the threshold."""
+    """Return a Markdown table of the ten slowest rows relative to serial, and of all rows that are below the threshold."""
     below = {key(row) for row in verdict.below}
     rows = [row for i, row in enumerate(verdict.worst) if i < _WORST or key(row) in below]
     header = ["operator", "shape", "mode", "serial, ms", "ideal / serial", "speed of weft", "chosen"]

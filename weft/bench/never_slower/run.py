@@ -1,9 +1,9 @@
-"""A run of `weft bench never-slower`: measure all shapes of this part that are not in the file yet, then measure
-suspects again.
+"""A run of `weft bench never-slower`: measure the shapes that the results file lacks, then shapes on which weft was
+slower again.
 
-Rank 0 draws the shapes, reads the file, decides what to measure, and broadcasts the decision. If all ranks fail at a
-shape with the same type of error, and the group is alive, the run records the error as a row and continues. Otherwise
-the run ends. The same command with `--json` then continues after this shape.
+Rank 0 decides what to measure, and broadcasts its decision. If all ranks fail on a shape with the same type of error,
+the error is recorded as a row, and the run continues. If only some ranks fail, or the process group is unusable
+afterwards, the run ends. To continue after this shape, run the command with the same `--json` again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _CHANGING = -1
 
 
 def never_slower(options: Options) -> list[Record]:
-    """Measure in new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`.
+    """Run the benchmark on new processes, or, under torchrun, as one of its ranks. Print the summary, and append the
+    rows to `options.json`.
 
-    Return all rows of the summary. Raises WeftError if the group failed.
+    Return all rows. Raises WeftError if the process group became unusable.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
@@ -54,7 +55,9 @@ def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
 
 
 def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
-    """Return the shapes of this part: the first shape of each operator, then the second of each, and so on."""
+    """Return the shapes to measure in this part of the run: the first shape of each operator, then the second of each,
+    and so on.
+    """
     bounds = bounds_here(options.device, world_size)
     drawn = [
         ShapeToMeasure(op, index, draw(op, index, options.seed, bounds))
@@ -85,7 +88,7 @@ class _Run:
         return self.ranks.rank == 0
 
     def told(self, value: T) -> T:
-        """Return rank 0's `value` on all ranks. All ranks must make this call."""
+        """Broadcast `value` from rank 0, and return it. All ranks must make this call."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.meeting)
         found: T = box[0]
@@ -109,7 +112,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the rows for these shapes that the results file has already, and print the number of rows."""
+        """Return the rows for these shapes that the results file already has. Print how many there are."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -136,7 +139,7 @@ class _Run:
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
     def missing(self, items: Sequence[ShapeToMeasure]) -> list[tuple[ShapeToMeasure, tuple[str, ...]]]:
-        """Return the shapes and modes that have no rows yet."""
+        """Return the shapes without a row for each of their modes, as (shape, modes without a row)."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
         for item in items:
@@ -146,8 +149,8 @@ class _Run:
         return found
 
     def measure(self, todo: Sequence[tuple[ShapeToMeasure, tuple[str, ...]]], again: bool) -> None:
-        """Measure these shapes one after the other, and append each shape's rows to the file. All ranks must make this
-        call.
+        """Measure the (shape, modes) of `todo` one after the other, and append the rows to the file. All ranks must
+        make this call.
         """
         with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
             for number, (item, modes) in enumerate(todo, 1):
@@ -171,7 +174,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows of a shape, reason why the group is unusable or ""). All ranks must make this call."""
+        """Measure a shape. Return (rows, reason why the process group is unusable or ""). All ranks must make this call."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -192,7 +195,9 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows, error text). The exception is dropped here, which frees the memory that it references."""
+        """Measure a shape. Return (rows, error text or ""). No reference to the exception stays, because it would keep
+        tensors alive.
+        """
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""
@@ -200,7 +205,7 @@ class _Run:
             return [], _shown(error)
 
     def said(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order. All ranks must make this call."""
+        """Return the `text` of every rank, in rank order. All ranks must make this call."""
         everybody: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(everybody, text, group=self.meeting)
         return everybody
