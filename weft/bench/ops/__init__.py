@@ -1,1 +1,1 @@
-"""One file for each operator with its own baselines: its presets, inputs, baselines, and tables."""
+"""Benchmarks of operators that have their own baselines. Each file has an operator's presets, inputs, baselines and tables."""

@@ -1,16 +1,16 @@
 """Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains shapes, variants and numbers.
 
-With --dtype fp8, variants are the scaled operators, with one scale per tensor and bf16 results. Shapes whose names end
-in "-symmetric" have inputs in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of the FiCCO paper's GEMMs.
-Variants in addition to weft's:
+With `--dtype fp8` it measures all_gather_scaled_matmul, with one scale per tensor and bf16 results. A shape whose name
+ends in "-symmetric" has its input in torch's symmetric memory. `weft.bench.ops.ficco_shapes` has presets of the FiCCO
+paper's GEMMs. Variants in addition to weft's:
 
-    serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
+    serial    the baseline: all_gather_into_tensor into a preallocated buffer, then torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's operator fused_all_gather_matmul(..., return_A=False); GPUs only
-    prefetch  NCCL gathers the next call's x on a second stream during the GEMM of this call, as FSDP prefetches weights. The x
-              of the first timed call was gathered before timing started. GPUs only; runs only if named
+    prefetch  while this call's GEMM runs, NCCL gathers the next call's x on a second stream, as FSDP prefetches weights. The
+              gathers of the first timed calls may run before the timing starts. GPUs only; runs only if named
 
-Also timed alone: the GEMM on gathered rows, the copies of the shard to all peers, and NCCL's all-gather. An ideal
-overlap takes as long as the longer of the GEMM and the copies.
+Also timed, each alone: the GEMM on gathered rows, the copies of this rank's shard to its peers, and NCCL's all-gather.
+The ideal time is the longer of the GEMM and the copies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BLOCK = 4096  # rows of the reference per computation
 
 
 class GatherVariants(TorchVariants):
-    """Variants on normally distributed x and w. Each input set has its own x; w is scaled so that outputs are about 1."""
+    """Variants with normally distributed x and w. Each input set has its own x. w is scaled so that outputs are about 1."""
 
     baselines = (*TorchVariants.baselines, PREFETCH)
     compared: ClassVar = {WEFT: baselines}
@@ -75,7 +75,7 @@ class GatherVariants(TorchVariants):
         self.gathered = whole.gathered[: self.config.m]
 
     def whole(self, which: int) -> torch.Tensor:
-        """Return the gathered x, [m, k], drawn locally instead of communicated."""
+        """Return the gathered x, [m, k]. Its shards are drawn again from their seeds, without communication."""
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
     def reference(self, which: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ class GatherVariants(TorchVariants):
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. FiCCO's 2D schedules round an output at every step, so their limit is higher."""
+        """Return the error limit. It is higher for FiCCO's 2D schedules, which round an output once per step."""
         chosen = [choice.schedule for choice in self.choices.values()] if name in (WEFT, *self.rules) else []
         if name == plan.HEURISTIC and (pick := plan.pick_here(self.problem, device_name(self.ranks.device))[0]):
             chosen = [named(self.problem, pick).build()]
@@ -114,7 +114,7 @@ class GatherVariants(TorchVariants):
         )
 
     def gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ w, computed by cuBLAS. x: the gathered rows, [m, k]."""
+        """Return x @ w by cuBLAS. x: the gathered rows, [m, k]."""
         if not self.scaled:
             return torch.mm(x, self.w)
         y = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=x.device)
@@ -134,13 +134,12 @@ class GatherVariants(TorchVariants):
         return variants | ({PREFETCH: self.prefetched()} if PREFETCH in wanted else {}), beside, notes
 
     def prefetched(self) -> Variant:
-        """Return the variant that gathers the operand of the next call during the GEMM of this call.
+        """Return the variant that gathers the next call's x during this call's GEMM.
 
-        As in FSDP, the stream of the gathers has a high priority. Call i enqueues the gather for call i + 1, which may begin
-        when the GEMM of call i - 1 begins. So the gathers for the first two timed calls wait only for GEMMs of earlier calls.
-        They may run before the timing begins, which favours this variant.
-
-        Call i gathers the next input set. If call i + 1 has another input set, it must first gather its own operand.
+        Call i enqueues the gather for call i + 1 on a second stream of high priority, as FSDP does. This gather can
+        start when the GEMM of call i - 1 starts. The gathers of the first two timed calls can therefore run before the
+        timing starts, which favours this variant. A call whose x was not gathered, because it uses an unexpected input
+        set, gathers it first.
         """
         side = torch.cuda.Stream(self.ranks.device, priority=-1)
         places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]
@@ -200,14 +199,12 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """The copies' targets in the peers' memory. They are allocated at the first use, so that each first call
-        includes its allocation.
-        """
+        """The places in peers' memory to which this rank copies its shard when the copies are timed alone."""
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 
 def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return a copy in torch's symmetric memory. All ranks must make this call."""
+    """Return a copy of x in torch's symmetric memory. All ranks must make this call."""
     import torch.distributed._symmetric_memory as symm_mem
 
     copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -238,8 +235,8 @@ class _AllGatherBenchmark(TorchOperator):
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Return sentences on weft's speed relative to AsyncTP. Shapes with at most `MULTICAST_M` rows have a separate
-        mean, because AsyncTP uses NVLink multicast for them on machines that have it.
+        """Return a sentence on weft's speedup over AsyncTP. Shapes with M <= `MULTICAST_M` have their own mean, because
+        AsyncTP gathers them by NVLink multicast where the machine has it.
         """
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))

@@ -1,18 +1,19 @@
 """Benchmark of MoE dispatch + GEMM: mixture-of-experts layers x variants.
 
-Tokens are sorted by expert; the number per expert is random. Weights are [experts, K, N]. Variants
+Tokens are sorted by expert, and each expert gets a random number of them. Weights are [experts, K, N]. Variants
 (details: benchmarks/README.md):
 
-    serial    the baseline: all_to_all_single of the splits, which the CPU then reads; all_to_all_single of the tokens; torch's
+    serial    the baseline: all_to_all_single of the counts, which the CPU then reads; all_to_all_single of the tokens; torch's
               grouped GEMM
-    padded    the baseline of mode `graph`, since CUDA graphs can capture it: all experts padded to the largest count,
-              all_to_all_single with equal splits, torch.bmm over everything
-    weft, names of schedules     weft's operator without max_rows: the CPU waits in each call for the number of arriving rows
-    ...-bounded     the same with max_rows, so the CPU does not wait. max_rows is the largest number of arriving rows of any
-              rank, rounded up to a multiple of 128
+    padded    the baseline of mode `graph`, because a CUDA graph can capture it: each expert gets the same number of rows from each
+              rank, by padding; all_to_all_single with equal splits; torch.bmm on all rows, also the padding
+    weft      weft's operator without max_rows: in each call the CPU waits for the number of arriving rows. Pinned schedules, whose
+              variants have the schedules' names, do so too
+    NAME-bounded     the variant NAME with max_rows, so that the CPU does not wait. max_rows is the largest number of rows that
+              arrive at any rank, rounded up to a multiple of 128
 
-Also timed alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of tokens with known
-sizes.
+Also timed, each alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of
+tokens with sizes known to the CPU.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)
 
 @dataclass(frozen=True)
 class MoeShape(GemmShape):
-    """A mixture-of-experts layer: m tokens per rank, each routed to `top_k` of `experts` over all ranks; experts are [k, n].
+    """A mixture-of-experts layer with `experts` experts over all ranks, whose weights are [k, n]. Each rank has m
+    tokens, each of which is routed to `top_k` experts.
 
-    skew: the exponent of Zipf's law, by which experts are drawn; 0 is uniform."""
+    skew: the exponent of Zipf's law, by which experts are drawn; 0 is uniform.
+    """
 
     experts: int = 1
     top_k: int = 1
@@ -86,11 +89,11 @@ class MoeShape(GemmShape):
 
     @property
     def rows(self) -> int:
-        """The number of rows that a rank sends, including to itself: m * top_k."""
+        """The number of rows that a rank sends to all ranks, itself included: m * top_k."""
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return the problems of the exact calls (as many rows as arrive) and of the bounded calls (with max_rows)."""
+        """Return the problem of calls without max_rows, and the problem of bounded calls, which have max_rows."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
@@ -99,8 +102,10 @@ class MoeShape(GemmShape):
         return (2 * self.rows + self.experts // ranks * self.n) * self.k * item_bytes + 8 * self.rows * self.n
 
     def splits(self, world_size: int, which: int) -> torch.Tensor:
-        """Return int64 [world_size, experts]: each rank's number of rows for each expert, in input set `which`. Every rank and
-        device draws the same numbers.
+        """Return the number of rows that each rank sends to each expert in input set `which`: int64 [world_size,
+        experts].
+
+        Every rank and device draws the same numbers.
         """
         popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
         drawn = []
@@ -116,11 +121,13 @@ class MoeShape(GemmShape):
 class RouterLoad:
     """The load of ranks and experts after routing.
 
-    capacity: rows per expert and source rank in variant `padded`. max_rows: the argument `max_rows` of bounded variants.
-    rank_skew: the rows of the busiest rank, divided by the mean rows of a rank. expert_skew: the same for experts.
-    busiest_bytes: the bytes that the busiest rank sends or receives, whichever is more.
+    max_rows: the argument `max_rows` of bounded variants. capacity: the number of rows that each expert gets from each
+        rank in variant `padded`. rank_skew: the number of rows that arrive at the busiest rank, divided by the mean
+        over ranks.
+    expert_skew: the same for experts. busiest_bytes: the bytes that a rank sends or the bytes that it receives,
+        whichever is more, for the busiest rank.
 
-    Skews and busiest_bytes are means over the input sets; capacity and max_rows are maxima over them.
+    max_rows and capacity are maxima over the input sets; the other fields are means.
     """
 
     max_rows: int
@@ -131,9 +138,10 @@ class RouterLoad:
 
 
 class ExpertVariants(GemmVariants):
-    """Variants on normally distributed rows, with weights scaled so that results are about 1.
+    """Variants with normally distributed rows. Weights are scaled so that results are about 1.
 
-    Each input set has its own rows and splits."""
+    Each input set has its own rows, and its own numbers of rows for each expert (`splits`).
+    """
 
     beside = (GEMM, GEMM_EACH, EXCHANGE)
     sent_columns: ClassVar = "k"
@@ -170,10 +178,10 @@ class ExpertVariants(GemmVariants):
         return drawn.to(self.dtype)
 
     def counts(self, which: int, rank: int | None = None) -> torch.Tensor:
-        """Return the number of rows from each rank for each expert of `rank`: int64 [world size, local experts], on the
-        CPU.
+        """Return the number of rows from each source rank for each expert of `rank`, on the CPU: int64 [world size,
+        local experts].
 
-        which: the number of the input set. rank: default this rank.
+        which: the number of the input set. rank: None for this rank.
         """
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
@@ -202,7 +210,7 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (variant, baseline). For graphs, the variant is `weft-bounded`, because it never waits."""
+        """Return (variant, baseline). In mode "graph" the variant is `weft-bounded`, in which the CPU never waits."""
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -210,8 +218,8 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Make the inputs from `whole`, the variants of a larger shape: `config.rows` of the rows that each rank sends there.
-        The rows are spread over experts in the same proportion as in `whole`.
+        """Make smaller inputs from `whole`, the variants of a larger shape. Each rank sends `config.rows` of its rows,
+        in the same proportion over experts.
         """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
@@ -222,12 +230,15 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take this rank's rows from `whole`. `self.splits` and `self.received` have the number of rows for each expert."""
+        """Take this rank's rows from `whole`. The numbers of rows for each expert are already in `self.splits` and
+        `self.received`.
+        """
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the busiest rank's roofline in ms: the longest of its memory time, GEMM time and link time at peak rates.
+        """Return a lower bound in ms for the busiest rank: its memory time, GEMM time or link time at peak rates, the
+        longest.
 
-        Each row and each expert's weight is read or written once.
+        In memory, each row and each weight is read once, and each result is written once.
         """
         shape, load = self.config, self.load
         rows = load.rank_skew * shape.rows
@@ -299,10 +310,9 @@ class DispatchVariants(ExpertVariants):
         return self.rows_drawn(which, rank, self.config.rows)
 
     def ordered(self, which: int) -> torch.Tensor:
-        """Return the rows that this rank's experts receive, [rows, k], by expert and then by source rank.
+        """Return the rows that this rank's experts receive, [rows, k], sorted by expert and then by source rank.
 
-        The peers' rows are drawn again here, with the same seeds, instead of communicated. which: the number of the input
-        set.
+        which: the number of the input set. Peers' rows are drawn again from their seeds, without communication.
         """
         first, parts = self.ranks.rank * self.experts, []
         for source, splits in enumerate(self.all_splits[which]):
@@ -318,7 +328,9 @@ class DispatchVariants(ExpertVariants):
         return y
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows that hold tokens: the used slots of `padded`, the first rows of bounded variants."""
+        """Return the rows of `output` without the padding of variant `padded`, and without the unused rows of bounded
+        variants.
+        """
         counts = self.counts(which)
         if name != PADDED:
             return output[: int(counts.sum())] if name.endswith(BOUNDED) else output
@@ -337,7 +349,7 @@ class DispatchVariants(ExpertVariants):
         return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. FiCCO's 2D schedules round y at every step, so their limit is higher; they run only if pinned."""
+        """Return the error limit. It is higher for FiCCO's 2D schedules, which round y once per step."""
         most = roundings(self.schedules[name]) if name in self.schedules else 1
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
@@ -351,9 +363,11 @@ class DispatchVariants(ExpertVariants):
         return experts.all_to_all_matmul(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
-        """Run with all experts padded to `capacity` rows per source rank, so that the CPU need not wait for sizes.
+        """Run variant `padded`: each expert gets `capacity` rows from each source rank, so that the CPU need not know
+        sizes.
 
-        Returns [experts * world size * capacity, n], by expert and then by source. Padding rows hold other tokens.
+        Return y [local experts * world size * capacity, n], by expert and then by source. Padding rows repeat other
+        tokens.
         """
         splits, tokens = self.splits[which], self.tokens[which]
         rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
@@ -364,7 +378,7 @@ class DispatchVariants(ExpertVariants):
         return torch.bmm(by_source.transpose(0, 1).reshape(self.experts, -1, self.config.k), self.w).flatten(0, 1)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, with max_rows for bounded variants."""
+        """Return weft's call, with max_rows if the variant is bounded."""
         max_rows = self.load.max_rows if variant.endswith(BOUNDED) else None
 
         def call(which: int) -> torch.Tensor:
@@ -411,7 +425,8 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     def sentences(self, rows: Sequence[Record]) -> list[str]:
         """Return a sentence on the speed of `weft`, and a sentence on the speed of `weft-bounded`.
 
-        Even and skewed routing have separate mean speeds, because padding costs most with skewed routing."""
+        Even and skewed routing have separate means, because padding costs most with skewed routing.
+        """
         return [text for variant in self.variants.compared if (text := self._summary_of(variant, rows))]
 
     def _summary_of(self, variant: str, rows: Sequence[Record]) -> str:
@@ -437,10 +452,9 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return ". ".join([*of_all, *self.summary_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the schedule that `record`'s variant selected; None if there is no such variant.
+        """Return the variant with the same schedule as `record`, but pinned; None if there is no such variant.
 
-        None for the serial schedule of a bounded call: with `max_rows` it cannot be pinned, and the baseline computes a
-        result of another shape.
+        A bounded call with the serial schedule has none: `max_rows` cannot be combined with a pinned serial schedule.
         """
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:
@@ -457,9 +471,10 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return each rank's number of rows for each expert, like `splits`, so that each rank has `rows` rows.
+    """Scale each rank's row of `splits` so that its sum is `rows`. The remainder of the division goes to the first
+    experts.
 
-    Rows are in proportion to `splits`; the remainder goes to the first experts.
+    splits: each rank's number of rows for each expert, int64 [world size, experts].
     """
     of_rank = splits.sum(1, keepdim=True)
     fewer = splits * rows // of_rank

@@ -1,13 +1,13 @@
-"""Benchmark of any registered operator (`weft.operator`): shapes x variants. The module is also the base of benchmarks
-with their own baselines.
+"""The benchmark of any registered operator (`weft.operator`), and the base of benchmarks with their own baselines.
 
-The operator's spec (`weft.operator.spec.Operator`) draws random inputs and computes the expected results. Variants:
+The operator's spec (`weft.operator.spec.Operator`) draws random inputs and computes the expected results. The command
+line selects variants by these names:
 
-    the serial schedule       the baseline
+    serial                    the baseline
     weft                      the operator, which selects its schedule
-    the name of a schedule    this schedule, pinned ("weft-serial": weft's serial schedule)
-    a prefix of such a name   all schedules with this prefix
-    all                       all schedules
+    the name of a schedule    this schedule, pinned; "weft-serial" is weft's serial schedule
+    a prefix of such names    all schedules with this prefix, pinned
+    all                       all schedules, pinned
 """
 
 from __future__ import annotations
@@ -85,22 +85,25 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def draw(self) -> None:
-        """Make the inputs."""
+        """Make the random inputs of all input sets."""
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.ranks.device).manual_seed(seed)
 
     def normal(self, seed: int, *size: int) -> torch.Tensor:
-        """Return normally distributed numbers in fp32."""
+        """Return normally distributed fp32 numbers of this size on the device."""
         return torch.randn(size, generator=self.generator(seed), device=self.ranks.device)
 
     @abstractmethod
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return the operator's call for a variant. schedule: the schedule to pin; None lets the operator select."""
+        """Return the function that calls the operator. schedule: the schedule to pin; None lets the operator select."""
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
-        """Return (baselines; further calls to time; notes on omitted variants). wanted: names; empty for the defaults."""
+        """Return (baselines, other calls to time such as the GEMM alone, notes on omitted variants).
+
+        wanted: names of variants; empty for the default variants.
+        """
 
     def waits(self, name: str) -> bool:
         """True if a variant synchronises with the device in each call."""
@@ -123,15 +126,14 @@ class GemmVariants(ChoosingVariants):
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
-        """True if a call of the operator with the problem `p` is a call of this variant."""
+        """True if this variant calls the operator with the problem `p`."""
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Keep the schedule that the operator selected in the first call of variant `name`. Later the operator may have
-        removed the call from its cache.
+        """Remember the schedule that the operator selected in the first call of variant `name`.
 
-        Raise RuntimeError if the variant called the operator with another problem than the benchmark's, because its record
-        would describe the wrong problem.
+        Raise RuntimeError if the call was not about the benchmark's problem, because the record would name the wrong
+        one.
         """
         if name not in self.compared and name not in self.rules:
             return
@@ -160,7 +162,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def serial(self, which: int) -> torch.Tensor:
-        """Run the baseline: NCCL's collective and cuBLAS's GEMM one after the other."""
+        """Run the baseline: NCCL's collective and cuBLAS's GEMM, one after the other."""
 
     def resized(self, size: int) -> Self:
         other = copy.copy(self)
@@ -172,7 +174,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def cut_to(self, whole: Self) -> None:
-        """Make the inputs from the first rows of the inputs of `whole`, the variants of a larger shape."""
+        """Take as inputs the first rows of the inputs of `whole`, the variants of a larger shape."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
@@ -182,9 +184,9 @@ class GemmVariants(ChoosingVariants):
         return {"sources": list(self.config.sources)} | beside
 
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant.
-
-        added_us: the time of a single call minus the baseline's. chosen: the selected schedule, if none is pinned."""
+        """Return record fields of a variant. added_us: the time of a single call minus the baseline's. chosen: the
+        selected schedule; None if it was pinned.
+        """
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
         added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
         chooses = name in self.compared or name in self.rules
@@ -199,7 +201,8 @@ class GemmVariants(ChoosingVariants):
 class MatmulVariants(GemmVariants):
     """Variants of [m, k] @ [k, n], with or without a collective.
 
-    Each input set is a random call of the operator. If a call has several results, the first is compared.
+    Each input set has random arguments for one call of the operator. If a call has several results, only the first is
+    checked.
     """
 
     def draw(self) -> None:
@@ -230,7 +233,7 @@ class MatmulVariants(GemmVariants):
         return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the time in ms to read all inputs and write all results once."""
+        """Return a lower bound in ms: the time to read all inputs and write all results once at peak rates."""
         outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
         tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
         return max(c.ms(sum(t.nbytes for t in tensors)) for c in ceilings)
@@ -256,10 +259,10 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
-        """The planner's choices for queued and captured calls; empty if the machine is unknown, so that the operator autotunes.
+        """{mode: the planner's choice of a schedule}; empty if the planner does not know the machine, so that the
+        operator autotunes.
 
-        Read this property only after the operator's first call. Otherwise the planner would choose here, and the time of
-        the first call would not include the choice.
+        Read this property only after the operator's first call, whose time should include the planning.
         """
         model = self._model()
         if model is None:
@@ -268,10 +271,11 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """{mode: (calibrated, blind)}. Both are {schedule: predicted ms per call in a series of consecutive calls}.
+        """{mode: ({schedule: calibrated ms}, {schedule: blind ms})}: predicted times per call in a series of
+        consecutive calls.
 
-        Calibrated predictions use the GEMM times of this shape that the first call measured. Blind predictions use only
-        the machine's description (`weft.hw`) and the results of `weft plan calibrate`.
+        Calibrated predictions use GEMM times that the operator's first call measured for this shape. Blind predictions
+        use only the machine's description (`weft.hw`) and the results of `weft plan calibrate`.
         """
         found = {}
         for mode, choice in self.choices.items():
@@ -296,7 +300,8 @@ class MatmulVariants(GemmVariants):
 class GemmOperator(OperatorBenchmark[S]):
     """The benchmark of an operator with a GEMM.
 
-    Presets are names or shapes. Tables have a row per shape, and a summary."""
+    A preset is the name of a group of shapes, or a shape. Tables have a row for each shape.
+    """
 
     matmul = True
     variants: type[GemmVariants]
@@ -332,16 +337,16 @@ class GemmOperator(OperatorBenchmark[S]):
 
     @abstractmethod
     def sentences(self, rows: Sequence[Record]) -> list[str]:
-        """Return the summary of the shapes, in sentences."""
+        """Return sentences that summarise the records of all shapes."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return {variant: its baselines that were measured}."""
+        """Return the speedups that the table shows, as {variant: baselines that were measured}."""
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells) of the table with a row for each shape. If schedules were pinned, the table has columns for the
-        fastest pinned schedule.
+        """Return (header, rows) of a table with a row for each shape. If schedules were pinned, the last columns show
+        the fastest of them.
         """
         header, lines = super().lines(rows)
         best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
@@ -356,7 +361,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return self.sentences(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
-        """Return remarks on other libraries."""
+        """Return remarks on which features of other libraries were used."""
         return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
@@ -371,10 +376,9 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, cells) of a table of the fastest pinned schedule of each kind, with a row for each shape. The kind is
-        the schedule's name without parameters.
+        """Return (header, rows) of a table with a row for each shape, and the fastest pinned schedule of each kind.
 
-        Return None unless schedules of several kinds were pinned.
+        The kind is the part of a schedule's name before its parameters. Return None for fewer than `_MANY_KINDS` kinds.
         """
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
@@ -389,7 +393,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return header, [[config, *(milliseconds(ms.get(kind)) for kind in variants)] for config, ms in fastest.items()]
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
-        """Return sentences on the CPU time of calls."""
+        """Return a sentence on how long calls keep the CPU busy."""
         if rows[0]["mode"] != "queued":
             return []
         calls, firsts, fields = [], [], ("host_us", "first_call_ms")
@@ -406,8 +410,8 @@ class GemmOperator(OperatorBenchmark[S]):
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def summary_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
-        """Return a sentence on the fraction of shapes where weft is about as fast as the fastest pinned schedule. mine: weft's
-        records.
+        """Return a sentence on how often weft's own choice is about as fast as the fastest pinned schedule. mine:
+        weft's records.
         """
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
@@ -421,7 +425,7 @@ class GemmOperator(OperatorBenchmark[S]):
 
 
 class AnyOperator(GemmOperator[GemmShape]):
-    """The benchmark of operators that compute [m, k] @ [k, n] with or without a collective."""
+    """The benchmark of operators that compute [m, k] @ [k, n], with or without a collective."""
 
     variants, shape = MatmulVariants, GemmShape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
@@ -467,7 +471,7 @@ class AnyOperator(GemmOperator[GemmShape]):
         return [". ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Return sentences that compare weft with all baselines but the first. mine: weft's records, a record per shape."""
+        """Return sentences on weft's speedup over baselines other than serial. mine: weft's record of each shape."""
         return []
 
 

@@ -1,6 +1,6 @@
-"""The base of benchmarks of operators that have a counterpart in torch's AsyncTP (`torch.ops.symm_mem`).
+"""The base of benchmarks that compare weft with torch's AsyncTP (`torch.ops.symm_mem`).
 
-The base adds AsyncTP's variant, remarks on AsyncTP, and the time of the peer copies that an overlap hides.
+It adds AsyncTP as a variant. It also times the copies between peers alone, because the ideal time depends on them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ ASYNCTP = "asynctp"
 
 
 def enable_symmetric_memory(group_name: Any) -> None:
-    """Enable torch's operators on symmetric memory for a group. From torch 2.13 on, this call has no effect."""
+    """Enable torch's operators on symmetric memory for a process group. Newer versions of torch, from 2.13 on, do not
+    need this.
+    """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -36,7 +38,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator with a counterpart in AsyncTP. The copies to the peers alone are also timed."""
+    """Variants of an operator that AsyncTP has too. The copies to peers are also timed alone."""
 
     baselines: ClassVar[tuple[str, ...]] = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
@@ -54,26 +56,27 @@ class TorchVariants(HandVariants):
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return the roofline in ms: the longest of the memory time, the GEMM time and the link time at peak rates. In
-        memory, operands and result are read or written once. The link carries the bytes that leave a rank.
+        """Return a lower bound in ms: the memory time, GEMM time or link time at peak rates, the longest.
+
+        In memory, operands are read once and results are written once. The link carries the bytes that leave a rank.
         """
         memory, wire, flops = self.moved()
         return max(c.ms(memory, wire, flops) for c in ceilings)
 
     @abstractmethod
     def moved(self) -> tuple[float, float, float]:
-        """Return (bytes of operands and result, bytes that leave a rank, FLOPs)."""
+        """Return (bytes of operands and result, bytes that leave a rank, FLOPs) of a call."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate symmetric memory with a [rows, columns] block for each rank. Return the blocks in the peers' memory that
-        this rank may write, starting with the next rank's memory.
+        """Allocate symmetric memory. Return, for each peer in order after this rank, a [rows, columns] block in the
+        peer's memory that only this rank writes.
         """
         rank, world = self.ranks.rank, self.ranks.world_size
         self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)
         return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
 
     def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Run the copies (source, target) concurrently. On GPUs, copy engines run them, with one stream per copy."""
+        """Run the copies (source, target) concurrently: on GPUs by copy engines, each on its own stream."""
         if self.ranks.device.type != "cuda":
             for source, target in copies:
                 target.copy_(source)
@@ -91,7 +94,7 @@ class TorchVariants(HandVariants):
 
 
 class TorchOperator(AnyOperator):
-    """The benchmark of an operator with a counterpart in AsyncTP."""
+    """The benchmark of an operator that AsyncTP has too."""
 
     def check_options(self, options: BenchOptions) -> None:
         if ASYNCTP in options.variants and options.device != "cuda":

@@ -1,4 +1,4 @@
-"""The baseline of operators with a GEMM: torch.mm and the NCCL collective, called in sequence."""
+"""The base of benchmarks whose baseline is hand-written: torch.mm and an NCCL collective, one after the other."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from weft.bench.ops.gemms import BASELINE
 
 
 class HandVariants(MatmulVariants):
-    """Variants: a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are also timed."""
+    """The hand-written baseline, and weft's public function. The GEMM and NCCL's collective are also timed alone."""
 
     beside: ClassVar[tuple[str, ...]] = (GEMM, COLLECTIVE)
 
     @abstractmethod
     def serial(self, which: int) -> torch.Tensor:
-        """Call the collective and the GEMM in sequence. All memory except the result is preallocated."""
+        """Run the collective and the GEMM one after the other. All memory except the result is preallocated."""
 
     @abstractmethod
     def alone(self) -> tuple[Call, ...]:
-        """Return the calls that are timed but are not variants."""
+        """Return the calls named in `beside`, such as the GEMM alone. They are timed, but are no variants."""
 
     @abstractmethod
     def public(self, which: int, schedule: str | None) -> torch.Tensor:
-        """Call weft's function on an input set."""
+        """Call weft's public function on input set `which`. schedule: the schedule to pin, or None."""
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
         return lambda which: self.public(which, schedule)

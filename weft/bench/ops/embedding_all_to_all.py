@@ -1,7 +1,8 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
-For each configuration, all ranks build the same tables and inputs, scaled to fit this machine. The roofline is the time to move the
-bytes at the rates measured in the same run. A call can be faster than the roofline if repeated rows hit a cache.
+Tables and batches of a preset are scaled down to fit this machine. The roofline is a lower bound of the time, from the
+bytes that a call must move and the peak rates of the same run. It counts every read of a row. If rows repeat and are
+found in a cache, a call can be faster than the roofline.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ POOL, EXCHANGE = " pooling alone", "exchange alone"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank must move in a call, independent of the algorithm.
+    """The bytes that one rank must move in a call, with any algorithm.
 
-    rows: all reads of table rows, including repetitions. distinct_rows: each row once, as with a perfect cache. wire: the
-        pooled vectors that leave the rank. The other fields: ids and offsets that are read, and pooled vectors that are
-        written locally or at a peer.
+    rows: all reads of table rows. distinct_rows: the same if each row were read once, as with a perfect cache. ids,
+    offsets: the jagged input. outputs: all pooled vectors that this rank writes. wire: those of them that leave the
+    rank.
     """
 
     rows: float
@@ -60,12 +61,12 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Return the roofline in ms. A call can be faster than the roofline if repeated rows hit a cache."""
+        """Return the roofline in ms. A call can be faster if repeated rows are found in a cache."""
         return ceilings.ms(self.memory, self.wire)
 
 
 class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
-    """The data, variants and records of one configuration."""
+    """The inputs, variants and record fields of one configuration."""
 
     baselines = BASELINES
     claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
@@ -73,8 +74,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
-        """Return the variants, and further calls to time: the pooling of each serial variant alone and, if the variant `weft` is
-        measured, the baseline's exchange alone.
+        """Return (variants, other calls to time, no notes). The other calls are the pooling of each serial variant
+        alone. With variant `weft`, they include the baseline's all-to-all alone.
         """
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}
@@ -102,7 +103,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return make_variant(name, self)
 
     def resized(self, size: int) -> Self:
-        """Return a workload on the same tables, with a global batch of `size` samples and one newly drawn input set."""
+        """Return a workload on the same tables with one new random input set. size: the global batch size."""
         other = copy.copy(self)
         other.input_sets = 1
         other.config = replace(self.config, batch_sizes=shared_out(size, self.ranks.world_size))
@@ -114,9 +115,9 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode share.
-
-        traffic_bytes: the bytes that the rank with the longest roofline must move (`Traffic`)."""
+        """Return record fields that are equal for all variants. traffic_bytes: `Traffic` of the rank with the longest
+        roofline.
+        """
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
@@ -138,7 +139,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
-        """Return the exact number of bytes that this rank must move, averaged over the input sets."""
+        """Return the bytes that this rank must move in a call, averaged over the input sets."""
         read, (values, offsets) = self.rows_read(), self.inputs[0]
         count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
         pooled = self.local_dim * self.config.itemsize
@@ -176,9 +177,7 @@ class _EmbeddingAllToAll(EmbeddingBenchmark):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the baselines of the default variant only.
-
-        The table shows every variant's time; more ratios would make it unreadable."""
+        """Return the speedups that the table shows: only those of the default variant, because the table has many variants."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]

@@ -1,4 +1,4 @@
-"""The data of an embedding + all-to-all configuration on one rank: tables, inputs, and the expected outputs."""
+"""The tables, inputs and expected outputs of an embedding benchmark on one rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 
 
 class RowsRead(NamedTuple):
-    """The rows that a rank reads in a call. bytes: the bytes of all reads, including repetitions. distinct: the number of
-    distinct rows. distinct_bytes: the bytes of all distinct rows, each read once, as with a perfect cache.
+    """The table rows that a rank reads in a call. bytes: of all reads. distinct: the number of different rows.
+    distinct_bytes: the bytes of different rows, each counted once.
     """
 
     bytes: float
@@ -29,7 +29,7 @@ class RowsRead(NamedTuple):
 
 
 class EmbeddingData(Workload):
-    """This rank's tables, uniform in [-1, 1), and `input_sets` inputs of its features for the global batch."""
+    """This rank's tables, uniform in [-1, 1), and `input_sets` inputs: the ids of its tables for the global batch."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -66,7 +66,7 @@ class EmbeddingData(Workload):
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def rows_read(self) -> RowsRead:
-        """Return the rows that this rank reads, averaged over the input sets."""
+        """Return which rows this rank reads in a call, averaged over the input sets."""
         nbytes = distinct = distinct_bytes = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())
@@ -79,10 +79,8 @@ class EmbeddingData(Workload):
         return RowsRead(nbytes / self.input_sets, distinct / self.input_sets, distinct_bytes / self.input_sets)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the larger of twice the error of `nn.EmbeddingBag` in the same dtype, and the dtype's
-        epsilon (the rounding error of the largest element).
-
-        The limit of `nn.EmbeddingBag` itself is one epsilon per row of the longest bag.
+        """Return the error limit. For the baseline, `nn.EmbeddingBag`, it is the dtype's epsilon times twice the mean
+        length of the longest bags. For other variants it is twice the baseline's error, but at least the epsilon.
         """
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:
@@ -92,7 +90,7 @@ class EmbeddingData(Workload):
     def reference(self, which: int) -> torch.Tensor:
         """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
 
-        In round i every rank pools and exchanges only its i-th feature, to save memory.
+        To save memory, each rank pools and exchanges one feature at a time.
         """
         config, (values, offsets) = self.config, self.inputs[which]
         batch, device = config.global_batch, self.ranks.device
@@ -115,7 +113,9 @@ class EmbeddingData(Workload):
 
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
+    """Return the sum of each bag's rows in float64, [number of bags, D]. The ids of bag b are
+    `values[offsets[b]:offsets[b + 1]]`.
+    """
     bags, ends = offsets.numel() - 1, offsets.cpu()
     gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
     pooled = []

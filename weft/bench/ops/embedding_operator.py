@@ -1,4 +1,4 @@
-"""The base of the benchmarks of embeddings: modes, dtype, scale, and tables in documents."""
+"""The base of benchmarks on embedding tables: timing modes, dtype, scale, and tables in documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, fitting_sca
 
 
 class EmbeddingBenchmark(OperatorBenchmark[EmbeddingPreset]):
-    """The benchmark of an operator on embedding tables. Its configurations shrink to fit this machine."""
+    """The benchmark of an operator on embedding tables. Presets are scaled down to fit this machine."""
 
     time = "{}, ms"
 
@@ -32,7 +32,7 @@ class EmbeddingBenchmark(OperatorBenchmark[EmbeddingPreset]):
         return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else "")]
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, lines), with the geometric means of the gains as the last line."""
+        """Return (header, rows) of `lines`, with geometric means of the speedups in the last row."""
         header, lines = self.lines(rows)
         if len(lines) > 1:
             cases, means = by_config(rows).values(), {}
@@ -45,9 +45,9 @@ class EmbeddingBenchmark(OperatorBenchmark[EmbeddingPreset]):
 
 
 def scale_for(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, free: float, share: float) -> Scale:
-    """Return `options.scale`, or the largest scale that fits this machine. All ranks return the same.
+    """Return `options.scale`, or the largest scale that fits this machine, equal on all ranks.
 
-    free: the memory of a rank in bytes, of which tables may take the fraction `share`.
+    free: the free memory of a rank in bytes. share: the fraction of it that tables may take.
     """
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)

@@ -1,5 +1,5 @@
-"""A rival of fused embedding + all-to-all that pools in chunks. The all-to-all of a chunk overlaps with pooling the
-next chunk.
+"""A baseline for fused embedding + all-to-all: pooling in chunks, where the all-to-all of a chunk overlaps with pooling
+the next chunk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weft.timeline import Timeline
 
 
 class PipelinedVariant:
-    """A rival without fusion: the all-to-all of a chunk overlaps with the kernel that pools the next chunk.
+    """A variant without a fused kernel: NCCL exchanges a chunk while weft's pooling kernel pools the next chunk.
 
-    A chunk is a number of adjacent tables of each rank. weft's own kernel pools the chunk, NCCL exchanges it on its own
-    stream, and a third stream unpacks it into the output. The fused embedding paper (sections 2.2 and 5) argues against
-    such pipelines, because they need more launches and streams.
+    A chunk is a number of adjacent tables of each rank. Pooling, exchange, and the copies that unpack a chunk into the
+    output run on three streams. The fused embedding paper (sections 2.2 and 5) argues against such pipelines, because
+    they need more launches and streams.
     """
 
     extra_bytes: tuple[int, str]
@@ -86,16 +86,17 @@ class PipelinedVariant:
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:
-    """Split range(count) into `parts` nearly equal parts. Return the (first, end) of each part."""
+    """Split range(count) into `parts` nearly equal parts. Return (first, end) of each part."""
     ends = [count * i // parts for i in range(parts + 1)]
     return list(pairwise(ends))
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Merge consecutive `slots` (the column blocks of single features) whose columns are adjacent in the output.
+    """Return the copies that move the columns of `slots`, one after the other in a received chunk, to their places in
+    the output.
 
-    Return for each merged block (first column in the concatenation of `slots`, first column in the output, number of
-    columns), so that one copy moves it.
+    A copy is (first column in the chunk, first column in the output, number of columns). Features that are adjacent in
+    both share a copy.
     """
     runs: list[tuple[int, int, int]] = []
     taken = 0

@@ -1,11 +1,12 @@
 """Realistic configurations of embedding + all-to-all, and their scaling to fit a machine.
 
-`embedding_all_to_all.toml` has the configurations and their sources. A `Scale` shrinks the batch, and the rows of tables above
-`SMALL_TABLE` rows. Dimensions, bag lengths and the number of tables stay, because they determine the access pattern.
+`embedding_all_to_all.toml` has the configurations and their sources. A `Scale` shrinks the batch, and the rows of
+tables that have more than `SMALL_TABLE` rows. Columns, bag lengths and the number of tables stay, because they
+determine the access pattern.
 
-If rows are drawn uniformly, batch and rows shrink separately, each no more than needed: time limits the batch, and
-memory limits the rows. (Tables that fit a cache are a different benchmark.) If rows follow a Zipf law, batch and rows
-shrink by the same factor. This preserves how often a batch repeats a row.
+If ids are uniform, the batch and the rows have separate factors: the batch shrinks until a call is short enough, and
+the rows until tables fit into memory. If ids follow Zipf's law, both have the same factor, so that ids repeat as often
+as in the original.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Bag:
-    """The number of rows per bag, uniform from `least` to `most`."""
+    """The distribution of the number of rows in a bag: uniform from `least` to `most`."""
 
     least: int
     most: int
@@ -57,13 +58,14 @@ class Zipf:
 def jagged_input(
     bags: list[Bag], rows: list[int], distribution: Zipf, samples: int, tables: list[int], seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Draw the row ids that `samples` samples look up in some tables. Return values and offsets as for `nn.EmbeddingBag`.
+    """Draw the ids that `samples` samples look up in each of several tables. Return (values, offsets), as for
+    `nn.EmbeddingBag`.
 
-    values: the row ids, int64 [n]. offsets: the begin of each bag in values, int64 [len(tables) * samples + 1]. All bags
-    of the first table come first.
+    values: the ids, int64 [n]. offsets: the begin of each bag in values and the end, int64 [len(tables) * samples + 1].
+    All bags of the first table come first.
 
-    bags, rows: for each table, the distribution of bag lengths, and the number of rows. tables: the tables' numbers in
-    the whole model. They seed the draws, so a table's input does not depend on its rank.
+    bags, rows: the distribution of bag lengths and the number of rows of each table. tables: the number of each table
+    in the whole model. It is part of the random seed, so that a table's input does not depend on the number of ranks.
     """
     nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for a rank without tables
     lengths, values = [nothing], [nothing]
@@ -93,7 +95,7 @@ class TableShape:
 
 @dataclass(frozen=True)
 class Scale:
-    """The factors by which the batch and the tables' rows shrink."""
+    """The factors by which the batch and the rows of tables are multiplied, above 0 and at most 1."""
 
     batch: Fraction = Fraction(1)
     rows: Fraction = Fraction(1)
@@ -123,7 +125,9 @@ class EmbeddingPreset:
     slice_size: int | None = None  # None: the operator's default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """Return this preset on `world_size` ranks, shrunk by `scale`. Tables are assigned to ranks by cost."""
+        """Return the configuration of this preset on `world_size` ranks. Tables are placed so that ranks read equally
+        many bytes.
+        """
         shapes = self.tables * (world_size if self.tables_per_rank else 1)
         tables = tuple(
             EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
@@ -135,13 +139,13 @@ class EmbeddingPreset:
 
 
 def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
-    """Return each rank's samples of a global batch; the first ranks get the remainder."""
+    """Return the number of samples of each rank in a global batch. The first ranks get the remainder of the division."""
     return tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """A preset for a given number of ranks and scale: the data that a run needs."""
+    """A preset for a number of ranks and a scale: where tables are, their bags, and the batch size of each rank."""
 
     preset: EmbeddingPreset
     sharding: EmbeddingSharding
@@ -162,7 +166,7 @@ class EmbeddingConfig:
         return sum(self.sharding.tables[t].nbytes for t in self.sharding.local_tables(rank))
 
     def expected_rows_bytes(self, rank: int) -> float:
-        """Return the average bytes of table rows that a call reads on `rank`."""
+        """Return the mean bytes of table rows that `rank` reads in a call."""
         return self.global_batch * sum(
             self.bags[t].mean * self.sharding.tables[t].embedding_dim * self.itemsize
             for t in self.sharding.local_tables(rank)
@@ -184,11 +188,11 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """Return the largest factors 1/2^k for the batch and the table rows with which no rank exceeds these limits in bytes.
-    If the preset draws ids by Zipf's law, both factors are equal.
+    """Return the largest factors 1/2^k of the batch and of the table rows with which every rank stays within these
+    limits. If the preset draws ids by Zipf's law, both factors are equal.
 
-    table_bytes: the size of a rank's tables. rows_bytes: the size of the rows that a rank reads in a call. output_bytes:
-        the size of a rank's output.
+    table_bytes: the most bytes of a rank's tables. rows_bytes: the most bytes of rows that a rank reads in a call.
+        output_bytes: the most bytes of a rank's output.
     """
     full = preset.config(world_size, FULL, dtype)  # place once, since the scale hardly changes the placement
     owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
@@ -237,8 +241,9 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """Return the presets with these names, separated by commas; all presets if `name` is None.
 
-    The part of a name before its slash selects all presets that share the part: "fused-inter" selects five. Raise `ValueError` for
-    an unknown name."""
+    The text before the slash of a preset's name selects all presets that begin with it: "fused-inter" selects five.
+    Raise `ValueError` for an unknown name.
+    """
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
     if unknown := [part for part in names if part not in {*family, *family.values()}]:

@@ -1,6 +1,7 @@
-"""The variants of an embedding training step: pooling, exchange, backward, and rowwise Adagrad.
+"""The variants of an embedding training step: pooling, all-to-all, the all-to-all of gradients, and a rowwise Adagrad
+update.
 
-All variants update the same tables. Each variant has its own optimizer states.
+All variants update the same tables, but each has its own optimizer states.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LR, EPS = 0.05, 1e-8
 
 
 class TrainingData(EmbeddingData):
-    """Tables, inputs, and the gradient of this rank's pooled vectors for each input set."""
+    """Tables and inputs, and for each input set random gradients of this rank's output."""
 
     fbgemm: Any = None
     """FBGEMM's module, which owns the tables' memory; None without FBGEMM and on ranks without tables."""
@@ -60,7 +61,7 @@ class TrainingData(EmbeddingData):
 
 
 class TrainingStep(ABC):
-    """A variant. Calling it with the number of an input set runs one step, and returns the forward's pooled vectors."""
+    """A variant. `step(which)` runs one training step on input set `which`, and returns the output of forward."""
 
     def __init__(self, work: TrainingData) -> None:
         self.work = work
@@ -80,7 +81,7 @@ class TrainingStep(ABC):
 
 
 class WeftStep(TrainingStep):
-    """weft's operator, with the optimizer in its backward."""
+    """weft's operator, whose backward also runs the optimizer."""
 
     def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
@@ -130,7 +131,9 @@ class WeftStep(TrainingStep):
             return found
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
-        """Return {part of a step: call}. All parts except the forward use the first input set."""
+        """Return {part of a step: a call that runs only this part}. All parts except forward ignore `which` and use
+        input set 0.
+        """
 
         def forward(which: int) -> torch.Tensor:
             with torch.no_grad():
@@ -148,7 +151,7 @@ class WeftStep(TrainingStep):
 
 
 class _ByHand(TrainingStep):
-    """A step in sequence: pool, exchange, unpack; then pack the gradients, exchange them, and update the tables."""
+    """A step without overlap: pool, exchange, unpack; then pack the gradients, exchange them, and update the tables."""
 
     def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
@@ -159,7 +162,9 @@ class _ByHand(TrainingStep):
             return self._serial.unpack(self._serial.exchange(pooled))
 
     def _gradients(self, which: int) -> torch.Tensor:
-        """Return the gradients of the vectors that this rank pooled, [global batch, columns of its tables]."""
+        """Exchange the gradients of input set `which`. Return the gradients for this rank's tables, [global batch,
+        their columns].
+        """
         serial, work, grad = self._serial, self.work, self.work.grads[which]
         widths = [end - start for _, start, end in serial.runs]
         of_rank: list[list[torch.Tensor]] = [[] for _ in serial.shapes]
@@ -172,7 +177,7 @@ class _ByHand(TrainingStep):
 
 
 class FbgemmStep(_ByHand):
-    """FBGEMM's table-batched kernels with fused update, as in TorchRec, and NCCL's or gloo's all-to-all."""
+    """FBGEMM's table-batched kernels, which update tables in backward as in TorchRec, and NCCL's or gloo's all-to-all."""
 
     def __init__(self, work: TrainingData, deterministic: bool) -> None:
         super().__init__(work)
@@ -198,7 +203,7 @@ class FbgemmStep(_ByHand):
 
 
 class TorchStep(_ByHand):
-    """torch's embedding_bag with sparse gradients per table, an all-to-all, and rowwise Adagrad by index_add_."""
+    """torch's embedding_bag with sparse gradients, an all-to-all, and rowwise Adagrad by index_add_, table by table."""
 
     def __init__(self, work: TrainingData) -> None:
         super().__init__(work)
@@ -238,7 +243,7 @@ class TorchStep(_ByHand):
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager: torch and FBGEMM sum deterministically, and torch does not fill uninitialised memory."""
+    """Context manager: torch and FBGEMM sum deterministically. torch does not fill new memory, which would take time."""
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -1,16 +1,17 @@
 """Benchmark of training embeddings: forward, backward and rowwise Adagrad in one step, presets x variants.
 
-All variants update the same tables. A check refills the tables and makes two steps on two input sets. Then it compares the second
-forward's vectors, sampled rows and their states with float64. Timed steps do not refill the tables, as in training. The check is
-repeated after the timing.
+All variants update the same tables. A check refills the tables and runs two steps on two input sets. Then it compares
+the output of the first step's forward, a sample of table rows, and their optimizer states with float64. Timed steps do
+not refill the tables. After the timing, the check is repeated.
 
-A step's time is compared with two lower bounds: the time to move a rank's bytes, at the rates measured in the same run:
+A step's time is compared with two lower bounds, from the bytes of a rank and the peak rates of the same run. They
+differ in the bytes of table rows:
 
-    once            each distinct row is read for the forward, and read and written for the update
-    per occurrence  a row and a gradient are read for each id, and each distinct row is read and written once
+    once            each distinct row is read in forward, and read and written in the update
+    per occurrence  for each id a row and a gradient are read; each distinct row is read and written in the update
 
-Both bounds also include the bytes over the link, reading ids and offsets twice, and one pass of a sort over pairs of
-4-byte key and 4-byte index. They also include writing vectors once and reading gradients once.
+Both also count the bytes over the link, two reads of ids and offsets, one write of the pooled vectors and one read of
+their gradients. They count one pass of a sort by pairs of a 4-byte key and a 4-byte index.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ TRAINED: dict[str, EmbeddingPreset] = _presets()
 
 
 class Expected(NamedTuple):
-    """The checked rows of a table, and their float64 values and states after the steps of a check."""
+    """The rows of a table that a check compares, and their expected float64 values and optimizer states."""
 
     rows: torch.Tensor
     values: torch.Tensor
@@ -77,10 +78,10 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that one rank must move in a step.
+    """The bytes that one rank must move in a step.
 
-    rows: all occurrences of rows. distinct_rows: each row once. rest: other bytes in local memory. wire: bytes that
-        leave the rank in forward and in backward together; as many bytes arrive.
+    rows: a row for each id. distinct_rows: each row that occurs, once. rest: other bytes in local memory. wire: bytes
+    that leave the rank in forward and backward together; as many bytes arrive.
     """
 
     rows: float
@@ -96,14 +97,17 @@ class StepTraffic:
 
 
 class TrainingWorkload(TrainingData, Variants):
-    """The data, expected rows, variants and records of one configuration."""
+    """The inputs, the check, the variants and the record fields of one configuration."""
 
     baselines = BASELINES
     # --- the check ---
 
     def gradients_of_slot(self, number: int, which: int) -> torch.Tensor:
-        """Return the gradients of the vectors of this rank's feature `number`, [global batch, D]; empty if the rank has fewer
-        features. All ranks must make this call.
+        """Return the gradients for this rank's feature `number`, [global batch, D]; empty if the rank has fewer
+        features.
+
+        The gradients come from the ranks that own the samples. which: the number of the input set. All ranks must make
+        this call.
         """
         config, rank = self.config, self.ranks.rank
         slots = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
@@ -121,7 +125,8 @@ class TrainingWorkload(TrainingData, Variants):
         return received.view(config.global_batch, dims[rank])
 
     def expected(self) -> list[Expected]:
-        """Return the expected sampled rows of each of this rank's tables after a check. All ranks must make this call.
+        """Return, for each of this rank's tables, sampled rows with their expected values after a check. All ranks must
+        make this call.
 
         The tables must be freshly filled.
         """
@@ -163,10 +168,10 @@ class TrainingWorkload(TrainingData, Variants):
         return Expected(rows, values, states)
 
     def error_of_step(self, step: TrainingStep, expected: Sequence[Expected], pooled: torch.Tensor) -> float:
-        """Return the largest error of a variant in a check, relative to the largest element. All ranks must make this
-        call.
+        """Check a variant, and return its largest error relative to the largest element. All ranks must make this call.
 
-        The error is infinite if a row has changed that no id selects. pooled: the vectors of the first step, in float64.
+        pooled: the expected output of the first step's forward, in float64. The error is infinite if a row changed
+        although no id selects it, or if an optimizer state is wrong.
         """
         self.fill_tables()
         step.reset()
@@ -189,7 +194,9 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the dtype's epsilon times the larger of 16, for the update, and the longest bag's rows."""
+        """Return the error limit: the dtype's epsilon times twice the mean length of the longest bags, but at least
+        times 16.
+        """
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 
     # --- variants and their records ---
@@ -275,8 +282,8 @@ class TrainingWorkload(TrainingData, Variants):
         return False
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
-        """Return the error text if a call of another library fails on any rank; "" if it does not fail. All ranks must
-        call this method.
+        """Call a variant of another library. Return the error text if it fails on any rank, else "". All ranks must
+        make this call.
         """
         why = ""
         try:
@@ -288,10 +295,7 @@ class TrainingWorkload(TrainingData, Variants):
         return (why or "on another rank") if failed else ""
 
     def _extra_bytes(self, call: Callable[[int], torch.Tensor]) -> int | None:
-        """Return the peak bytes of a step on the worst rank; None on CPU. All ranks must make this call.
-
-        Tables, inputs, states and kept buffers do not count.
-        """
+        """Return the peak bytes that a step allocates on the worst rank; None on CPU. All ranks must make this call."""
         if self.ranks.device.type != "cuda":
             return None
         torch.cuda.synchronize()
@@ -302,7 +306,7 @@ class TrainingWorkload(TrainingData, Variants):
         return int(self.ranks.most(torch.cuda.max_memory_allocated() - before))
 
     def traffic(self) -> StepTraffic:
-        """Return this rank's exact bytes, averaged over the input sets."""
+        """Return the bytes that this rank must move in a step, averaged over the input sets."""
         read, (values, offsets) = self.rows_read(), self.inputs[0]
         count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
         pooled = self.config.global_batch * self.local_dim * self.config.itemsize

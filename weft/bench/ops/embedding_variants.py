@@ -1,4 +1,4 @@
-"""The variants of an embedding + all-to-all: weft's operator and baselines."""
+"""The variants of embedding pooling + all-to-all: weft's operator and baselines."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ Pool = Callable[[int], torch.Tensor]
 
 
 class SerialVariant:
-    """A variant that pools, exchanges and unpacks in sequence.
+    """A variant that pools, exchanges and unpacks, one after the other.
 
-    asynchronous: True to start the all-to-all with `async_op=True`, and to wait for it before the vectors are unpacked.
+    pooling: makes the function that pools. asynchronous: True to start the all-to-all with `async_op=True` and then
+    wait for it.
     """
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool], asynchronous: bool = False):
@@ -63,7 +64,9 @@ class SerialVariant:
             return self._pool(which)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the vectors that all ranks pooled for this rank's samples, flat, in rank order."""
+        """Exchange the `pooled` vectors. Return the vectors of this rank's samples as a 1-D tensor, in the order of
+        source ranks.
+        """
         received, splits = pooled.new_empty(sum(self.receive_splits)), (self.receive_splits, self.send_splits)
         how: dict[str, Any] = {"group": self.work.ranks.group, "async_op": self.asynchronous}
         running = dist.all_to_all_single(received, pooled.view(-1), *splits, **how)
@@ -81,10 +84,10 @@ class SerialVariant:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """Return (peak bytes on the worst rank, how they are known). All ranks must make this call.
+        """(peak bytes on the worst rank, "measured" or "counted"). All ranks must make this call.
 
-        The bytes include the output, but not tables and inputs. On GPUs they are measured; on CPU they are the buffers'
-        sizes.
+        The bytes include the output, but not tables and inputs. They are measured on GPUs, and computed from the sizes
+        of the buffers on CPU.
         """
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":
@@ -117,11 +120,7 @@ class SerialVariant:
 
 
 def embedding_bags(work: EmbeddingData) -> Pool:
-    """Return a function that pools with one `nn.EmbeddingBag` per table.
-
-    TorchRec's EmbeddingBagCollection makes the same calls: it calls each table's `nn.EmbeddingBag`, and concatenates
-    the results.
-    """
+    """Return a function that pools with one `nn.EmbeddingBag` per table, as TorchRec's EmbeddingBagCollection does."""
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
     batch, per_table = work.config.global_batch, []
@@ -132,16 +131,14 @@ def embedding_bags(work: EmbeddingData) -> Pool:
 
 
 def batched(work: EmbeddingData) -> Pool:
-    """Return a function that pools all tables in one launch of weft's own kernel. It is the pooling of the strong baseline."""
+    """Return a function that pools all tables in one launch of weft's pooling kernel."""
     sharding = work.config.sharding
     tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
     return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
 def fbgemm(work: EmbeddingData) -> Pool:
-    """Return a function that pools with FBGEMM's table-batched kernel, as TorchRec does, with tables on the device. Only
-    forward.
-    """
+    """Return a function that pools with FBGEMM's table-batched kernel, as TorchRec does. It has no backward."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
@@ -159,8 +156,8 @@ def fbgemm(work: EmbeddingData) -> Pool:
 def parse(name: str) -> EmbeddingOptions | None:
     """Return the options in a fused variant's name, such as `put-natural-slice8`; None for other names.
 
-    The name begins with the transport, `direct` or `put`. Optional suffixes: `-natural` for the order "natural", `-slice8`
-    for a slice size of 8 instead of the preset's, and the limits of `limits_of`.
+    The name begins with the transport, `direct` or `put`. Optional suffixes, in this order: `-natural` for the order
+    "natural", `-slice8` for a slice size of 8 instead of the preset's, and the suffixes of `limits_of`.
     """
     found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?" + _LIMITS, name)
     if found is None:
@@ -171,25 +168,27 @@ def parse(name: str) -> EmbeddingOptions | None:
 
 
 def limits_of(name: str) -> tuple[int | None, int | None] | None:
-    """Return the limits (programs per multiprocessor, registers) in a fused variant's name, such as
-    `put-programs4-registers64`; None if it has none."""
+    """Return (programs per multiprocessor, registers per thread) in a fused variant's name, such as
+    `put-programs4-registers64`.
+
+    A missing limit is None. Return None if the name has neither.
+    """
     found = re.fullmatch(r".*?" + _LIMITS, name)
     limits = tuple(int(text) if text else None for text in found.groups()[-2:]) if found and parse(name) else ()
     return limits if any(limits) else None  # type: ignore[return-value]
 
 
 def chunks_of(name: str) -> int | None:
-    """Return the number of chunks in the name of a pipelined variant, such as `pipelined-4`."""
+    """Return the number of chunks in the name of a pipelined variant, such as 4 for `pipelined-4`; None for other names."""
     found = re.fullmatch(r"pipelined-([1-9]\d*)", name)
     return None if found is None else int(found[1])
 
 
 class FusedVariant:
-    """A call of weft's operator.
+    """A variant that calls weft's operator.
 
-    how: extra arguments of `EmbeddingAllToAllCuda.run`, for GPUs. With `launch_per_table=True`, the kernel is launched once
-    per table. (The fused embedding paper launches per table within a node, with a non-persistent kernel; weft's kernel is
-    persistent.) With `occupancy`, fewer programs run at once.
+    how: further arguments of `EmbeddingAllToAllCuda.run`, on GPUs only. `launch_per_table=True` launches the kernel
+    once per table, as the fused embedding paper does within a node. `occupancy` limits how many programs run at once.
     """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, how: Mapping[str, Any] | None = None):
@@ -212,7 +211,7 @@ class FusedVariant:
 
     @property
     def executor(self) -> Any:
-        """The executor that runs the calls, if the variant pins its transport (`direct` or `put`)."""
+        """The executor that runs the calls. Only for variants whose name gives the transport, `direct` or `put`."""
         work = self.work
         return executor_of(
             plan_of(work.config.sharding, self.options), communicator(work.ranks.group, work.ranks.device)
@@ -220,7 +219,7 @@ class FusedVariant:
 
     @property
     def transport(self) -> str:
-        """The transport that weft selected for the variant's calls, such as "direct" or "put"."""
+        """The transport that weft selected in the variant's last call, such as "direct" or "put"."""
         work = self.work
         plan = plan_of(work.config.sharding, self.options)
         known = calls_with(plan, communicator(work.ranks.group, work.ranks.device))

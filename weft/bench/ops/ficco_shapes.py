@@ -1,12 +1,13 @@
-"""FiCCO's GEMMs (`weft.bench.table_1`) as presets of all_gather_matmul, reduced to fit this machine.
+"""The FiCCO paper's GEMMs (`weft.bench.table_1`) as presets of all_gather_matmul, reduced to fit this machine.
 
-    g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic GEMM: N divided by the ranks, M halved until it fits
-    g1-m4                       the same with a quarter of M, on every machine
-    table-1, synthetic          all sixteen GEMMs; table-1-m16: with a sixteenth of M
+    g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic GEMM: N is divided by the number of ranks, and M is halved until
+                                the run fits into memory
+    g1-m4                       the same GEMM, but M is divided by 4 on every machine
+    table-1, synthetic          all sixteen GEMMs; table-1-m16: with M divided by 16
 
-A rank allocates the gathered input several times, results in float64, and the buffers of each measured schedule. So the size that
-fits also depends on the variants. Only M is reduced, because batch and sequence length determine M, while the model determines N
-and K.
+Only M is reduced, because it stands for batch and sequence length, while N and K are those of the model. A rank needs
+memory for the gathered input several times, for results in float64, and for the buffers of each measured schedule. So M
+also depends on the number of variants.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _USED = 0.9  # fraction of the free memory; libraries take the rest
 
 @dataclass(frozen=True)
 class GatherShape(GemmShape):
-    """A shape.
+    """A shape of all_gather_matmul.
 
-    gemm: the name of the paper's GEMM, or "" for other shapes. over: the divisor of M; 0 selects the smallest that fits."""
+    gemm: the name of the paper's GEMM, or "" for other shapes. over: the number by which M was divided; 0 lets `fitted`
+    find the smallest that fits.
+    """
 
     gemm: str = ""
     over: int = 1
@@ -50,8 +53,10 @@ class GatherShape(GemmShape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes that the preset `name` selects. groups: the content of the shapes file, for names other
-        than the paper's. GEMMs of the paper have the full layer's N, which `on` divides by the number of ranks.
+        """Return the shapes of preset `name`. The paper's GEMMs have the N of the whole layer, which `on` divides by
+        the number of ranks.
+
+        groups: the content of the file of shapes, for other presets.
         """
         match = _NAME.fullmatch(name)
         gemms: Sequence[GatheredGemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
@@ -64,7 +69,7 @@ class GatherShape(GemmShape):
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """Return the shape on one of `ranks` ranks, with N divided by the number of ranks."""
+        """Return the shape that one of `ranks` ranks computes, with N divided by the number of ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]
@@ -79,9 +84,8 @@ class GatherShape(GemmShape):
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Return an estimate of a rank's peak memory in a run, in bytes.
 
-        For the paper's GEMMs, which can fill a GPU, the estimate is close to the peak. It counts six tensors of the size of
-        the gathered input, for shards, buffers and the reference. It also counts the weight and two results, each with a
-        float64 copy.
+        For the paper's GEMMs, which can fill a GPU, it counts six tensors of the gathered input's size. It also counts
+        the weight and two results, each with a float64 copy.
         """
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
@@ -90,11 +94,11 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return `shape` with M halved until inputs, results and the schedules of all `names` fit in memory. All ranks must
+    """Return `shape` with M halved until inputs, results and all measured schedules fit into memory. All ranks must
     make this call.
 
-    Only GEMMs of the paper without a given divisor of M are reduced. If no M fits, return the full shape, which is
-    refused later. names: see `pinned_schedules`.
+    names: the variants to measure, as in `pinned_schedules`. Other shapes than the paper's, and shapes with a given
+    divisor of M, are returned unchanged. If no M fits, return the full shape, which `check_room` then refuses.
     """
     if not shape.gemm or shape.over:
         return shape

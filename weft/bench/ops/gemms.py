@@ -41,8 +41,9 @@ MEMORY_SHARE = 0.5
 class GemmShape:
     """A shape to measure, [m, k] @ [k, n]. n is the number of columns that one rank computes.
 
-    symmetric: the input is in symmetric memory, so peers can read it in place. own: the operator's own options. written: the
-    syntax of a shape on the command line. example: a small shape.
+    sources: where the shape is from, such as a layer of a model. symmetric: True if the input is in symmetric memory,
+    so that peers can read it there. own: (name, value) of the operator's own options. written: how to write a shape on
+    the command line. example: a small shape.
     """
 
     m: int
@@ -68,8 +69,10 @@ class GemmShape:
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of group `name` in `groups`, the content of the shapes file. If `name` is a shape such as
-        8192x4096x8192, return this shape. Empty if `name` is neither.
+        """Return the shapes of group `name`, or the shape that `name` spells out, such as 8192x4096x8192. Empty for
+        other names.
+
+        groups: the content of the file of shapes.
         """
         plain, symmetric = name.removesuffix(_SYMMETRIC), name.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", plain)
@@ -94,16 +97,16 @@ S = TypeVar("S", bound=GemmShape)
 
 
 def shapes_file(op: str) -> Path:
-    """Return the operator's file of shapes; without such a file, the common file of operators with a GEMM."""
+    """Return the path of the operator's file of shapes. Operators without their own file share one."""
     shapes = Path(weft.__file__).parents[1] / "benchmarks" / "shapes"
     return shapes / f"{op if (shapes / f'{op}.toml').exists() else 'all_gather_matmul'}.toml"
 
 
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
-    """Return the shapes that `options.preset` names: groups or single shapes. By default, return all groups that suit the device.
+    """Return the shapes that `options.preset` names, groups or single shapes; by default all groups for this device.
 
-    A shape of several groups occurs once, and lists all groups as its sources. Shapes include the operator's own options
-    from `options.option`. Raises ValueError for an unknown name.
+    kind: the class of the shapes. A shape that occurs in several groups is returned once. Each shape gets the
+    operator's own options from `options.option`. Raises ValueError for an unknown name.
     """
     groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
@@ -142,11 +145,11 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield (suffix, variant, candidate) for the variants whose names begin with an entry of `names`.
+    """Yield (suffix, variant, candidate) for each pinned variant whose name begins with one of `names`.
 
-    problems: the problems of a shape's calls, each with the suffix of its variants' names, such as "-bounded". A candidate
-    is a schedule that the planner would try. A full name in `names` may also have parameters that the planner does not try.
-    Only problems without a suffix yield the serial schedule.
+    problems: (problem, suffix) of a shape's calls; the suffix, such as "-bounded", ends the variant's name. A candidate
+    is a schedule that the planner would try, or one that an entry of `names` spells out. A problem with a suffix has no
+    serial variant.
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
@@ -161,12 +164,10 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """Return (schedules of the variants whose names begin with an entry of `names`; notes). All ranks must make this
-    call.
+    """Return (the pinned variants whose names begin with one of `names`, notes). All ranks must make this call.
 
-    Schedules that do not apply, or do not fit in memory, are left out with a note.
-
-    If equal schedules have several names, keep the first name.
+    Schedules that do not support the shape, or do not fit into memory, are left out with a note. Of equal schedules,
+    only the first is kept.
     """
     free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
@@ -180,7 +181,7 @@ def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> 
 
 
 def memory_of_schedules(problems: Problems, names: Sequence[str]) -> int:
-    """Return a rank's bytes for all schedules of the variants whose names begin with an entry of `names`."""
+    """Return the bytes that a rank needs for the schedules of all pinned variants whose names begin with one of `names`."""
     return sum(_memory(one.schedule) for one in _distinct(problems, names))
 
 
@@ -199,10 +200,10 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError if an entry of `names` is no prefix of a variant's name, or if the variants with this prefix support
-    none of `shapes`.
+    """Raise ValueError unless each of `names` is the prefix of a pinned variant that supports one of `shapes`.
 
-    fixed: the variants that pin no schedule, which the error text lists."""
+    fixed: the names of variants without a pinned schedule, for the error text.
+    """
     for name in names if shapes else ():
         if next(_beginning(shapes[0], [name]), None) is None:
             known = [candidate.name for candidate in candidates(shapes[0][0][0])]
@@ -220,13 +221,13 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:
-    """Return notes on the `names` without a schedule that supports the shape."""
+    """Return a note for each of `names` that is not the prefix of a schedule that supports the shape."""
     found = {name: _why_not(name, problems) for name in names}
     return [f"not measured, {name}: {why}" for name, why in found.items() if why]
 
 
 def _why_not(name: str, problems: Problems) -> str:
-    """Return why no schedule with prefix `name` supports the shape; empty if a schedule supports it."""
+    """Return why no schedule with prefix `name` supports the shape; "" if one does."""
     reasons: dict[str, None] = {}
     for _, _, candidate in _beginning(problems, [name]):
         try:
@@ -238,20 +239,19 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """Return the largest number of times that an output element is rounded to its dtype. Every step or tile that adds
-    to the element rounds it again.
-    """
+    """Return how often an output element is rounded to its dtype at most. Each step or tile that adds to it rounds it again."""
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
     return 1 + max(added.values(), default=0)
 
 
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
-    """Return the largest allowed error of a GEMM's output, relative to the largest element.
+    """Return the largest allowed error of a GEMM's output, as a fraction of the largest element.
 
-    of_torch: the error of torch's GEMM in this dtype. The limit is `roundings` times the larger of twice this error and
-    half the dtype's epsilon. With None, return the limit for torch itself: four epsilons of the dtype, and an fp32 epsilon
-    for each of k additions. roundings: how often an output element is rounded (see the function `roundings`).
+    of_torch: the error of torch's GEMM in this dtype. roundings: how often an output element is rounded. The limit is
+    `roundings` times the larger of twice torch's error and half the dtype's epsilon.
+
+    With of_torch=None, return the limit for torch's GEMM itself: four epsilons of the dtype, plus k epsilons of fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

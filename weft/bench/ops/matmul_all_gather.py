@@ -1,11 +1,11 @@
 """Benchmark of GEMM + all-gather: shapes x variants.
 
-Each rank computes [m, k] @ [k, n]. Every rank gets all products, concatenated by rows or, with `gather_dim=-1`, by columns.
-Variants in addition to weft's:
+Each rank computes [m, k] @ [k, n]. Every rank gets the products of all ranks, concatenated by rows, or with option
+`gather_dim=-1` by columns. Variants in addition to weft's:
 
     serial    the baseline: torch.mm, all_gather_into_tensor; with `gather_dim=-1`, then a copy into columns
 
-Also timed: the GEMM alone and NCCL's all-gather alone.
+Also timed, each alone: the GEMM and NCCL's all-gather.
 """
 
 from __future__ import annotations

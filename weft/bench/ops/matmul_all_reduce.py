@@ -1,11 +1,11 @@
 """Benchmark of GEMM + all-reduce: shapes x variants.
 
-Each rank computes [m, k] @ [k, n], where k is its part of a row-parallel layer. Options `residual` and `norm` add the next
-operators of a transformer. Variants in addition to weft's:
+Each rank computes [m, k] @ [k, n], as in a row-parallel layer whose K is divided over the ranks. Options `residual` and
+`norm` add the operators that follow in a transformer. Variants in addition to weft's:
 
     serial    the baseline: torch.mm, all_reduce, and with these options add_ and torch.nn.functional.rms_norm
 
-Also timed: the GEMM alone and NCCL's all-reduce alone.
+Also timed, each alone: the GEMM and NCCL's all-reduce.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
-Layers and variants are the same as for all_to_all_matmul; [k, n] is an expert's last matrix. `serial`, the baseline,
-runs torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The sizes are on the CPU since
-the preceding dispatch, so `serial` never waits and can be captured. weft also knows the number of this rank's tokens from
-the dispatch; ...-bounded variants get it as `rows`.
+Layers and variants are those of all_to_all_matmul; here [k, n] is an expert's last weight. The baseline `serial` runs
+torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
+preceding dispatch, so `serial` never waits, and a CUDA graph can capture it. Variants NAME-bounded pass `rows`, the
+number of this rank's tokens, which is also known from the dispatch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.runtime.unfused.sizes import remember_total
 
 
 class CombineVariants(ExpertVariants):
-    """Variants of the combine. A row has k columns before the expert's GEMM, and n columns after."""
+    """Variants of the combine. A row has k columns before the GEMM, and n columns after it."""
 
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
     ahead, sent_columns = BASELINE, "n"
@@ -41,7 +41,7 @@ class CombineVariants(ExpertVariants):
             remember_total(splits, self.config.rows)
 
     def rows_at(self, which: int, rank: int) -> torch.Tensor:
-        """Return the rows at the experts of `rank`, [rows, k], by expert and then by source rank."""
+        """Return the rows at the experts of `rank`, [rows, k], sorted by expert and then by source rank."""
         return self.rows_drawn(which, rank, int(self.counts(which, rank).sum()))
 
     def reference(self, which: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class CombineVariants(ExpertVariants):
         return found
 
     def waits(self, name: str) -> bool:
-        """True for schedules with copy engines: the CPU sets the size of each copy, so it waits for the sizes in each call."""
+        """True for schedules with copy engines, in which the CPU waits for the size of each copy."""
         return "by=dma" in name
 
     def exchange(self, which: int) -> None:
@@ -74,7 +74,7 @@ class CombineVariants(ExpertVariants):
         return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, with `rows` for bounded variants."""
+        """Return weft's call, with `rows` if the variant is bounded."""
         rows = self.config.rows if variant.endswith(BOUNDED) else None
         return lambda which: matmul_all_to_all(
             self.arrived[which], self.w, self.received[which], self.splits[which], group=self.ranks.group, rows=rows,

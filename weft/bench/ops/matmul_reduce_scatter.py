@@ -1,15 +1,16 @@
 """Benchmark of GEMM + reduce-scatter: shapes x variants.
 
-Each rank computes [m, k] @ [k, n], where k is its part of a row-parallel layer, and gets m / ranks rows of the sum. With fp8
-operands, the operator is scaled_matmul_reduce_scatter with one scale per tensor. Variants in addition to weft's:
+Each rank computes [m, k] @ [k, n], as in a row-parallel layer whose K is divided over the ranks, and gets m / ranks
+rows of the sum. With fp8 operands the operator is scaled_matmul_reduce_scatter, with one scale per tensor. Variants in
+addition to weft's:
 
-    serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
+    serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, then reduce_scatter_tensor
     asynctp   torch's operator fused_matmul_reduce_scatter (fp8: fused_scaled_matmul_reduce_scatter); GPUs only
 
-Also timed alone: the GEMM, the copies of each peer's rows to that peer, and NCCL's reduce-scatter. An ideal overlap
-takes as long as the longer of the GEMM and the copies.
+Also timed, each alone: the GEMM, the copies of the product's rows to the ranks that reduce them, and NCCL's
+reduce-scatter. The ideal time is the longer of the GEMM and the copies.
 
-Shapes whose names end in "-rowmajor" have row-major weights, as the gradient of a layer's input does.
+A shape whose name ends in "-rowmajor" has a row-major weight, as in the GEMM for the gradient of a layer's input.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _ROW_MAJOR = "-rowmajor"
 class ScatterShape(GemmShape):
     """A shape, A [m, k] @ B [k, n].
 
-    row_major: B is row-major, as in the GEMM for the gradient of a layer's input. Otherwise B is the transpose of a
-    row-major weight, as in forward.
+    row_major: True if B is row-major, as in the GEMM for the gradient of a layer's input. False if B is the transpose
+    of a row-major weight, as in forward.
     """
 
     row_major: bool = False
@@ -80,7 +81,7 @@ class ScatterVariants(TorchVariants):
         return (m + n) * k * self.operands.itemsize + of_rank, of_rank * others, 2.0 * m * n * k
 
     def gemm(self, which: int, out: torch.Tensor) -> None:
-        """Run cuBLAS's GEMM."""
+        """Compute the product of input set `which` into `out` by cuBLAS."""
         call = self.calls[which]
         torch.mm(call.x, call.B, out=out)
 
@@ -109,10 +110,7 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (source, target) of each peer's rows, starting with the next rank.
-
-        Targets are allocated at the first use, so that each variant's first call includes its own allocation.
-        """
+        """The (source, target) of the copies of product rows to the peers that reduce them, when the copies are timed alone."""
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]
@@ -120,7 +118,7 @@ class ScatterVariants(TorchVariants):
 
 
 class ScaledScatterVariants(ScatterVariants):
-    """Variants with fp8 operands, one scale per operand, and bf16 products, sums and results. AsyncTP has this operator."""
+    """Variants with fp8 operands, one scale per operand, and bf16 products, sums and results."""
 
     def draw(self) -> None:
         self.dtype = torch.bfloat16

@@ -1,18 +1,18 @@
-"""Benchmark of tensor-parallel Llama blocks, forward and backward: the fraction of communication that is hidden.
+"""Benchmark of tensor-parallel Llama blocks, forward and backward: the fraction of the communication that is hidden.
 
-Presets are models; each has an MLP and an attention block, on one sequence. Variants:
+A preset is a model. It has an MLP and an attention block, each run on one sequence. Variants:
 
     serial           the baseline: torch's all-gather before GEMMs and reduce-scatter after them
     weft             weft.nn.ParallelMLP, weft.nn.ParallelAttention
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Also timed: `compute`, the computation of one rank without communication. hidden = (serial - variant) / (serial -
-compute): 0 if all communication is exposed, 1 if none is exposed. For compiled variants `hidden` includes other gains
-of the compiler, so tables show it for `weft` alone.
+Also timed: `compute`, the block without communication. The hidden fraction is (serial - variant) / (serial - compute):
+0 if nothing is hidden, 1 if all communication is hidden. Tables show it only for `weft`, because other gains of
+torch.compile would count as hidden communication.
 
-Presets that end in -whole replicate activations between blocks, and run only if named. Their `serial` is torch's all-reduce, after
-the block in forward and before the block in backward.
+Presets that end in -whole have no sequence parallelism: between blocks every rank has all activations. Their `serial`
+has torch's all-reduce after the block in forward, and before it in backward. They run only if named.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """A block's inputs and variants on one rank. All ranks must construct it.
+    """The inputs and the variants of a block on one rank. All ranks must construct it.
 
-    A variant's results are its output and all gradients. The reference is the results of `serial`.
+    The output and all gradients of a variant are compared with those of `serial`.
     """
 
     baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
@@ -82,7 +82,7 @@ class Comparison(Variants):
         return {name: partial(self.call, name) for name in self.blocks}, {}, []
 
     def call(self, name: str, which: int = 0) -> torch.Tensor:
-        """Run forward and backward of a variant, with new gradients. Return its output."""
+        """Run forward and backward of a variant, and return the output. Gradients of earlier calls are dropped first."""
         variant = self.blocks[name]
         self.x.grad = None
         for parameter in variant.module.parameters():
@@ -94,13 +94,13 @@ class Comparison(Variants):
     # --- compared results ---
 
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's part of `y` and of all gradients, after a call of variant `name` that returned `y`."""
+        """Return {name: this rank's part} of the output `y` and all gradients, after a call of variant `name`."""
         gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.blocks[name].module.named_parameters()}
         return {"y": local(y.detach()), "the gradient of x": local(self.x.grad)} | gradients
 
     @cached_property
     def wanted(self) -> dict[str, torch.Tensor]:
-        """The results of the baseline. All ranks must make this call."""
+        """The output and all gradients of the baseline. All ranks must make this call."""
         return {key: value.clone() for key, value in self.results(BASELINE, self.call(BASELINE)).items()}
 
     def reference(self, which: int) -> dict[str, torch.Tensor]:
@@ -111,9 +111,10 @@ class Comparison(Variants):
             value.fill_(math.nan)
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
-        """Return the largest error of any result, relative to the largest element of `serial`'s result.
+        """Return the largest error of the output or a gradient, relative to the largest element of `serial`'s.
 
-        Return 0 for `compute`: without communication, its results are not expected to be correct."""
+        Return 0 for `compute`, whose results are wrong without communication.
+        """
         if name == COMPUTE:
             return 0.0
         found = self.results(name, output)
@@ -123,9 +124,7 @@ class Comparison(Variants):
         return errors[self.worst[name]]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: a few roundings, because both variants round several times and sum in different
-        orders.
-        """
+        """Return the error limit: a few roundings, because `serial` rounds too, and sums in another order."""
         return 4 * torch.finfo(self.dtype).eps + 1e-4
 
     def differs(self, name: str, how: str) -> str:
@@ -161,7 +160,11 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def hidden(serial: float | None, compute: float | None, mine: float | None) -> float | None:
-    """Return the hidden fraction of the communication; None if a time is missing or communication took no time."""
+    """Return the fraction of the communication that is hidden; None if a time is missing, or if communication takes no
+    time.
+
+    serial, compute, mine: the times of `serial`, of the computation alone, and of the variant.
+    """
     if serial is None or compute is None or mine is None or serial <= compute:
         return None
     return (serial - mine) / (serial - compute)
@@ -212,7 +215,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells) of the table with a row per block, without columns that were not measured."""
+        """Return (header, rows) of a table with a row for each block, without columns that were not measured."""
 
         def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
             return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""

@@ -1,8 +1,9 @@
-"""The variants of `weft.bench.ops.tensor_parallel`: a Llama's MLP (SwiGLU) and causal grouped-query attention, tensor-parallel.
+"""The variants of `weft.bench.ops.tensor_parallel`: the tensor-parallel MLP (SwiGLU) and causal grouped-query attention
+of a Llama.
 
-Variants use torch's collectives, no communication, weft's modules, or AsyncTP. Between blocks the sequence is sharded over ranks.
-The sequence is the first dimension, as in Megatron, so that gathers and scatters need no copy. In `whole` models it is the second
-dimension, and activations are replicated.
+A variant communicates by torch's collectives, by weft's modules, by AsyncTP, or not at all. Between blocks the sequence
+is sharded over ranks. It is the first dimension, as in Megatron, so that gathers and scatters need no copy. In `-whole`
+models, activations are replicated, and the sequence is the second dimension.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Block:
 
 
 class Variant(NamedTuple):
-    """A variant of a block. call: its forward. module: the module with its parameters."""
+    """A variant of a block. module: its parameters. call: its forward."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
@@ -100,7 +101,7 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
 
 
 class _Through(torch.autograd.Function):
-    """An autograd function made from two exchanges: forward returns `there(x)`, backward returns `back(gradient)`."""
+    """An autograd function: forward returns `there(x)`, backward returns `back(gradient)`. Both exchange data between ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
@@ -138,16 +139,17 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The base of blocks that communicate by torch's collectives before and after their GEMMs.
+    """The base of blocks that communicate by torch's collectives, before and after their GEMMs.
 
-    anything: arbitrary data in place of gathered data. If it is given, the block runs without communication.
+    anything: a tensor to use instead of gathered data, so that the block runs without communication; None to
+    communicate.
     """
 
     anything: torch.Tensor | None = None
     whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """Return (exchange before the GEMMs, exchange after the GEMMs). Each is the other's backward."""
+        """Return (exchange before the GEMMs, exchange after them). In backward each is replaced by the other."""
         if self.whole:
             return _same, added_up if self.anything is None else _same
         if self.anything is None:
@@ -235,7 +237,7 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def fused_by_torch(call: Callable[[], Any]) -> int:
-    """Return the number of AsyncTP operators in a compiled call; 0 if the compiler fused none."""
+    """Run a compiled call, and return how many AsyncTP operators it contains; 0 if the compiler fused none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
