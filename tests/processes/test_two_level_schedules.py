@@ -22,7 +22,15 @@ from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
 from weft import symm
-from weft.builders import AllGatherMatmul, MatmulReduceScatter, NotApplicableError, candidates, named
+from weft.builders import (
+    AllGatherMatmul,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    NotApplicableError,
+    Problem,
+    candidates,
+    named,
+)
 from weft.launch import Pool, RankDiedError
 from weft.operator import between_hosts
 from weft.runtime.cpu.memory import memory_of
@@ -32,8 +40,8 @@ from weft.schedule.verify import verify
 
 K, N = 16, 12
 LONG_S = 30.0
-GRIDS = [(4, 2), (6, 2), (6, 3)]
-UNEVEN = (5, 8, 0, 3, 7, 1)
+GRIDS = [(4, 2), (8, 2), (6, 3)]
+UNEVEN = (5, 8, 0, 3, 7, 1, 4, 2)
 
 
 def operands(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -41,7 +49,7 @@ def operands(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -
 
 
 def called(group, n_hosts, chunks):
-    """Call both operators in turn, with new data in each call. Before a call, poison the memory that schedules share."""
+    """Call all operators in turn, with new data in each call. Before a call, poison the memory that schedules share."""
     rank, world = group.rank(), group.size()
     name, seed = f"two_levels[hosts={n_hosts},chunks={chunks}]", 0
     with claimed(f"host {rank * n_hosts // world}"):
@@ -72,6 +80,30 @@ def called(group, n_hosts, chunks):
                 exact = sum(one.double() @ ws[0].double() for one in wholes).split(4)[rank]  # type: ignore[attr-defined]
                 usual = torch.stack([(one @ ws[0]).split(4)[rank] for one in wholes]).sum(0)
                 close(y, exact, usual)
+            for m in (4 * world, 5 * world - 3, 3):  # with 3 rows, some ranks own no row
+                seed += 1
+                reduced(own, m, dtype, seed, name)
+
+
+def reduced(own, m, dtype, seed, name):
+    """Call matmul_all_reduce, without options and with all of them. All ranks must get the same bits."""
+    rank, world = own.rank(), own.size()
+    xs, w = [operands(r, (m, K), dtype, seed) for r in range(world)], operands(90, (K, N), dtype, seed)
+    bias, residual, norm = (operands(91 + i, (*rows, N), dtype, seed) for i, rows in enumerate([(), (m,), ()]))
+    comm = symm.communicator(own, "cpu")
+    total, usual = sum(x.double() @ w.double() for x in xs), sum(x @ w for x in xs)  # gloo rounds each addition
+    for more, exact, plain in (
+        ({}, total, usual),
+        ({"bias": bias, "residual": residual, "norm": norm}, total + bias.double() + residual.double(), usual + bias + residual),
+    ):  # fmt: skip
+        found = weft.matmul_all_reduce(xs[rank], w, own, schedule=name, **more)
+        normed, y = found if more else (None, found)
+        close(y, exact, plain)
+        if normed is not None:
+            wanted = torch.rms_norm(exact, [N], norm.double(), 1e-6)
+            close(normed, wanted, torch.rms_norm(plain, [N], norm, 1e-6))
+        bits = [one.contiguous().view(torch.uint8).numpy().tobytes() for one in (y, y if normed is None else normed)]
+        assert len(set(comm.all_gather(tuple(bits), what="results"))) == 1
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -99,13 +131,16 @@ def test_each_byte_crosses_once_per_host(ranks: int, n_hosts: int, chunks: int) 
     rows = tuple(4 + rank for rank in range(ranks))
     gather = named(AllGatherMatmul(ranks, rows, (N, 3), K, "fp32"), name).build()
     scatter = named(MatmulReduceScatter(ranks, 5 * ranks, N, K, "bf16"), name).build()
+    reduce = named(MatmulAllReduce(ranks, 4 * ranks, N, K, "bf16", bias=True, eps=1e-6), name).build()
     pairs = [(host, to) for host in range(n_hosts) for to in range(n_hosts) if host != to]
     shards = {pair: sum(rows[pair[0] * per_host : (pair[0] + 1) * per_host]) * K * 4 for pair in pairs}
     assert crossing(gather, n_hosts) == shards
     assert crossing(scatter, n_hosts) == dict.fromkeys(pairs, per_host * 5 * N * 2)
+    # A host sends its sums of the other hosts' pieces, and the result of its own piece.
+    assert crossing(reduce, n_hosts) == dict.fromkeys(pairs, 2 * 4 * ranks // n_hosts * N * 2)
     if ranks <= 12:
-        verify(gather)
-        verify(scatter)
+        for schedule in (gather, scatter, reduce):
+            verify(schedule)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +148,11 @@ def test_each_byte_crosses_once_per_host(ranks: int, n_hosts: int, chunks: int) 
     [
         (AllGatherMatmul.even(8, 4, 4, 4), 3, "4 ranks on 3 hosts: two levels need the same number of ranks on each host"),
         (MatmulReduceScatter(4, 8, 4, 4, "bf16"), 4, "4 ranks on 4 hosts: two levels need"),
+        (MatmulAllReduce(6, 3, 4, 4, "bf16"), 2, "rows of a product (3) cannot be cut into 4 pieces"),
         (AllGatherMatmul(4, (2,) * 4, (4,), 4, "bf16", return_gathered=True), 2, "use return_A=False"),
     ],
 )  # fmt: skip
-def test_what_two_levels_do_not_support(p: AllGatherMatmul | MatmulReduceScatter, hosts: int, text: str) -> None:
+def test_what_two_levels_do_not_support(p: Problem, hosts: int, text: str) -> None:
     with pytest.raises(NotApplicableError, match=re.escape(text)):
         named(p, f"two_levels[hosts={hosts},chunks=4]").build()
 
@@ -130,16 +166,16 @@ def stuck(group, op, step, doing):
     with claimed(f"node{2 * rank // world}"):
         comm = symm.communicator(own_group(group), "cpu")
     name = "two_levels[hosts=2,chunks=2]"
-    if op == "all_gather_matmul":
-        p, shapes = (
-            AllGatherMatmul.even(8 * world, N, K, world, NAMES[F32]),
-            {"x_shard": (8, K), "w0": (K, N), "y0": (8 * world, N)},
-        )
-    else:
-        p, shapes = (
-            MatmulReduceScatter(world, 8 * world, N, K, NAMES[F32]),
-            {"x": (8 * world, K), "w": (K, N), "y": (8, N)},
-        )
+    m, dtype = 8 * world, NAMES[F32]
+    p, shapes = {
+        "all_gather_matmul": (
+            AllGatherMatmul.even(m, N, K, world, dtype), {"x_shard": (8, K), "w0": (K, N), "y0": (m, N)}
+        ),
+        "matmul_reduce_scatter": (
+            MatmulReduceScatter(world, m, N, K, dtype), {"x": (m, K), "w": (K, N), "y": (8, N)}
+        ),
+        "matmul_all_reduce": (MatmulAllReduce(world, m, N, K, dtype), {"x": (m, K), "w": (K, N), "y": (m, N)}),
+    }[op]  # fmt: skip
     executor, tensors = (
         CpuSchedule(named(p, name).build(), comm),
         {key: torch.ones(shape) for key, shape in shapes.items()},
@@ -160,7 +196,11 @@ def stuck(group, op, step, doing):
     return error, took_s, again
 
 
-SENDS = [("all_gather_matmul", "send x_shard -> box@1"), ("matmul_reduce_scatter", "send sums -> arrived@1")]
+SENDS = [
+    ("all_gather_matmul", "send x_shard -> box@1"),
+    ("matmul_reduce_scatter", "send sums -> arrived@1"),
+    ("matmul_all_reduce", "send total -> arrived@1"),
+]
 
 
 @pytest.mark.parametrize(("op", "step"), SENDS)
@@ -206,6 +246,8 @@ def chosen(group):
                 assert torch.equal(y, torch.full((sum(rows), N), float(K)))
             y = weft.matmul_reduce_scatter(torch.ones(4 * world, K), w, "sum", 0, own)
             assert torch.equal(y, torch.full((4, N), float(world * K)))
+            y = weft.matmul_all_reduce(torch.ones(4 * world, K), w, own)
+            assert torch.equal(y, torch.full((4 * world, N), float(world * K)))
     finally:
         between_hosts.measure.measured = native
     return asked
@@ -214,11 +256,16 @@ def chosen(group):
 def test_ranks_in_rails_time_the_schedules_in_two_levels(pool: Pool) -> None:
     names = [f"two_levels[hosts=2,chunks={chunks}]" for chunks in (1, 2, 4)]
     for asked in pool.run(chosen, ranks=4):
-        assert asked == [["serial", *names]] * 3
+        assert asked == [["serial", *names]] * 4
 
 
 def test_schedules_for_several_hosts_are_listed_only_by_name() -> None:
     """So no GPU and no group on one host tries them."""
-    for p in (AllGatherMatmul.even(8, 4, 4, 4), MatmulReduceScatter(4, 8, 4, 4, "bf16")):
+    problems = (
+        AllGatherMatmul.even(8, 4, 4, 4),
+        MatmulReduceScatter(4, 8, 4, 4, "bf16"),
+        MatmulAllReduce(4, 8, 4, 4, "bf16"),
+    )
+    for p in problems:
         assert not [one.name for one in candidates(p) if one.builder == "two_levels"]
         assert [one.name for one in candidates(p, ("two_levels",))] == list(p.between_hosts(2))

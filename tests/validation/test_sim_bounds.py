@@ -20,8 +20,16 @@ from weft.sim.losses import gemms_us
 TORUS = load_topology("torus:4x2", load_machine("mi300x"))
 
 
-@pytest.mark.parametrize("topology", ["switch:8", "mesh:8", "ring:8", "torus:4x2", "hosts:2x4"])
-@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "embedding_all_to_all"])
+TOPOLOGIES = ["switch:8", "mesh:8", "ring:8", "torus:4x2", "hosts:2x4"]
+
+
+@pytest.mark.parametrize(
+    ("op", "topology"),
+    [
+        *((op, topology) for op in ("matmul_reduce_scatter", "embedding_all_to_all") for topology in TOPOLOGIES),
+        ("matmul_all_reduce", "hosts:2x4"),
+    ],
+)
 def test_no_schedule_is_faster_than_the_bound(op: str, topology: str) -> None:
     options = {"tables": 16} if op.startswith("embedding") else {}
     hw = "h200" if topology.startswith(("switch", "hosts")) else "mi300x"
@@ -29,6 +37,8 @@ def test_no_schedule_is_faster_than_the_bound(op: str, topology: str) -> None:
     assert len([row for row in found.rows if row.us is not None]) >= 3
     for row in found.rows:
         assert row.us is None or row.us >= found.bound.us > 0, row.name
+    two_levels = [row for row in found.rows if row.name.startswith("two_levels") and row.us is not None]
+    assert len(two_levels) == (3 if topology == "hosts:2x4" and op.startswith("matmul") else 0)
 
 
 @pytest.mark.parametrize("rows", [None, 1e6])

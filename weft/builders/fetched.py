@@ -14,6 +14,7 @@ chunks in the next run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 from weft.builders.operands import peer
@@ -28,15 +29,17 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 class Fetched:
     """The signals and the copies of an all-gather by gets.
 
+    ranks: the number of ranks that take part, in a ring. at: a function that returns the rank whose place in the ring is a
+        number of places after this rank (before it, if negative). Default: all ranks, in order.
     signals: the signals "chunk ready", one for each chunk of each source rank. The sources are in ring order: the rank
         before this rank is first, this rank is last.
     """
 
-    def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
-        self.d, self.chunks = d, chunks
-        self.peers = [peer(world_size, distance) for distance in range(1, world_size)]
-        self.sources = [peer(world_size, -distance) for distance in range(1, world_size)]
-        self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
+    def __init__(self, d: Draft, ranks: int, chunks: int, at: Callable[[int], Index] | None = None) -> None:
+        self.d, self.chunks, at = d, chunks, at or partial(peer, ranks)
+        self.peers = [at(distance) for distance in range(1, ranks)]
+        self.sources = [at(-distance) for distance in range(1, ranks)]
+        self.signals, self._credit = d.signals("ready", ranks * chunks), d.signals("credit", ranks - 1)
 
     def told(self, chunk: Index) -> list[Set]:
         """Return the sets that tell all ranks, including this rank, that this rank's chunk `chunk` is ready."""

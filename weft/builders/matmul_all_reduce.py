@@ -41,7 +41,7 @@ from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
 _MOST_SLOTS = 256 << 20  # the largest symmetric memory of one_shot on each rank, in bytes; two_shot needs far less
 
 
-class _Result:
+class Result:
     """The buffer of the result y and, if the problem has a norm, the buffers of the norm's output and weight."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
@@ -81,7 +81,7 @@ class _Result:
 @builder(MatmulAllReduce)
 def serial(p: MatmulAllReduce) -> Schedule:
     o = PartialProducts("serial", p)
-    result = _Result(o, p)
+    result = Result(o, p)
     y = result.y.part()
     lane = o.d.lane("compute").matmul(y, o.x.part(), o.w.part())
     if p.world_size > 1 and p.m * p.n:
@@ -105,7 +105,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
         raise NotApplicableError(
             f"one_shot would need memory for {slots} whole products, more than {_MOST_SLOTS >> 20} MiB: use two_shot"
         )
-    d, result, peers = o.d, _Result(o, p), len(o.peers)
+    d, result, peers = o.d, Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
     credit, there = d.signals("credit", peers), d.signals("there", peers)
     compute, product = d.lane("compute"), (o.x.part(), o.w.part())
@@ -150,7 +150,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
     """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks."""
     o = PartialProducts.overlapped("collective", p)
-    d, result, pieces = o.d, _Result(o, p), split(p.m, chunks, what="rows of a product")
+    d, result, pieces = o.d, Result(o, p), split(p.m, chunks, what="rows of a product")
     made, summed = d.signals("made", len(pieces)), d.signals("summed", len(pieces))
     compute, library = d.lane("compute"), d.lane("library")
     for c, rows in enumerate(pieces):
@@ -176,7 +176,7 @@ class _Gathered:
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
         self.o, self.sums = o, o.parts("sums", 1, "symmetric")
-        self.result, self.fetched = _Result(o, p), Fetched(o.d, p.world_size, chunks)
+        self.result, self.fetched = Result(o, p), Fetched(o.d, p.world_size, chunks)
 
     def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
         o, y, ranks = self.o, self.result.y, range(self.o.p.world_size)
@@ -214,7 +214,7 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     complete early.
     """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
-    result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
+    result, peers, pieces = Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
     begins, rows = (

@@ -18,6 +18,15 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
                 send the sum along the rail
     compute     add the products of this host, and the sums of the other hosts
 
+    GEMM + all-reduce, where rank i of each host owns the i-th part of each chunk of rows
+
+    compute     multiply the rows in chunks, into `products`
+    add         when all ranks of this host have multiplied a chunk: add their products of the part that this rank owns
+    rail        two hosts: send this sum. More hosts: cut it by hosts, and send the others' pieces
+    add         add what arrives from the other hosts, with bias and residual
+    back, take  more than two hosts: send the piece's sum along the rail, and take the other pieces
+    from peers  copy the parts of the ranks of this host
+
 Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives.
 Only CPU ranks run these schedules: GPUs have no messages (docs/hosts.md).
 
@@ -29,13 +38,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.builders.operands import all_gather_matmul_operands, offsets
+from weft.builders.fetched import Fetched
+from weft.builders.matmul_all_reduce import Result
+from weft.builders.operands import all_gather_matmul_operands, offsets, split
 from weft.builders.partial_products import PartialProducts
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
+from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Buffer, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,10 @@ class _Grid:
     def peers(self) -> list[Index]:
         """The other ranks of this host."""
         return [self.rank(self.host, distance) for distance in range(1, self.near)]
+
+    def near_rank(self, distance: int) -> Index:
+        """Return the rank of this host that is `distance` places after this rank (before it, if negative)."""
+        return self.rank(self.host, distance % self.near)
 
     def rank(self, host: Index, distance: int = 0) -> Index:
         """Return the rank on `host` whose index on its host is `distance` after this rank's index (modulo `near`)."""
@@ -196,3 +213,123 @@ def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -
 
 _matmul_reduce_scatter.__name__ = "two_levels"
 builder(MatmulReduceScatter, hosts=(2,), chunks=(1, 2, 4))(_matmul_reduce_scatter)
+
+
+class _Owned:
+    """The rows that each rank owns in an all-reduce: a part of each chunk of rows of y, cut into `pieces` pieces.
+
+    The ranks of a rail own the same rows. The last parts and pieces of a chunk may have fewer rows than the others.
+
+    chunks: (first, count) of the rows of each chunk. rows: the largest number of rows of a piece of each chunk, summed over chunks.
+    """
+
+    def __init__(self, p: MatmulAllReduce, grid: _Grid, chunks: list[tuple[int, int]], pieces: int) -> None:
+        self.chunks, self._pieces, self._near = chunks, pieces, grid.near
+        self._sizes = tuple(-(-count // (grid.near * pieces)) for _, count in chunks)
+        self._begins, self.rows = offsets(self._sizes), sum(self._sizes)
+
+    def in_y(self, y: Buffer, c: int, owner: Index, at: Index = RANK) -> Region:
+        """Return the rows of chunk c that `owner` owns, in a buffer [m, n] of rank `at`."""
+        return y.part(rows=(self._first(c, owner, 0), self._count(c, owner)), at=at)
+
+    def part(self, buffer: Buffer, c: int, owner: Index) -> Region:
+        """Return the rows of chunk c that `owner` owns, in its buffer [pieces * rows, n]."""
+        return buffer.part(rows=(self._pieces * self._begins[c], self._count(c, owner)), at=owner)
+
+    def piece(self, buffer: Buffer, c: int, number: Index, at: Index = RANK) -> Region:
+        """Return a piece of `part` for the rows that this rank owns, in the buffer of rank `at`."""
+        first = self._pieces * self._begins[c] + number * self._sizes[c]
+        return buffer.part(rows=(first, self._count(c, RANK, number)), at=at)
+
+    def received(self, buffer: Buffer, c: int, number: Index, host: Index, at: Index = RANK) -> Region:
+        """Return the place for the piece that `host` sends, in the buffer [hosts * rows, n] of rank `at`."""
+        return buffer.part(rows=(host * self.rows + self._begins[c], self._count(c, RANK, number)), at=at)
+
+    def following(self, o: PartialProducts, c: int, number: Index) -> list[Region]:
+        """Return the regions of bias and residual for a piece of this rank's rows."""
+        return o.following((self._first(c, RANK, number), self._count(c, RANK, number)))
+
+    def _first(self, c: int, owner: Index, number: Index) -> Index:
+        return self.chunks[c][0] + (owner % self._near * self._pieces + number) * self._sizes[c]
+
+    def _count(self, c: int, owner: Index, number: Index | None = None) -> Index:
+        """Return the number of rows of a piece; of all pieces if `number` is None."""
+        size, count, pieces = self._sizes[c], self.chunks[c][1], 1
+        if number is None:
+            size, number = size * self._pieces, 0
+        else:
+            pieces = self._pieces
+        left = [count - place * size for place in range(self._near * pieces)]
+        return lookup([max(0, min(size, rows)) for rows in left], owner % self._near * pieces + number)
+
+
+def _matmul_all_reduce(p: MatmulAllReduce, *, hosts: int, chunks: int) -> Schedule:
+    """GEMM + all-reduce. chunks: the number of GEMMs, and of messages to each peer (twice as many for more than two hosts).
+
+    With two hosts, both ranks of a rail send their sum. Each adds the same two numbers, so they get the same bits. With more
+    hosts, each rank of a rail reduces one piece and sends the result. Otherwise a rank would send its sum to every other host.
+    """
+    grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
+    d, result, pieces = o.d, Result(o, p), 1 if hosts == 2 else hosts
+    own, mine = _Owned(p, grid, split(p.m, chunks, what="rows of a product"), pieces), grid.host if pieces > 1 else 0
+    products = d.buffer("products", p.m, p.n, p.dtype, "symmetric")
+    total = d.buffer("total", pieces * own.rows, p.n, p.dtype, "scratch")  # the sum of this host
+    arrived = d.buffer("arrived", hosts * own.rows, p.n, p.dtype, "symmetric")  # the sums of other hosts, by host
+    sums = d.buffer("sums", pieces * own.rows, p.n, p.dtype, "symmetric")
+    made, added, came = d.signals("made", chunks), d.signals("added", chunks), d.signals("came", hosts * chunks)
+    compute, add, rail = d.lane("compute"), d.lane("add"), d.lane("rail", "copy")
+    fetched, near = Fetched(d, grid.near, chunks, grid.near_rank), [RANK, *grid.peers]
+    for number in range(grid.near - 1):
+        fetched.wait_for(compute, number)
+    for c, rows in enumerate(own.chunks):
+        compute.matmul(products.part(rows=rows), o.x.part(rows=rows), o.w.part())
+        for peer in near:
+            compute.set(made, c, at=peer)
+    for c in range(chunks):
+        rail.wait(added, c)
+        for other in grid.others:
+            to, piece = grid.rank(other), other if pieces > 1 else 0
+            rail.send(own.piece(total, c, piece), own.received(arrived, c, piece, grid.host, at=to))
+            rail.set(came, grid.host * chunks + c, at=to)
+    if pieces == 1:
+
+        def reduced(c: int) -> None:
+            fetched.tell(add, c)
+    else:
+        # Messages must not arrive in `sums`, because ranks of this host may still read the sums of the previous run.
+        done = d.buffer("done", pieces * own.rows, p.n, p.dtype, "symmetric")
+        of_piece, returned = d.signals("reduced", chunks), d.signals("returned", hosts * chunks)
+        back, take = d.lane("back", "copy"), d.lane("take", "copy")
+
+        def reduced(c: int) -> None:
+            add.set(of_piece, c)
+            back.wait(of_piece, c)
+            for other in grid.others:
+                to = grid.rank(other)
+                back.send(own.piece(sums, c, grid.host), own.piece(done, c, grid.host, at=to))
+                back.set(returned, grid.host * chunks + c, at=to)
+            for source in grid.sources:
+                take.wait(returned, source * chunks + c)
+                take.copy(own.piece(done, c, source), own.piece(sums, c, source))
+            take.wait(of_piece, c)
+            fetched.tell(take, c)
+
+    for c in range(chunks + 1):  # add the products of a chunk while the sums of the previous chunk travel
+        if c < chunks:
+            add.wait(made, c, count=grid.near)
+            add.reduce(own.part(total, c, RANK), *(own.in_y(products, c, RANK, at=peer) for peer in near)).set(added, c)
+        if c:
+            for source in grid.sources:
+                add.wait(came, source * chunks + c - 1)
+            parts = [own.received(arrived, c - 1, mine, source) for source in grid.sources]
+            parts = [own.piece(total, c - 1, mine), *parts, *own.following(o, c - 1, mine)]
+            add.reduce(own.piece(sums, c - 1, mine), *parts)
+            reduced(c - 1)
+    return result.fetch(
+        fetched, lambda owner, c: own.part(sums, c, owner), lambda owner, c: own.in_y(result.y, c, owner), "dma",
+        lambda c: [result.y.part(rows=own.chunks[c])],
+    )  # fmt: skip
+
+
+_matmul_all_reduce.__name__ = "two_levels"
+builder(MatmulAllReduce, hosts=(2,), chunks=(1, 2, 4))(_matmul_all_reduce)

@@ -25,7 +25,7 @@ class MatmulAllReduce(GemmProblem):
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce
         as reduce-scatter and all-gather), 7.3 (small M: generative inference), 7.6 (following operators).
 
-    Builders: `weft.builders.matmul_all_reduce`.
+    Builders: `weft.builders.matmul_all_reduce` and `weft.builders.two_levels`.
     """
 
     name: ClassVar[str] = "matmul_all_reduce"
@@ -80,7 +80,8 @@ class MatmulAllReduce(GemmProblem):
         return candidate.builder != "collective"
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        return "collective[chunks=1]", "collective[chunks=2]", "collective[chunks=4]"
+        name = f"two_levels[hosts={rails}," if rails else "collective["
+        return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
