@@ -13,6 +13,7 @@ void register_embedding_all_to_all(nb::module_ &m);
 void register_embedding_backward(nb::module_ &m);
 void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
+void register_copy_columns(nb::module_ &m);
 void register_accumulate(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
 void register_fluid(nb::module_ &m);
@@ -32,6 +33,7 @@ NB_MODULE(_core, m) {
     register_embedding_backward(m);
     register_mapping(m);
     register_copy(m);
+    register_copy_columns(m);
     register_accumulate(m);
     register_stream_program(m);
     register_fluid(m);

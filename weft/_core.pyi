@@ -285,6 +285,17 @@ def copy_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, width_bytes: int
         ValueError: a size is negative, a pitch is less than the width, or there are more than 2^63 bytes.
     """
 
+# csrc/copy_columns.cpp
+def copy_columns(pieces: NDArray[np.int64], *, rows: int, n_threads: int) -> None:
+    """Copy several pieces, each of `rows` rows, as `copy_2d` does. Row i of all pieces is copied before row i + 1.
+
+    Args:
+        pieces: [n, 5], a line for each piece: dst, dst_pitch, src, src_pitch and width_bytes of `copy_2d`.
+
+    Raises:
+        ValueError: as `copy_2d`, or `pieces` does not have 5 columns, or `n_threads` is less than 1.
+    """
+
 # csrc/stream_program.cpp
 class KernelCall:
     """A loaded kernel with its arguments, in the order of its parameters.

@@ -7,12 +7,15 @@ or die in backward.
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import re
 import signal
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +33,8 @@ from test_embedding_all_to_all import problems
 import weft
 from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate
 from weft.launch import Pool
+from weft.runtime import embedding_backward
+from weft.runtime.cpu.embedding_push import PushedGradients, pushed_on
 
 SHARED = (
     EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
@@ -182,6 +187,38 @@ def test_bits_do_not_depend_on_ranks_placement_threads_or_delays(pool: Pool, dim
         found = bits(steps.p, per_rank)
         first = found if first is None else first
         assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), (world, placement, threads)
+
+
+def _with_slow_copies(group: dist.ProcessGroup, steps: Steps) -> list[list[torch.Tensor]]:
+    """Train. Copies of gradients to their owners take a random time, and inboxes hold NaN before each exchange."""
+    push = PushedGradients._push
+
+    def slow(self: PushedGradients, *given: Any) -> None:
+        time.sleep(random.random() * 0.03)
+        push(self, *given)
+
+    def poisoned(meet: Any) -> Any:
+        def met(*given: Any) -> None:
+            inbox = pushed_on(weft.symm.communicator(group, torch.device("cpu")))._inbox
+            if inbox is not None:  # peers write here only after the rendezvous
+                inbox.tensor(group.rank(), (inbox.nbytes // 4,), torch.float32).fill_(math.nan)
+            meet(*given)
+
+        return met
+
+    with (
+        mock.patch.object(PushedGradients, "_push", slow),
+        mock.patch.object(embedding_backward, "_meet", poisoned(embedding_backward._meet)),
+    ):
+        return training.trained(group, steps, weft.RowwiseAdagrad(lr=0.1), 0.01)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_update_waits_for_the_gradients_of_all_ranks(pool: Pool, world: int) -> None:
+    steps = Steps(problem(world, (8, 3, 16, 70), 21), 5)
+    usual = bits(steps.p, pool.run(training.trained, steps, weft.RowwiseAdagrad(lr=0.1), ranks=world))
+    found = bits(steps.p, pool.run(_with_slow_copies, steps, ranks=world))
+    assert all(torch.equal(one, two) for one, two in zip(usual, found, strict=True))
 
 
 def test_bits_repeat_on_cpu_without_the_promise_too(pool: Pool) -> None:

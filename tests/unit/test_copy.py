@@ -1,4 +1,4 @@
-"""`_core.copy_2d` against numpy: it copies every byte of the rows, and writes no other byte."""
+"""`_core.copy_2d` and `_core.copy_columns` against numpy: they copy every byte of the rows, and write no other byte."""
 
 from __future__ import annotations
 
@@ -46,6 +46,37 @@ def test_it_copies_the_rows_and_nothing_beside_them(rows, width, gaps, starts, s
 def test_sizes_that_make_no_copy_are_refused_with_their_values(dst_pitch, src_pitch, width, rows, named):
     with pytest.raises(ValueError, match=named.replace("^", r"\^")):
         _core.copy_2d(0, dst_pitch, 0, src_pitch, width, rows)
+
+
+@given(
+    rows=st.integers(0, 9),
+    widths=st.lists(st.integers(0, 40), max_size=5),
+    threads=st.integers(1, 3),
+    repeated=st.sampled_from([1, 1, 1, 2000]),  # with 2000, several threads copy
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_columns_go_to_their_places_and_nothing_beside_them(rows, widths, threads, repeated, seed):
+    random, rows = np.random.default_rng(seed), rows * repeated
+    src = random.integers(0, 256, (rows, sum(widths) + 3), dtype=np.uint8)
+    dst = random.integers(0, 256, (rows, sum(widths) + 5 * len(widths) + 2), dtype=np.uint8)
+    want, unchanged, pieces, at = dst.copy(), src.copy(), [], 0
+    for number in random.permutation(len(widths)):
+        begin, width = sum(widths[:number]), widths[number]
+        want[:, at : at + width] = src[:, begin : begin + width]
+        pieces.append((dst.ctypes.data + at, dst.shape[1], src.ctypes.data + begin, src.shape[1], width))
+        at += width + 5
+    _core.copy_columns(np.array(pieces, dtype=np.int64).reshape(-1, 5), rows=rows, n_threads=threads)
+    np.testing.assert_array_equal(dst, want)
+    np.testing.assert_array_equal(src, unchanged)
+
+
+def test_bad_pieces_of_columns_are_refused():
+    with pytest.raises(ValueError, match="pieces has 4 columns"):
+        _core.copy_columns(np.zeros((1, 4), dtype=np.int64), rows=1, n_threads=1)
+    with pytest.raises(ValueError, match="n_threads=0"):
+        _core.copy_columns(np.zeros((1, 5), dtype=np.int64), rows=1, n_threads=0)
+    with pytest.raises(ValueError, match="src_pitch=3"):
+        _core.copy_columns(np.array([[0, 8, 0, 3, 4]], dtype=np.int64), rows=2, n_threads=1)
 
 
 def test_nothing_to_copy_touches_no_memory():

@@ -5,8 +5,8 @@ by row.
     received   [global batch, columns of this rank's tables], from all ranks
     rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
-On GPUs of one host a kernel stores the gradients in the memory of the tables' owners. In all other cases (on CPU, on
-several hosts, or with transport="serial"), each rank reorders `grad` by owner and calls `all_to_all_single`.
+On one host, gradients are stored in the memory of the tables' owners: on GPUs by a kernel, on CPU by a copy. On several
+hosts, and with transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
 
 CPU ranks synchronise before the exchange (`weft.runtime.meeting`). They compare the number of the forward call, its batch
 sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference before
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
+from weft.runtime.cpu.embedding_push import pushed_on as pushed_by_cpus
 from weft.runtime.layouts import layout_of
 from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.unfused.turn import Turn
@@ -66,7 +68,7 @@ def gradients(
     if wanted[0]:
         sort_ahead(of, jagged)  # concurrently with the exchange, unless forward has begun it
     transport, dtype = of.plan.options.transport, _dtype_on_the_way(of, grad.dtype)
-    with received(grad, sharding, of.rank, sizes, group, turn, transport, dtype) as (found, ok):
+    with received(grad, sharding, of.rank, sizes, group, turn, transport, dtype) as (found, ok, is_kept):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
         of_weights = device.gradients_of_weights(of, jagged, weights, found.to(sharding.dtype)) if wanted[1] else None
@@ -75,7 +77,7 @@ def gradients(
             if of.tables is None:
                 of_tables = device.gradients_of_tables(of, device.sorted_rows(of, jagged), found)
             elif (collected := of.collected) is not None:
-                collected.append(Collected(of, jagged, found if ok is None else found.clone()))
+                collected.append(Collected(of, jagged, found if is_kept else found.clone()))
             else:
                 of.is_updated = True
                 _update(Collected(of, jagged, found), group, turn.deadline_s, ok)
@@ -88,28 +90,48 @@ def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
 
+class Received(NamedTuple):
+    """The gradients of the vectors that a rank pooled.
+
+    gradients: [global batch, columns of this rank's tables].
+    ok: a tensor on the GPU: 1 if all gradients have arrived, else 0. None if they have arrived.
+    is_kept: True if the caller may keep `gradients`. False if the next exchange overwrites them.
+    """
+
+    gradients: torch.Tensor
+    ok: torch.Tensor | None
+    is_kept: bool
+
+
 @contextlib.contextmanager
 def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     transport: Transport = "auto", dtype: torch.dtype | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Send `grad` to the owners of its columns. Yield the gradients that this rank received, and `ok`.
+) -> Iterator[Received]:  # fmt: skip
+    """Send `grad` to the owners of its columns. Yield the gradients that this rank received.
 
-    The received gradients, [global batch, columns of this rank's tables] in `dtype`, are those of the vectors that this
-    rank pooled. On GPUs of one host, peers write these gradients into memory that is valid only inside this context
-    manager. `ok` is then a tensor on the device: 1 if all gradients have arrived, else 0. Otherwise `ok` is None.
+    CPU ranks must have synchronised. Peers write gradients into memory that is valid only inside this context manager,
+    unless `Received.is_kept`.
 
     transport: the option of the forward call. With "serial", backward uses no symmetric memory either.
+    dtype: the dtype in which gradients are sent; by default their own dtype.
     """
-    pushes = grad.device.type == "cuda" and sharding.world_size > 1 and transport != "serial"
+    pushes, on_gpu = sharding.world_size > 1 and transport != "serial", grad.device.type == "cuda"
+    dtype = dtype or grad.dtype
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
-        yield to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype or grad.dtype), None
+        yield Received(to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype), None, True)
+        return
+    if not on_gpu:
+        found = pushed_by_cpus(comm).run(grad, sharding, batch_sizes, turn.deadline_s, dtype)
+        leaving = len(grad) * (grad.shape[1] - found.shape[1]) * dtype.itemsize
+        yield Received(turn.done("gradients to owners", found, leaving), None, False)
         return
     from weft.runtime.cuda.embedding_push import pushed_on  # needs Triton
 
     exchange = pushed_on(comm)
     try:
-        yield exchange.run(grad, sharding, batch_sizes, turn.deadline_s, dtype or grad.dtype), exchange.ok
+        found = exchange.run(grad, sharding, batch_sizes, turn.deadline_s, dtype)
+        yield Received(found, exchange.ok, False)
     finally:
         exchange.free()
 

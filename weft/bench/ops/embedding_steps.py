@@ -127,8 +127,8 @@ class WeftStep(TrainingStep):
     def _exchange(self, which: int) -> torch.Tensor:
         work, (of, _) = self.work, self._call
         call = work.grads[0], work.config.sharding, of.rank, of.checked.batch_sizes, work.ranks.group, STRAIGHT
-        with embedding_backward.received(*call) as (found, _):
-            return found
+        with embedding_backward.received(*call) as found:
+            return found.gradients
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
         """Return {part of a step: a call that runs only this part}. All parts except forward ignore `which` and use
