@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `ModelState` and `LoadPlanner` when they are first used: they import torch.distributed.checkpoint, which
+    """Import `ModelState` and `LoadPlanner` when they are first used, because importing torch.distributed.checkpoint
     takes most of a second.
     """
     if name == "ModelState":

@@ -6,10 +6,10 @@
     param_groups.<path>.lr, .step                                     learning rate, number of updates
     param_groups.<path>.optimizer.Adam(beta1=0.9, ...)                always 0: only the name has meaning
 
-The name of the last entry has the optimizer's class and hyperparameters, because a planner reads only names, shapes and
-dtypes before a checkpoint is loaded. <path> is the module's path in the model. Tables and states have TorchRec's names,
-so weft and TorchRec can load each other's files. The checkpoint contains the whole of each table and state: every rank
-writes its own part. So a job with another number of ranks or another placement can load the checkpoint.
+<path> is the module's path in the model. The last name contains the optimizer's class and hyperparameters, because only
+names, shapes and dtypes can be compared before a checkpoint is loaded. Tables and states have TorchRec's names, so weft
+and TorchRec can load each other's files. Every rank writes its own part, and the checkpoint contains the whole of each
+table and state. So a job with another number of ranks or another placement can load it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Call `_mark_tables` for the tensors with which `load_state_dict(assign=True)` has replaced the parameters."""
+    """Mark the parameters that `load_state_dict(assign=True)` has replaced (`_mark_tables`)."""
     module._mark_tables()
 
 
@@ -275,7 +275,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
         """Begin to distribute the ids of a batch for `prefetch`.
 
-        refusal: an error that the caller has found in the batch. The next call of the module raises it on all ranks.
+        refusal: an error that the caller has found in the batch, which the next call of the module raises on all ranks.
         """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 
@@ -288,8 +288,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             prefetched.discard()
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Finish the distribution of the prefetched batch. Return the features of this rank's tables for all samples,
-        and the batch sizes of all ranks. All ranks must make this call.
+        """Finish the distribution of the prefetched batch. Return (the features of this rank's tables for all samples,
+        the batch sizes of all ranks). All ranks must make this call.
         """
         prefetched = cast(Prefetched, self._prefetched)
         self._require_prefetched(features)
@@ -305,8 +305,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             )
 
     def _require_bound(self, features: Any) -> None:
-        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. If `max_ids` is set, all
-        ranks must make this call.
+        """Raise `RefusedError` on every rank if any rank would receive more than `max_ids` ids. Without `max_ids`, do
+        nothing. All ranks must make this call.
         """
         if (bound := self._max_ids) is not None:
             of_ranks = self._input_dist.features_of_rank
@@ -369,11 +369,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         release(plan_in(*self._form), group=self.group, device=self._exchange_device(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the tables' parameters.
-
-        The method avoids `nn.Module.__getattr__`, which for all tables together takes longer than a kernel launch. It
-        calls `__getattr__` only if parameters were replaced.
-        """
+        """Return the tables' parameters, without `nn.Module.__getattr__` if possible, because it is slow."""
         bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:
             return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
@@ -384,7 +380,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput:
-        """Return the features of the global batch without unused keys. Drop per-sample weights if `is_weighted` is False."""
+        """Return the features of the global batch without unused keys, and without per-sample weights if `is_weighted`
+        is False.
+        """
         jagged = as_jagged(features)
         if not self._is_weighted:
             jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
@@ -443,8 +441,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
-        """Set the attributes of the parameters that make `ignore_tables` and DDP leave them alone. Make the optimizer's
-        states, or move them to the tables' device.
+        """Mark the tables for `ignore_tables` and DDP, and make the optimizer's states or move them to the tables'
+        device.
         """
         for bag in self.embedding_bags.children():
             weight: Any = bag.weight
@@ -461,8 +459,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding and the device of the tables, the operator's arguments and the input distribution.
-        `_apply` calls this method again after a conversion.
+        """Make what depends on the tables' dtype and device: the operator's arguments and the input distribution.
+        Conversions call this method again (`_apply`).
         """
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
@@ -484,8 +482,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-        """Return the dtype and the device that tables will have after the conversion `fn`. Raise `ValueError` if tables
-        cannot have them.
+        """Return the dtype and the device of the tables after the conversion `fn`. Raise `ValueError` if tables do not
+        support them.
         """
         # An empty tensor shows the dtype and the device, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))

@@ -238,7 +238,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return (the rows of all ids of this rank, the routing of the ids, the row numbers that peers requested from
+        """Return (the rows of all ids of this rank, the routing of the ids, the row numbers that ranks requested from
         each part of this rank). All ranks must make this call.
         """
         distribution = cast(RowDist, self._dist)
@@ -284,8 +284,10 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(comm, f"{what} of {NAME} of {tables}", of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Make one update of the tables. of: the result of `_record`. received: the ids and gradients that arrived in
-        one call, or in all calls of `accumulate()`.
+        """Update the tables once.
+
+        of: the result of `_record`. received: the ids and gradients that arrived in one backward, or in all backwards
+            of `accumulate()`.
         """
         tables = of.tables
         assert tables is not None
@@ -453,7 +455,7 @@ class _Rows(torch.autograd.Function):
 
 
 def config_of(table: Any) -> EmbeddingBagConfig:
-    """Convert `table` to an `EmbeddingBagConfig`. For TorchRec's `EmbeddingConfig`, which has no pooling, set "sum",
+    """Convert `table` to an `EmbeddingBagConfig`. TorchRec's `EmbeddingConfig` has no pooling: the result has "sum",
     which is ignored.
     """
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
@@ -484,5 +486,5 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Call `_mark_tables` for the tensors with which `load_state_dict(assign=True)` has replaced the parameters."""
+    """Mark the parameters that `load_state_dict(assign=True)` has replaced (`_mark_tables`)."""
     module._mark_tables()

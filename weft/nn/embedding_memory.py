@@ -51,7 +51,9 @@ class EmbeddingMemory:
 
 
 class BatchesInFlight:
-    """The memory of inputs that backward still needs, for `EmbeddingMemory.in_flight`. Inputs count until autograd frees them."""
+    """The memory of inputs that backward still needs, for `EmbeddingMemory.in_flight`. An input counts until autograd
+    frees it.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -60,14 +62,15 @@ class BatchesInFlight:
         """The numbers of ids and of samples in the last call with gradients."""
 
     def note(self, jagged: JaggedInput, blocks: int) -> None:
-        """Record the input of a call with gradients. blocks: the number of features in the input, from which the number
-        of samples follows.
+        """Record the input of a call with gradients.
+
+        blocks: the number of features in the input.
         """
         self.keep([jagged.values, jagged.offsets, jagged.weights])
         self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Count the bytes of these tensors as long as anything refers to their storage."""
+        """Count the bytes of these tensors until their storage is freed."""
         if len(self._kept) > self._most:
             self._kept = {address: one for address, one in self._kept.items() if not one[0].expired()}
             self._most = max(64, 2 * len(self._kept))

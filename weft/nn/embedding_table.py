@@ -1,7 +1,5 @@
-"""A table of a `ShardedEmbeddingBagCollection`, and its initial values.
-
-Initial values depend only on the seed and the table. So they do not depend on the placement, on the number of ranks, or
-on the table's parts.
+"""A table of a `ShardedEmbeddingBagCollection`, and its initial values, which depend only on the seed and the table.
+They do not depend on the placement, the number of ranks, or the table's parts.
 """
 
 from __future__ import annotations
@@ -48,11 +46,10 @@ class Table(nn.EmbeddingBag):
 
 
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
-    """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
+    """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`. On the same type
+    of device, a part gets the same values as these elements of the whole table.
 
-    Uniform values are drawn in blocks of rows, each with its own seed. So a part gets the values that its elements have
-    in the whole table (on the same type of device), with temporary memory for one block only. An `init_fn` fills a
-    temporary whole table for each part.
+    Memory: a block of rows for uniform values; the whole table for an `init_fn`.
     """
     (rows, columns), dim = weight.shape, table.embedding_dim
     is_whole = (rows, columns) == (table.num_embeddings, dim)
@@ -70,8 +67,8 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 
 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
-    """Return an `init_fn` for the part of `table` that begins at `row` and `column`. It gives each element of the part
-    the initial value that the element has in the whole table.
+    """Return an `init_fn` that fills the part of `table` that begins at `row` and `column` with the same values as in
+    the whole table.
     """
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 
@@ -81,7 +78,7 @@ def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, ro
 
 
 def first_values(table: EmbeddingBagConfig) -> str:
-    """Return a text that describes a table's initial values. Ranks compare this text."""
+    """Return a text that describes a table's initial values, for the comparison between ranks."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"

@@ -199,8 +199,9 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: for each row of y, the index of its pair (token, expert)
-        in the flattened `top_k_weights`.
+        """Return the weighted sum of each token's rows.
+
+        order: for each row of y, the index of its weight in the flattened `top_k_weights`.
         """
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)

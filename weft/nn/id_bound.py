@@ -26,8 +26,8 @@ def check_max_ids(max_ids: Any) -> None:
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
     """Raise `RefusedError` if a rank would receive more than `max_ids` ids.
 
-    totals: the number of ids that each rank would receive. All ranks pass the same numbers, so all raise. advice: a
-        further fix for the error's text.
+    totals: the number of ids that each rank would receive. All ranks pass the same numbers, so all raise.
+    advice: a further fix for the error's text.
     """
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
@@ -44,8 +44,8 @@ def totals_of_ranks(
     """Return the number of ids that each rank would receive from all ranks. All ranks must make this call. On GPUs the
     CPU waits for the device.
 
-    features: the features of this rank's samples. Invalid features count as 0 ids: a later check refuses them.
-        features_of_rank: the names of the features that each rank's tables read.
+    features: the features of this rank's samples. Invalid features count as 0 ids, and a later check refuses them.
+    features_of_rank: for each rank, the names of the features that its tables read.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

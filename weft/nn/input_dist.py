@@ -1,16 +1,15 @@
 """The input distribution: send the ids of this rank's samples to the ranks that own the tables.
 
-Before it, a rank has the features of all tables for its own samples. After it, a rank has the features of its own tables
-for the samples of all ranks.
+Before it, a rank has the features of all tables for its own samples. After it, a rank has the features of its own
+tables for the samples of all ranks.
 
 As in TorchRec's table-wise sharding, there are two rounds of all-to-alls. The first round exchanges headers: the batch
 size and the number of ids of each feature. Then the CPU waits once for the device. The second round sends lengths, ids
-and weights together. Ids are sent grouped by destination, and arrive grouped by source rank. They are then regrouped by
-feature, with samples in rank order, as `weft.embedding_all_to_all` reads them.
+and weights. Ids arrive grouped by source rank. They are then regrouped by feature, with samples in rank order, as
+`weft.embedding_all_to_all` reads them.
 
 On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
-(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors, and every
-reordering is a concatenation of slices.
+(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors.
 
 A rank that refuses its input sets a mark in its header. Its peers then raise too, and do not wait for its ids.
 """
@@ -45,11 +44,11 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The order in which inputs with these `keys` are sent. It is computed once, and reused.
+    """The order in which the features of inputs with these `keys` are sent.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: an index tensor. It picks the headers of all destinations, one after the other, from this rank's own
-        header, which has the counts of all features.
+    header_index: the index tensor that gathers the headers for all destinations from this rank's own header, which has
+        the counts of all features.
     """
 
     keys: tuple[str, ...]
@@ -60,7 +59,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """This rank's samples, after the checks that do not need to wait for the device."""
+    """This rank's samples, after all checks for which the CPU need not wait for the device."""
 
     layout: _Layout
     values: torch.Tensor
@@ -71,12 +70,12 @@ class _LocalBatch:
 
 
 class _Route(NamedTuple):
-    """The routing of one batch's ids, which the gradients of per-sample weights follow in reverse.
+    """The routing of one batch's ids. The gradients of per-sample weights follow it in reverse.
 
     blocks: the features that this rank sent, in sending order, as indices into the input's keys.
     counts: the number of ids of each key of the input.
-    begin: the position in the input's values where the ids of the first key begin.
-    ids_out, ids_in: the numbers of ids sent to, and received from, each rank.
+    begin: the index of the first id in the input's values.
+    ids_out, ids_in: the number of ids sent to each rank, and received from each rank.
     heads: the header (batch size, numbers of ids) received from each rank.
     """
 
@@ -115,8 +114,8 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers (batch size, numbers of ids) are being exchanged.
 
-    numbers: the headers of all ranks (valid once received), this rank's own header with the count of every feature, and
-        the position in the values where the first bag begins. They are one tensor, so that the CPU waits only once.
+    numbers: one tensor that the CPU reads at once. It contains the received header of every rank, then this rank's own
+        header with the count of every feature, then the index of the first id in the input's values.
     """
 
     local: _LocalBatch | None
@@ -299,9 +298,7 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin to exchange headers, which contain the sizes of the messages with ids. Return (`BegunBatch.numbers`,
-        the exchange).
-        """
+        """Begin to exchange headers. Return (`BegunBatch.numbers`, the exchange)."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine
@@ -402,10 +399,12 @@ class InputDist:
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]],
         received: list[torch.Tensor] | None = None,
     ) -> _Exchange:  # fmt: skip
-        """Begin an all-to-all for each tensor in `send`, into `received` or new tensors.
+        """Begin an all-to-all for each tensor in `send`.
 
-        what: the data, for error texts. out[i]: the number of elements of `send[i]` for each rank. into[i]: the number
-            of elements that arrive from each rank.
+        what: the data, for error texts.
+        out[i]: the number of elements of `send[i]` for each rank.
+        into[i]: the number of elements that arrive from each rank.
+        received: the tensors to receive into. None: new tensors.
         """
         if self.world_size == 1:
             if received is not None:
@@ -425,8 +424,8 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the error text for input that the check on the device refused: a negative length, or lengths or
-        offsets that do not match the values.
+        """Return the error text for lengths or offsets that the check on the device refused: a negative length, or a
+        mismatch with the number of values.
         """
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
@@ -458,8 +457,8 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """An autograd function that returns the received per-sample weights. Its backward sends their gradients back to the
-    ranks of the samples; all ranks must run it.
+    """An autograd function that returns the received per-sample weights. Its backward, which all ranks must run, sends
+    their gradients back to the ranks of the samples.
     """
 
     @staticmethod
@@ -494,9 +493,9 @@ def input_dist_of(
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Split `flat` into blocks of `sizes`, and concatenate blocks in `order`, which may omit and repeat blocks.
+    """Split `flat` into blocks of `sizes`, and concatenate the blocks with the indices `order`.
 
-    Return `flat` itself if the order does not change.
+    `order` may omit and repeat blocks. If it changes nothing, return `flat` itself.
     """
     if list(order) == list(range(len(sizes))):
         return flat

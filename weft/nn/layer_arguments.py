@@ -1,4 +1,4 @@
-"""Checks of the arguments of layers' constructors. torch's own errors do not name the argument, or appear only in a call."""
+"""Checks of the arguments of layers' constructors. The errors name the argument, unlike torch's."""
 
 from __future__ import annotations
 

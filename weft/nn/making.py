@@ -74,8 +74,11 @@ def agree_on_module(
     make this call.
 
     Otherwise every rank raises `DisagreementError`, or, if a rank refused its arguments, `RefusedError` with the
-    reason. said: further arguments to compare, by name. refusal: this rank's error about its own arguments. module: the
-    name of the class, for error texts.
+    reason.
+
+    said: further arguments to compare, by name.
+    refusal: this rank's error about its own arguments, if any.
+    module: the name of the class, for error texts.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     if refusal is None and (faults := env.faults()):
@@ -129,10 +132,8 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator for the construction of a module.
-
-    All ranks must use the same communicator. So the function returns the communicator of the group's usual device type,
-    even if this rank passed a device of another type.
+    """Return the communicator for the construction of a module. It is for the group's usual device type, so that all
+    ranks use the same communicator even if one passes another type of device.
     """
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
@@ -140,9 +141,8 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return `deadline_s`; for None return `WEFT_DEADLINE_S`. The default deadline of set-up is shorter, and could
-    expire while a peer fills its tables. If an environment variable of weft is invalid, return the default of set-up:
-    all ranks then raise an error.
+    """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None, because peers may need time to fill tables. If a
+    variable of weft is invalid, return the default of set-up, in which all ranks raise an error.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

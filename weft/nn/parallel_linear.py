@@ -246,8 +246,8 @@ class RowParallelLinear(ParallelLinear):
     def require_following(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None, of: nn.Module
     ) -> None:
-        """Raise `ValueError` for a residual or a norm that does not fit the layer, before the first collective of a
-        call.
+        """Raise `ValueError` for a residual or a norm that does not fit the layer. Call this method before the first
+        collective of a call.
 
         of: the called module, whose last layer is this layer. x: the input of `of`.
         """
@@ -290,7 +290,7 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
 
 def require(of: nn.Module, wrong: str) -> None:
     """Raise `ValueError` with the text `wrong`, unless the text is empty. Callers have the decorator `tells_peers`,
-    which reports the error to the peers.
+    which notifies peers of the error.
     """
     if wrong:
         raise ValueError(f"{type(of).__name__}: {wrong}")

@@ -1,7 +1,7 @@
 """`ShardedEmbeddingBagCollection` with column-wise, row-wise or data-parallel tables.
 
-    PartitionedInput   separates the features for parts of tables from the features for data-parallel tables
-    parts              an inner ShardedEmbeddingBagCollection, which has each part as a table, pools on the parts' ranks
+    PartitionedInput   splits the input: features for parts of tables, and features for data-parallel tables
+    parts              an inner ShardedEmbeddingBagCollection, whose tables are the parts, pools them
     data-parallel      each rank pools its own samples
     output             columns of column-wise parts are concatenated; vectors of row-wise parts are summed in float32,
                        in the order of rows
@@ -193,8 +193,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the input for parts of sharded tables and for data-parallel tables, and the `CheckedInput` of
-        data-parallel tables. Raise `ValueError` for bad input. Ranks do not communicate.
+        """Return (the features for parts of sharded tables and for data-parallel tables, the checked features of
+        data-parallel tables). Raise `ValueError` for bad input. Ranks do not communicate.
         """
         given = self._arrange(features, self.device)
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
@@ -229,7 +229,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._parts._begin_ahead(given, refusal)
 
     def _arrived(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return the result of `_arranged` for a prefetched batch. If the batch of any rank is bad, raise on every rank."""
+        """Return the result of `_arranged` for a prefetched batch. If the batch is bad on any rank, raise on every
+        rank.
+        """
         ahead = cast(_Ahead, self._prefetched)
         self._require_prefetched(features)
         self._prefetched = None
@@ -252,8 +254,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _output(
         self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
     ) -> KeyedTensor:  # fmt: skip
-        """Return the vectors of all tables in table order: concatenate the columns of column-wise tables, and sum the
-        parts of row-wise tables.
+        """Return the vectors of all tables in table order. Concatenate the columns of column-wise tables, and sum the
+        vectors of row-wise parts.
 
         lengths: for row-wise tables with mean pooling, the number of ids of each bag.
         """
@@ -275,8 +277,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the numbers of the pooled vectors from which the block is made. Numbers
-        count the vectors of all parts first, and then those of data-parallel tables.
+        """The pooled vectors from which each block of output columns is made, as indices into the list of all pooled
+        vectors: first those of parts, then those of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots
@@ -318,8 +320,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     # --- parameters, memory and conversions ---
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory of this module on this rank, in bytes. The reduced gradients of data-parallel tables that
-        `accumulate()` keeps are not counted.
+        """Return the memory of this module on this rank, in bytes. It does not include the gradients of data-parallel
+        tables that `accumulate()` keeps.
         """
         weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
         parts, batches, rank = self._parts, BatchesInFlight(), 0

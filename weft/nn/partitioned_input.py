@@ -34,8 +34,8 @@ class Arranged:
     parts: the features for the parts of sharded tables, on all ranks; None if all tables are data-parallel.
     replicated: the features for data-parallel tables; None if there are no such tables.
     spans: for each key of `replicated`, the range [begin, end) of its ids in `replicated.values`.
-    lengths: for each (row-wise table, feature) with mean pooling, the number of ids of each bag, [samples] float32. The
-        sums of the parts' vectors are divided by these numbers. An empty bag has 1, to avoid 0 / 0.
+    lengths: {(row-wise table with mean pooling, feature): the number of ids of each bag, [samples] float32}. The sums
+        of the parts' vectors are divided by these numbers. An empty bag has 1, to avoid 0 / 0.
     """
 
     parts: KeyedJaggedTensor | None
@@ -51,8 +51,9 @@ class PartitionedInput:
     """
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
-        """refuses_bad_ids: True to raise for ids of row-wise tables that are out of range. The error gives the row
-        number in the whole table.
+        """Store the options of all batches.
+
+        refuses_bad_ids: True to raise for out-of-range ids of row-wise tables, with the row number in the whole table.
         """
         self.partition, self._is_weighted, self.refuses_bad_ids = partition, is_weighted, refuses_bad_ids
         row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
@@ -77,12 +78,12 @@ class PartitionedInput:
 
     @property
     def is_needed(self) -> bool:
-        """False if no table is row-wise or data-parallel. Then parts read the given features unchanged."""
+        """True if any table is row-wise or data-parallel. Otherwise parts read the given features unchanged."""
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
         """Return the features for parts of sharded tables and for data-parallel tables. Raise `ValueError` for bad
-        input. The CPU waits for the device, to read how many ids each feature has.
+        input. The CPU waits for the device.
         """
         jagged = as_jagged(features)
         keys = jagged.keys
@@ -103,9 +104,10 @@ class PartitionedInput:
 
 
 class _Arranging:
-    """The conversion of one batch by `PartitionedInput`. It keeps intermediate results that several steps need.
+    """The conversion of one batch by `PartitionedInput`, with intermediate results.
 
-    ends: the first position of each key's ids in `jagged.values`, and the end of the last key's ids.
+    ends: the index in `jagged.values` at which the ids of each key begin, and the index at which the last key's ids
+        end.
     """
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
@@ -158,7 +160,7 @@ class _Arranging:
 
     @cached_property
     def _rows(self) -> list[torch.Tensor]:
-        """For each (row-wise table, feature), the row of the whole table that each id reads."""
+        """The row of the whole table that each id reads, as a tensor for each (row-wise table, feature)."""
         found = []
         for table, feature in self.of.row_wise:
             ids = self.ids[self.block[feature]]
@@ -173,7 +175,7 @@ class _Arranging:
         return self.of.partition.tables[number]
 
     def _split(self) -> tuple[list[str], torch.Tensor, torch.Tensor, Any]:
-        """Return the input of the parts of row-wise tables: (feature names, ids, lengths of bags, weights or None)."""
+        """Return the features for the parts of row-wise tables: (feature names, ids, lengths of bags, weights or None)."""
         partition, batch = self.of.partition, self.batch
         names: list[str] = []
         owners, local, samples, sources = [], [], [], []
@@ -223,10 +225,8 @@ def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
-    """Return the first position of each key's ids, and the end of the last key's ids. Raise `ValueError` for invalid
-    bags.
-
-    The CPU waits for the device.
+    """Return the index at which each key's ids begin, and the index at which the last key's ids end. Raise `ValueError`
+    for invalid bags. The CPU waits for the device.
     """
     offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
     if not batch or not keys:

@@ -35,8 +35,8 @@ def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
 
 
 def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, Any]:
-    """Assemble parts into tables. Return each table of which this rank has parts, by table number, as a plain tensor or
-    as a ShardedTensor of all ranks' parts.
+    """Assemble parts into whole tables. Return {table number: a plain tensor, or a ShardedTensor of all ranks' parts}
+    for the tables of which this rank has parts.
 
     own: (part, tensor) for this rank's parts. The tensors are the parts' weights, or one of their optimizer states.
     """

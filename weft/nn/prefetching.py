@@ -27,12 +27,11 @@ class Prefetched:
     """A batch whose ids are being distributed to the ranks that own the tables. Every rank must construct a
     `Prefetched`, and call `arrived`.
 
-    On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. The ids are sent
-    when the module is called with the batch. In that call the CPU waits only for the separate stream, not for work
-    enqueued since.
+    On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. `arrived` waits for
+    this stream, but not for work that was enqueued later, and then sends the ids.
 
-    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch. refusal: an error that the caller
-        has found.
+    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch.
+    refusal: an error that the caller has found.
     """
 
     def __init__(self, distribution: InputDist, features: Any, refusal: Exception | None = None) -> None:
@@ -61,7 +60,7 @@ class Prefetched:
         return self._distribution.arrive(sent)
 
     def discard(self) -> None:
-        """Wait until the exchange of the numbers of ids, which has begun, no longer reads the batch."""
+        """Wait until the exchange of the numbers of ids no longer reads the batch."""
         if self._side is not None:
             torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)
         with contextlib.suppress(WeftError):  # the group has failed, which the next call reports

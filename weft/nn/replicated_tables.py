@@ -28,9 +28,9 @@ from weft.runtime.embedding_unfused import pool_alone
 class ReplicatedTables:
     """The data-parallel tables of a collection, of which every rank of `group` has a copy.
 
-    sharding: the data-parallel tables, described as the tables of a group of one rank.
+    sharding: the data-parallel tables, as the tables of a group of one rank.
     weights: a function that returns this rank's copies of the tables.
-    factor: a number by which gradients are multiplied after the sum over ranks: 1 / number of ranks for the mean.
+    factor: the number by which the sum of gradients over ranks is multiplied: 1 / number of ranks for the mean.
     sparse: True if tables without an optimizer get sparse gradients.
     name: the name of the collection, for error texts.
     """
@@ -56,7 +56,7 @@ class ReplicatedTables:
         """
 
     def settle(self, sharding: EmbeddingSharding) -> None:
-        """Store the tables' new dtype and device after a conversion."""
+        """Store the tables' dtype and device after a conversion such as `half()`."""
         self.plan = EmbeddingPlan(sharding, self._options)
         if self.update is not None and self.update.step.device != self.weights()[0].device:
             self.update.move(self.weights()[0].device)
@@ -74,10 +74,10 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts` unchanged, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
-        Forward communicates with no other rank, but all ranks must run backward.
+        Ranks communicate only in backward, which all ranks must run.
 
-        parts: the vectors of sharded tables. The autograd function returns them too, so that their backward runs after
-            the backward of the data-parallel tables.
+        parts: the vectors of sharded tables. They pass through this autograd node so that its backward runs before
+            theirs.
         spans: for each key of `jagged`, the range [begin, end) of its ids in the values.
         trains: True if backward shall compute gradients or update tables.
         step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
@@ -110,7 +110,7 @@ class ReplicatedTables:
 
         Ranks communicate only in backward. All tables have the same number of columns.
 
-        ids: the row numbers to read, a tensor for each (table, feature) in column order. A row number out of range
+        ids: the row numbers to read, as a tensor for each (table, feature) in column order. A row number out of range
             reads a zero row.
         parts, trains, step: as for `pooled`.
         """
@@ -121,10 +121,12 @@ class ReplicatedTables:
         return _Rows.apply(self, call, tuple(ids), step, parts, anchor, *inputs)  # type: ignore[no-any-return]
 
     def reduce_and_update(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> Sequence[Any]:
-        """Sum `flat`, one tensor with this rank's gradients of all tables, over ranks. All ranks must make this call.
+        """Sum gradients over ranks, and update the tables or return the sums. All ranks must make this call.
 
         With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
-        table. Otherwise return the gradient of each table. step: as for `pooled`.
+        table. Otherwise return the gradient of each table.
+
+        flat: this rank's gradients of all tables, as one tensor. step: as for `pooled`.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s)
         if of.tables is None:
@@ -147,9 +149,7 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, with the sum of the gradients that were kept during `accumulate()`. step: as for
-        `pooled`.
-        """
+        """Update the tables once, with the gradients that were kept during `accumulate()`. step: as for `pooled`."""
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]
@@ -167,8 +167,8 @@ def _require_finite(
 ) -> None:
     """Raise `RefusedError` on every rank if a gradient is infinite or NaN. All ranks must make this call.
 
-    bad: the names of data-parallel tables with such gradients on this rank. of_parts: the gradients of the vectors of
-        sharded tables, which are checked here because these tables are updated later.
+    bad: the names of data-parallel tables with such gradients on this rank.
+    of_parts: the gradients of the vectors of sharded tables, which are updated later.
     """
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")
@@ -263,7 +263,7 @@ def rows_or_zero(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class JointUpdate(FusedUpdate):
-    """The updates of sharded and of data-parallel tables as one update, for `fused_optimizer`."""
+    """The updates of sharded tables and of data-parallel tables, as one object for `fused_optimizer`."""
 
     def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
         self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
@@ -296,8 +296,8 @@ class JointUpdate(FusedUpdate):
 
 
 def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | None) -> FusedUpdate | None:
-    """Return one update for the sharded parts and for the data-parallel tables. Return None if backward updates no
-    tables.
+    """Return one object for the updates of the sharded parts and of the data-parallel tables; None if backward updates
+    no tables.
     """
     of_replicated = None if replicated is None else replicated.update
     if of_parts is None or of_replicated is None:
@@ -306,7 +306,9 @@ def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | No
 
 
 def require_sharded_norm(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
-    """Raise `ValueError` if the optimizer has `clip_norm` and updates data-parallel tables: the norm does not include them."""
+    """Raise `ValueError` if the optimizer has `clip_norm` and updates data-parallel tables, whose gradients are not in
+    the norm.
+    """
     if optimizer is None or optimizer.clip_norm is None or not partition.replicated_tables:
         return
     if partition.fuses_replicated:

@@ -3,12 +3,12 @@ gradients to the owners.
 
     ids       for each id of this rank's samples: its part of a table, and the row in the part
     sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
-    arrived   ids from peers, by [part of this rank][source rank]
+    arrived   ids from all ranks, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The CPU waits once, for the numbers of ids. Each rank sends every peer two kinds of counts: its number of ids for each
-part of that peer, and its number of ids for each rank. So every rank knows how many ids every rank would receive. If a
-rank would receive more than `max_ids`, all ranks raise.
+The CPU waits once, for the numbers of ids. Each rank sends every peer its number of ids for each part of that peer, and
+also its number of ids for every rank. So all ranks know how many ids each rank would receive, and all raise if any rank
+would receive more than `max_ids`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RowRoute:
     """The routing of one batch's ids to the ranks that own their rows.
 
     to_sent: for each id, its index among the sent ids.
-    order: for each sent id, its index among the ids (the inverse permutation); None with `dedup`.
-    out, into: the numbers of ids sent to, and received from, each rank.
-    counts: the number of received ids by [source rank][part of this rank].
+    order: for each sent id, its index among the ids; None with `dedup`.
+    out, into: the number of ids sent to each rank, and received from each rank.
+    counts: the number of received ids for each [source rank][part of this rank], as one list.
     """
 
     to_sent: torch.Tensor
@@ -97,8 +97,9 @@ class RowDist:
         """Exchange the numbers of ids. Return (the number of ids to send to each rank, the number of ids that arrive
         from each source rank for each part of this rank, `bad` as integers).
 
-        Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. counts: the number of this
-        rank's ids for each part, with parts sorted by rank. bad: as for `send`.
+        Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids.
+
+        counts: the number of this rank's ids for each part, with parts sorted by rank. bad: as for `send`.
         """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
@@ -155,5 +156,8 @@ class RowDist:
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the position of each block in the concatenation of blocks of `sizes`, and the end of the last block."""
+    """Return the index at which each of several concatenated blocks begins, and the index at which the last block ends.
+
+    sizes: the sizes of the blocks.
+    """
     return list(accumulate(sizes, initial=0))

@@ -1,4 +1,6 @@
-"""The ids of a batch whose rows are looked up without pooling: for each id, the table's part and the row in the part."""
+"""The ids of a batch whose rows are looked up without pooling: for each id, its part of a table and its row in that
+part.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from weft.nn.row_dist import RowDist, starts
 
 
 class RowIds:
-    """The ids of a batch, by output feature. Raises `ValueError` for bad input.
+    """The ids of a batch, grouped by output feature. Raises `ValueError` for bad input.
 
     places, rows: for each id of the sharded tables, the part to read and the row number in that part, as for
         `RowDist.send`. An id of a column-wise table has an entry for each part.
@@ -30,7 +32,10 @@ class RowIds:
     def __init__(
         self, partition: Partition, distribution: RowDist | None, device: torch.device, bounds_check: BoundsCheck, features: Any
     ) -> None:  # fmt: skip
-        """distribution: the exchange of ids and rows; None if all tables are data-parallel, so that ranks exchange nothing."""
+        """Check and group the ids of a batch.
+
+        distribution: the exchange of ids and rows; None if all tables are data-parallel.
+        """
         self._partition, self._place_of_part = partition, {} if distribution is None else distribution.place_of_part
         jagged = as_jagged(features)
         keys = jagged.keys
@@ -73,7 +78,7 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (places, rows), as in the attributes of these names, of `ids` that read the sharded table number `table`."""
+        """Return the entries of `places` and `rows` for `ids` that read the sharded table number `table`."""
         partition = self._partition
         numbers = partition.parts_of(table)
         place_of = torch.tensor([self._place_of_part[n] for n in numbers], device=ids.device)

@@ -56,7 +56,7 @@ class TrainedTables(nn.Module):
         and CPU ranks compare the learning rate. After an error nothing is updated. Without an `optimizer` the context
         does nothing: gradients accumulate in `.grad`.
 
-        Memory: the ids and the gradients of all calls in the context, and twice as much at its end.
+        Memory: the ids and the gradients of all backwards in the context. The update at its end needs as much again.
         """
         if self._update is None:
             yield
@@ -81,7 +81,7 @@ class TrainedTables(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
-        """Return a context in which each backward appends its gradients to the list that the context yields."""
+        """Return a context that yields a list, to which each backward appends the ids and gradients that it received."""
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:
