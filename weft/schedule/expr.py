@@ -78,27 +78,29 @@ class Expr:
         int if all values are ints.
 
         known: a cache of the values of subexpressions, keyed by the `id` of the AST node. Pass the same dict to several
-            calls with the same `values`: each shared subexpression is then evaluated once. The expressions must outlive
-            `known`, because Python reuses ids.
+            calls with the same `values`, so that shared subexpressions are evaluated once. Keep the expressions alive
+            as long as `known`, because Python reuses ids.
         """
         return nodes.evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
-        """Return a period p of the variable `name`: adding p to it does not change the expression's value; 0 if unknown."""
+        """Return a period p of the variable `name`: adding p to the variable does not change the expression's value.
+        Return 0 if none is known.
+        """
         return _period_of(self, name)
 
     def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
-        """Evaluate the largest subexpressions that do not depend on the variable `without`, so that they are computed
-        once for all its values.
+        """Evaluate the largest subexpressions without the variable `without`, and add them to `known`, the cache of
+        `evaluated_over`.
 
-        Add the results to `known`, the cache of `evaluated_over`.
+        Later calls of `evaluated_over` with other values of `without` then reuse them.
         """
         for part in _parts_without(self, without):
             if id(part) not in known:
                 known[id(part)] = nodes.evaluated_over(part, values)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """Split a sum of numbers and `total(...)` terms. Return (the sum of the numbers, the terms).
+        """Split a sum of numbers and `total(...)` terms. Return (the sum of the numbers, the `total` terms).
 
         Raise `ValueError` for any other expression.
         """
@@ -206,8 +208,7 @@ INDEX_TYPES = frozenset({int, Expr})
 def require_index(index: Index, what: str) -> None:
     """Raise `TypeError` unless `index` is an integer or an `Expr`. what: its name in the error text.
 
-    A bool is also refused. It usually comes from `RANK == 1`, which is False on all ranks, because Python evaluates the
-    comparison while the schedule is being built.
+    A bool is also refused: it usually comes from `RANK == 1`, which Python evaluates to False before any rank is known.
     """
     if isinstance(index, bool):
         raise TypeError(
@@ -221,7 +222,7 @@ def require_index(index: Index, what: str) -> None:
 
 
 def value(index: Index, **variables: int) -> int:
-    """Return `index` as an int. If it is an expression, `variables` are the values of its variables."""
+    """Return `index` as an int. If it is an expression, pass the values of its variables as `variables`."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
 
 
@@ -311,7 +312,7 @@ def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
 
 
 def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
-    """Substitute values for names, and evaluate the subexpressions that have no name left. Return the new AST."""
+    """Return the AST with variables replaced by their values, and subexpressions without variables evaluated."""
     match node:
         case ast.Name(id=name) if name in values:
             found = values[name]
@@ -343,10 +344,7 @@ def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
 
 
 def _folded(node: ast.expr) -> int:
-    """Return the value of an expression without variables.
-
-    An operation on two numbers, the common case, is computed without compiling the expression.
-    """
+    """Return the value of an expression without variables."""
     match node:
         case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:
             return int(nodes.OPERATORS[type(sign)](left, right))

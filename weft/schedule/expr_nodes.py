@@ -26,24 +26,22 @@ MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 <<
 
 
 class PrefixSums:
-    """The contents of a buffer, row by row, with cached prefix sums. The sum of any slice takes constant time."""
+    """The contents of a buffer, row by row, from which the sum of any slice takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the slice `part`, not its elements.
-
-        Compiled expressions contain `sum(buffer[first:end])`. With a `PrefixSums` as `buffer`, the slice is already the
-        sum, so no elements are added.
+        """Return the sum of the slice `part`, not its elements, so that `sum(buffer[first:end])` in a compiled
+        expression is fast.
         """
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """Return the sums of many slices [first:end:step] as an array. first, end: the bounds of all slices, at least 0."""
+        """Return an array with the sums of the slices [first:end:step]. first, end: arrays or numbers, at least 0."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -116,9 +114,7 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return `node`, the bound of a slice, for the type checker: it is never None, because `check` refuses slices
-    without bounds.
-    """
+    """Return `node`, the bound of a slice, typed as not None: `check` has refused slices without bounds."""
     assert node is not None  # check refuses slices without both bounds
     return node
 
@@ -146,9 +142,8 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 
 def period_of(node: ast.AST, name: str) -> int:
-    """Return a period p of the variable `name`: adding p to it does not change the value of `node`.
-
-    Return 0 if no period is known.
+    """Return a period p of the variable `name`: adding p to the variable does not change the value of `node`. Return 0
+    if none is known.
     """
     match node:
         case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:
@@ -168,8 +163,8 @@ def period_of(node: ast.AST, name: str) -> int:
 def split_without(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
     """Return True if `node` does not depend on the variable `name`.
 
-    Otherwise return False, and append to `parts` the largest subexpressions that do not depend on `name`, except
-    constants.
+    Otherwise append to `parts` the largest subexpressions that do not depend on `name`, except constants, and return
+    False.
     """
     match node:
         case ast.Name(id=found):
@@ -219,7 +214,7 @@ def parsed(text: str) -> ast.expr:
 def check(node: ast.expr) -> None:
     """Raise `ValueError` if the AST contains anything but arithmetic, tables and sums.
 
-    Without this check, an expression from a file could run any code, because expressions are passed to `eval`.
+    Expressions are passed to `eval`, so without this check an expression from a file could run any code.
     """
     match node:
         case ast.Constant(value=bool()):

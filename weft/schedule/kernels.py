@@ -2,17 +2,16 @@
 
 A `Tiles` step describes its work twice. Its body lists the steps of one tile: `verify` checks these steps, the
 simulator times them, and CPU processes run them tile by tile. Its `kernel` is a `TileKernel` with the parameters of a
-GPU kernel. The executor finds the implementation by the type of `kernel`. The builder must make both descriptions
-agree. tests/unit/test_tile_kernels.py checks weft's builders.
+GPU kernel. The executor finds the implementation by the type of `kernel`. The builder must make both descriptions agree
+(tests/unit/test_tile_kernels.py).
 
 To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
 fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). The GPU executor refuses a kernel whose class has no entry. CPU processes
-run the tiles of such a kernel one after the other. But they refuse the kernel if its base class has an entry, which may
-not fit the derived class.
+`weft.runtime.cuda.tile_kernels.tiles_call`). Without an entry, the GPU executor refuses the kernel, and CPU processes
+run its tiles one after the other. CPU processes refuse a kernel without an entry whose base class has one.
 
-The simulator assumes that a kernel cuts each tile of the step into smaller tiles, as the kernels for experts do. If the
-kernel computes each tile of the step on one compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.
+The simulator assumes that several compute units share each tile of the step. If the kernel computes each tile on one
+compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TileKernel:
     def continues(self, before: TileKernel | None) -> bool:
         """Return True if one launch may run the tiles of `before` and then the tiles of this kernel.
 
-        before: the kernel of the lane's previous step, apart from signals; None if that step has no tiles.
+        before: the kernel of the previous step in the lane that is not a signal; None if that step has no tiles.
         """
         return type(before) is type(self)
 
@@ -63,7 +62,7 @@ class TileKernel:
 class GroupedMatmul(TileKernel):
     """Grouped GEMM over the rows that a rank has received, with one group for each (source rank, local expert).
 
-    The kernel reads the rows from where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
+    The kernel reads the rows where the exchange stored them, without sorting them (`weft.kernels.grouped_matmul`).
 
     counts: the name of the buffer with the number of tokens that each rank sends for each expert.
     tokens, inbox: the names of the buffers with this rank's own tokens, and with the tokens from peers.
@@ -73,7 +72,8 @@ class GroupedMatmul(TileKernel):
     first_source, n_sources: the ranks whose rows are multiplied: `n_sources` consecutive ranks. The first is
         `first_source` ranks after this rank.
     first_expert, n_experts: the local experts whose rows are multiplied, as (first, number).
-    first_k, n_k: the part of the inner dimension k that is multiplied, as (first, number): columns of tokens, and rows of weights.
+    first_k, n_k: the part of the inner dimension k that is multiplied, as (first, number): columns of tokens, and rows
+        of weights.
     adds: True to accumulate into y.
     """
 
@@ -98,8 +98,8 @@ class GroupedMatmul(TileKernel):
 class SortedMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, with one group for each local expert.
 
-    Rows of several source ranks can share a tile. So if each source rank sends few rows, this kernel has fewer tiles
-    than `GroupedMatmul`.
+    Rows of several source ranks can share a tile, so this kernel has fewer tiles than `GroupedMatmul` if each source
+    rank sends few rows.
 
     x: the name of the buffer with the sorted rows. The other fields are as in `GroupedMatmul`.
     """
@@ -116,11 +116,12 @@ class SortedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
-    """Grouped GEMM over rows sorted by expert, then by source rank. It groups the products by the rank that sent the rows.
+    """Grouped GEMM over rows sorted by expert, then by source rank. It stores the products grouped by the rank that
+    sent the rows.
 
     The products then return to these ranks, so this kernel is the counterpart of `GroupedMatmul`
-    (`weft.kernels.grouped_matmul`). It always multiplies over all of k, and never accumulates. If a launch multiplies
-    the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
+    (`weft.kernels.grouped_matmul`). It always multiplies over all of k, and never accumulates. If it multiplies the
+    rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Row r has the number of rows from rank r for each local expert.
         Row ranks + r has the number of rows that this rank sent to each expert of rank r.
@@ -154,8 +155,8 @@ class TrackedMatmul(TileKernel):
     signal as soon as the last of these tiles is stored.
 
     rows, cols: the maximum size of a tile; powers of two.
-    least_part: if there are fewer tiles than compute units, several units share a tile. Each unit then computes a part
-        of k of at least `least_part` elements. The last unit to finish stores the tile.
+    least_part: the shortest part of k, in elements, that a compute unit computes if several units share a tile. Units
+        share tiles if there are fewer tiles than units.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
@@ -182,7 +183,7 @@ class LibraryGroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that sorts rows by expert. Its input rows are sorted by source rank. Each tile copies the rows of one
+    """A kernel that sorts rows by expert. Its input is sorted by source rank, and each tile copies the rows of one
     expert.
 
     On GPUs all copies of one step may read at most two buffers, and must write the same buffer.
@@ -196,10 +197,11 @@ class PooledSlices(TileKernel):
     """A kernel that pools embeddings and sends each slice (a group of pooled vectors of one sample) to the rank that
     owns the sample.
 
-    transport: "direct" stores vectors in the destination's memory. "put" pools a slice into local memory, then copies the slice.
-    order: "remote_first" pools the slices of other ranks first.
-    found: cache hit rates of reads of table rows, one for each cache size in `weft.builders.row_reuse`. (): unknown.
-        Only the simulator uses them.
+    transport: "direct" stores vectors in the destination's memory. "put" pools a slice into local memory, then copies
+        it.
+    order: "remote_first" pools the slices of other ranks' samples first.
+    found: cache hit rates of reads of table rows, one for each cache size in `weft.builders.row_reuse`, for the
+        simulator. (): unknown.
     """
 
     kind: ClassVar[str] = "embedding_all_to_all"
@@ -215,7 +217,10 @@ class PooledSlices(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledBags(TileKernel):
-    """A kernel that pools embeddings into this rank's memory, for a collective to send. found: as in `PooledSlices`."""
+    """A kernel that pools embeddings into this rank's memory, for a collective to send.
+
+    found: as in `PooledSlices`.
+    """
 
     kind: ClassVar[str] = "embedding_bag"
     found: tuple[float, ...] = ()
@@ -223,6 +228,6 @@ class PooledBags(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """A kernel that permutes columns: from columns grouped by rank to the order of the result, or the reverse."""
+    """A kernel that permutes columns between two orders: grouped by rank, and as in the result."""
 
     kind: ClassVar[str] = "unpack"

@@ -3,17 +3,17 @@
 All parts of weft use this definition: the GPU compiler issues launches, `verify` finds the launches that poll on
 compute units, and the simulator charges launch overhead once per launch.
 
-A kernel that copies also performs the signals between ranks before and after the copy, so these steps belong to its launch.
-Such a launch has these groups of steps, in order (a program is a thread block of the kernel):
+A launch that copies by kernel includes the signals between ranks around the copy. It has these groups of steps, in order (a
+program is a thread block of the kernel):
 
-    sets_before  sets before the waits. They are included only if the rank has a single lane: otherwise they would be delayed
-                 until the launch, which may be queued behind a wait of another lane
+    sets_before  sets before the waits, only if the rank has a single lane. With several lanes, a launch may be queued behind a
+                 wait of another lane, which would delay these sets
     waits        waits before the copy. All programs of the kernel poll for them
-    body         the copy, and further copies. These either have the same source, with sets between them (`_fixed`), or follow
-                 directly on the copy and read other parts of the same buffer (`_joins`)
+    body         one or more copies. They have the same source, with sets between them (`_fixed`), or are consecutive and read
+                 parts of the same buffer (`_joins`)
     sets         sets after a copy. The last program of the copy to finish performs them
-    waits_after  waits after the sets. The last program polls for them. They are included only if a delay of the sets causes no
-                 deadlock: with these waits, the launch and its sets are issued only when the last of the waits is issued
+    waits_after  waits after the sets. The last program polls for them. A launch with such waits is issued only at its last wait,
+                 which delays its sets, so waits are included only if this delay cannot cause a deadlock
 
 Adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is its own launch.
 """
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
     @property
     def first_wait(self) -> int:
-        """The position in the lane of the launch's first wait, or of its body if it has no wait before the body."""
+        """The position in the lane of the first wait before the launch's body; of the body if there is no such wait."""
         return self.first + len(self.sets_before)
 
     @property
@@ -83,14 +83,14 @@ class Launch(NamedTuple):
     def anchor(self) -> int:
         """The position in the lane of the launch's last step that is not a set.
 
-        The CPU issues the launch when the order of issue reaches this step, after all steps that the launch waits for.
+        The CPU issues the launch when the order of issue reaches this step.
         """
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield a bool for each step: True if a kernel that starts at an earlier step also runs this step."""
+        """Yield a bool for each step: True if the kernel of an earlier step also runs this step."""
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues
@@ -129,9 +129,9 @@ def launches(
     kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Skip signals of type `kind` (`Set` or `Wait`), beginning at position `at`. Return the position after them.
+        """Return the first position from `at` on whose step is not a signal of type `kind` (`Set` or `Wait`).
 
-        Signals within the rank are skipped only if `local` is True.
+        Signals within the rank are such signals only if `local` is True.
         """
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1
@@ -140,8 +140,8 @@ def launches(
     def copy(at: int, waits: int, body: int) -> Launch:
         """Return the launch of the copy `steps[body]`.
 
-        at: the position in `steps` of the launch's first step. waits: the position in `steps` of its first wait, or `body`
-            if no wait precedes the copy.
+        at: the position in `steps` of the launch's first step.
+        waits: the position in `steps` of its first wait, or `body` if no wait precedes the copy.
         """
         like = _fixed(steps[body], buffers, held)
         parts_end = body + 1
@@ -192,11 +192,10 @@ def launches(
 def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
-    The copies must read the same columns of one buffer and have equal row pitches. Their sizes must all be fixed and
-    equal, or all depend on `held`. In the second case, the buffers that they write must have equal numbers of rows,
-    because the kernel clamps all sizes to this number. The copies must write symmetric or scratch buffers, or one
-    tensor of the caller, but not the buffer that they read. They must not accumulate, because the kernel's copies run
-    in no particular order. For the same reason they must not write the same place, which `verify` checks.
+    Both copies must read the same columns of one buffer, and write buffers with equal row pitches: symmetric or scratch
+    buffers, or both one tensor of the caller. They must not accumulate, and must not write the buffer that they read.
+    Their sizes must be fixed and equal, or both depend on `held`. In the second case, the buffers that they write must
+    have equal numbers of rows.
     """
     if step.copies_by != "kernel":
         return False
@@ -224,8 +223,8 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    Copies for which this function returns equal tuples may share a launch: one source is copied to several places with
-    the same pitch. Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor.
+    Copies with equal results may share a launch, which copies one source to several places. Return None for other
+    steps, for dynamic sizes, and for a destination that is the caller's tensor.
     """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
@@ -236,9 +235,8 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return, for each rank, {counter of the rank: the rank that sets the counter}.
-
-    The dicts contain only counters that another rank or a tile kernel sets.
+    """Return, for each rank, {counter of the rank: the rank that sets the counter}, for counters that another rank or a
+    tile kernel sets.
     """
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
@@ -261,10 +259,10 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 
 
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
-    """Return the number of compute units that one copy by kernel may hold if its size is dynamic.
+    """Return the number of compute units that one copy by kernel of dynamic size may hold.
 
-    resource: the resource of the copy's lane. Copies on copy lanes run concurrently with GEMMs, so all copy lanes
-        together get only `DYNAMIC_COPY_UNITS`. A copy on a compute lane gets `COPY_UNITS`.
+    resource: the resource of the copy's lane. All copy lanes together get `DYNAMIC_COPY_UNITS`, because they run
+        concurrently with GEMMs. A copy on a compute lane gets `COPY_UNITS`.
     """
     if resource == "compute":
         return COPY_UNITS
@@ -291,10 +289,9 @@ def launches_of_rank(
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    If the launch of a copy includes the waits after its sets, the CPU issues the launch only at the last of these
-    waits. So the sets are delayed. If `order` has another lane's wait for a peer between the sets and these waits, the
-    launch does not include the waits. Otherwise, if the lanes share a hardware queue, the sets would be queued behind
-    the other lane's wait, while the peer waits for the sets.
+    A launch that includes the waits after its sets is issued at the last of these waits, which delays the sets. So it
+    includes them only if no other lane waits for a peer in between: on a shared hardware queue, the sets would be stuck
+    behind that wait.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

@@ -27,8 +27,9 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """Raise `ValueError` for the first number beyond its limit. Expressions that have no value are left for `verify` to
-    report.
+    """Raise `ValueError` for the first number beyond its limit.
+
+    Expressions without a value are not checked here, because `verify` reports them.
     """
     check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
     for i, held in enumerate(schedule.contents):
@@ -57,9 +58,9 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps after unrolling loops. where: the place of the steps in the schedule, for error texts.
+    """Return the number of steps after unrolling loops, of which each loop and each empty iteration counts as one.
 
-    A loop itself counts as one step. An empty iteration counts as one step too, because it takes time to unroll.
+    where: the place of the steps in the schedule, for error texts.
     """
     count = 0
     for i, step in enumerate(steps):
@@ -84,7 +85,7 @@ def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
 def _check_steps(count: int, where: str) -> None:
     if count > MOST_STEPS:
         raise ValueError(
-            f"{where} has {count} steps or more after unrolling loops, but at most {MOST_STEPS} are allowed"
+            f"{where} has {count} steps or more after unrolling loops, but at most {MOST_STEPS} are allowed: use fewer chunks"
         )
 
 

@@ -1,14 +1,14 @@
 """Messages: the sends of a schedule, as steps of the sender and of the receiver.
 
-A send is one step of the sender's lane. `with_messages` splits it, so that checks and executors need to handle only lanes
-and signals:
+A send is one step of the sender's lane. `with_messages` splits it into two steps, so that checks and executors need to
+handle only lanes and signals:
 
     the sender's lane   a `Post`: reads the rows, and passes the message to the process group
     the receiver        a lane for each lane that sends to it. A `Receive` waits for the message, and writes its rows
 
-If a lane has sent rows to a rank, the signals that the lane then sets at this rank are messages too. Their `Receive`
-sets the signal. The messages of a lane to one rank arrive in order, so a signal arrives after the rows that were sent
-before it. Signals to ranks on other hosts are always messages.
+After a lane has sent rows to a rank, the signals that the lane sets at this rank are messages too: the `Receive` sets
+the signal. A lane's messages to one rank arrive in order, so a signal arrives after the rows that were sent before it.
+Signals to ranks on other hosts are always messages.
 
 `verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and the
 `Receive` waits for. So before a rank reads received rows, it must wait for a signal that the same lane sent after the rows. A

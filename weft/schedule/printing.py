@@ -58,7 +58,7 @@ def wrapped(head: str, text: str) -> str:
 
 
 def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
-    """Return `item` with its regions replaced by text. Regions of `rank` are printed without their rank."""
+    """Return `item` with its regions replaced by text. Regions of `rank` are printed without "@rank"."""
     if isinstance(item, tuple):
         return tuple(_shown(part, rank, buffers) for part in item)
     if isinstance(item, Region):

@@ -100,10 +100,9 @@ def checked_eps(eps: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The expected contents of a buffer whose numbers determine sizes at run time: for each rank, the numbers row by
-    row.
+    """The expected contents of a buffer on which sizes depend at run time: for each rank, the numbers row by row.
 
-    Simulation, verification and printing use the expected contents in place of the actual contents.
+    Simulation, verification and printing use them in place of the actual contents.
     """
 
     buffer: str
@@ -147,10 +146,11 @@ def written(region: Region, update: bool = False) -> Access:
 
 
 class Declared(NamedTuple):
-    """The names that a step of `rank` may refer to.
+    """The names to which a step of `rank` may refer.
 
-    buffers: for each rank, its buffers by name, with evaluated sizes. signals: the number of counters, by name. held:
-        the names of the buffers whose contents determine sizes (`Contents`).
+    buffers: for each rank, its buffers by name, with evaluated sizes.
+    signals: the number of counters, by name.
+    held: the names of the buffers whose contents determine sizes (`Contents`).
     """
 
     rank: int

@@ -6,7 +6,8 @@ once for all ranks: a number that differs between ranks is an expression of the 
 
 The steps of a lane run in order. Only signals order steps of different lanes or ranks. A run of a rank starts all its
 lanes at once, and ends when all lanes have ended. In this example, each rank puts its x into the peer's `box`. A wait
-with `previous` counts the sets of the previous run: so a rank overwrites `box` only after the peer has read it.
+with `previous` waits for the sets of the previous run, so a rank overwrites the peer's `box` only after the peer has
+read it.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -86,9 +87,7 @@ class Schedule:
         raise ScheduleError(undeclared(name))
 
     def values(self, rank: int) -> Values:
-        """Return the values of variables in expressions on `rank`: the number "rank", and the expected contents of
-        buffers.
-        """
+        """Return {variable: value} for expressions on `rank`: the number "rank", and the expected contents of buffers."""
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
     @property
@@ -125,8 +124,8 @@ class Schedule:
 
         A `Tiles` step keeps its body, in which the tile's index is the only variable.
 
-        expected: True to use the expected contents of buffers for sizes that depend on contents. Executors pass False:
-            these sizes then stay expressions.
+        expected: True to compute dynamic sizes from the expected contents of buffers; False, as for executors, to keep
+            them as expressions.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)
@@ -183,7 +182,7 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
     """Return the cache of `of_rank` for this schedule object, keyed by the arguments of `of_rank`.
 
-    Only the latest schedule's cache is kept: callers usually check, order and run a schedule before they use the next.
+    Only the cache of the latest schedule is kept.
     """
     global _last
     of, known = _last
@@ -247,7 +246,8 @@ class Draft:
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
         """Declare that sizes in this schedule depend on the contents of `buffer` at run time.
 
-        expected: for each rank, the contents that simulation and verification assume, row by row."""
+        expected: for each rank, the contents that simulation and verification assume, row by row.
+        """
         size = buffer.rows * buffer.cols
         distinct = {id(of_rank): of_rank for of_rank in expected}  # usually all ranks have the same contents
         if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
@@ -269,8 +269,8 @@ class Draft:
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
         """Return the lane `name`. The first call with a name creates the lane.
 
-        The CPU issues steps of copy lanes before steps of compute lanes. Among lanes of one resource, lanes that were
-        created earlier come first (`weft.schedule.verify.issue_order`).
+        The CPU issues steps of copy lanes before steps of compute lanes, and otherwise in the order in which lanes were
+        created (`weft.schedule.verify.issue_order`).
         """
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
@@ -288,7 +288,7 @@ class Draft:
 
 
 class LaneDraft:
-    """Build a lane: every method appends a step and returns the lane."""
+    """A lane under construction: every method appends a step and returns the lane."""
 
     def __init__(self, name: str, resource: Resource) -> None:
         self.name, self.resource = name, resource
@@ -299,7 +299,7 @@ class LaneDraft:
         return self.then(Copy(src, dst, by, accumulate))
 
     def send(self, src: Region, dst: Region) -> LaneDraft:
-        """Append a send of `src` to `dst`, a region of any other rank, on this host or another (`Send`)."""
+        """Append a send of `src` to `dst`, a region of another rank on this or another host (`Send`)."""
         return self.then(Send(src, dst))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
@@ -374,8 +374,7 @@ class LaneDraft:
 def _require_step(step: Any, *where: str) -> None:
     """Raise `TypeError` unless `step` is a Step whose operands are regions and whose numbers are int or Expr.
 
-    where: words that together say where the step is, for the error text. They are joined only for an error, because a
-        large schedule has tens of thousands of steps.
+    where: words that say where the step is, for the error text. They are joined only if there is an error.
     """
     if not isinstance(step, Step):
         hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
@@ -397,7 +396,7 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Return (name, type as text) of each field of the step class `of` whose value is a region, a tuple of regions, or a norm."""
+    """Return (name, type as text) of each field of step class `of` that is a region, a tuple of regions, or a norm."""
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 
@@ -405,10 +404,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return what is wrong with an operand, and the fix; "" if the operand is valid.
-
-    wanted: the type of the field, as text.
-    """
+    """Return what is wrong with an operand, and the fix; "" if the operand is valid. wanted: the field's type, as text."""
     if wanted == "Norm | None":
         if given is None:
             return ""

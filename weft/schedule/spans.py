@@ -12,7 +12,10 @@ from weft.schedule.steps import Step
 
 
 def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -> str:
-    """Return the name of a step of `rank`; regions of `rank` itself get no "@rank". numbers: values of the step's variables."""
+    """Return the name of a step of `rank`, in which regions of `rank` get no "@rank".
+
+    numbers: values of the step's variables.
+    """
     known = numbers or {}
 
     def at(where: Index) -> str:

@@ -45,7 +45,7 @@ def fingerprint(schedule: Schedule) -> str:
 
 
 def _values(item: Any) -> Any:
-    """Return a JSON value for an object that json cannot write: a list of its kind and the values of its fields."""
+    """Return [kind, value of each field] for an object that json cannot write."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}

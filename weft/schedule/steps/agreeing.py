@@ -19,10 +19,11 @@ class Agree(Step):
     W is the world size, and C is the number of counts per pair of ranks: one for each expert.
 
     expected: `[W, C]`. Row r has the numbers of rows that this rank expects from rank r.
-    sent: `[W * W, C]`: one table `[W, C]` from each rank, in rank order. The table of rank r has the numbers of rows
-        that rank r sent to each rank.
-    out: the received rows, grouped by source rank. The group of rank r has as many rows as the sum of row r of `expected`.
-    row: the row of each table that belongs to this rank.
+    sent: `[W * W, C]`: one table `[W, C]` from each rank, in rank order. Row q of the table of rank r has the numbers
+        of rows that rank r sent to rank q.
+    out: the received rows, grouped by source rank. The group of rank r has as many rows as the sum of row r of
+        `expected`.
+    row: this rank's number, which selects its row in each table of `sent`.
     """
 
     kind: ClassVar[str] = "agree"

@@ -1,4 +1,4 @@
-"""The base class of steps. Each kind of step overrides properties of the base; checks, simulator and printing read them.
+"""The base class of steps. Each kind of step overrides its properties, which checks, simulator and printing read.
 
 To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses,
 numbers, and expressions. To run the new kind, add an entry to each executor: `weft.runtime.cpu.steps.bind` and
@@ -45,9 +45,7 @@ class Awaited:
 
 
 class Step:
-    """The base class of steps. Its defaults describe a step that occupies its lane, without memory accesses and
-    signals.
-    """
+    """The base class of steps. By default a step occupies its lane, and has no memory accesses and signals."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -74,7 +72,7 @@ class Step:
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return a step that only sets the signals that this step sets; None if this step sets none."""
+        """Return a step with only the sets of this step; None if it has none."""
         return self if self.sets() else None
 
     @property
@@ -91,7 +89,7 @@ class Step:
     def occupies(self) -> bool:
         """True if the step keeps a queue or the CPU busy, unlike a signal.
 
-        After such a step the CPU first issues steps of other lanes, before it continues with this lane.
+        After such a step the CPU issues steps of other lanes before it continues with this lane.
         """
         return True
 
@@ -122,8 +120,8 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The positions, in `accesses()`, of the operands that determine whether the step is empty. If one of these
-        regions has no elements, the step does nothing.
+        """The positions, in `accesses()`, of the regions that decide if the step is empty: it does nothing if one of
+        them has no elements.
         """
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
@@ -239,9 +237,7 @@ def values_of(item: Any) -> tuple[Any, ...]:
 
 
 def getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that returns the attributes `names` of an object as a tuple.
-
-    `operator.attrgetter` is used for speed: a large schedule has a million fields."""
+    """Return a function that returns the attributes `names` of an object as a tuple."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda item: tuple([getattr(item, name) for name in names])
@@ -255,9 +251,7 @@ def variables_of(item: Any) -> Set[str]:
 
 
 def depends(item: Any, names: Collection[str]) -> bool:
-    """Return True if an expression of a step, region or index uses one of the variables `names`. Faster than
-    `variables_of`.
-    """
+    """Return True if an expression of a step, region or index uses one of the variables `names`."""
     kind = type(item)
     if kind is int or kind is str:
         return False
@@ -289,7 +283,7 @@ def _add_variables(item: Any, found: set[str]) -> None:
 
 
 def totals_of(item: Any) -> list[Total]:
-    """Return the `total(...)` terms in the expressions of `item`. item: a step that is evaluated for one rank."""
+    """Return the `total(...)` terms in the expressions of `item`, a step that is evaluated for one rank."""
     if type(item) in (int, str):
         return []
     if isinstance(item, Expr):

@@ -87,7 +87,9 @@ def disagreement(steps: Sequence[Collective]) -> str:
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
     if len({step.op for step in steps}) > 1:
-        return f"the ranks call different collectives: {', '.join(step.op for step in steps)}"
+        return (
+            f"the ranks call different collectives, {', '.join(step.op for step in steps)}: call the same on all ranks"
+        )
     return _CHECKS[steps[0].op](steps, rows, into)
 
 

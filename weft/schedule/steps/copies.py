@@ -25,9 +25,9 @@ class Copy(Step):
 
     src or dst may be in a peer's memory (a get or a put).
 
-    by: "dma" for a copy engine, "kernel" for loads and stores on at most COPY_UNITS compute units. Consecutive copies by kernel
-        that read one buffer may run concurrently, as one launch (`weft.schedule.launches`), so they must not write the same
-        elements.
+    by: "dma" for a copy engine, "kernel" for loads and stores on at most COPY_UNITS compute units. Consecutive copies
+        by kernel that read one buffer must not write the same elements, because they may run concurrently, as one
+        launch (`weft.schedule.launches`).
     """
 
     kind: ClassVar[str] = "copy"

@@ -22,7 +22,7 @@ Kind = TypeVar("Kind", bound=Step)
 
 
 class _Repeated(Step):
-    """A step that repeats its body. The index is a variable in the body."""
+    """A step that repeats its body, in which the index is a variable."""
 
     __slots__ = ()
     index: str
@@ -39,8 +39,8 @@ class _Repeated(Step):
 
 @dataclass(frozen=True, slots=True)
 class For(_Repeated):
-    """A loop: run `body` for `index` = 0 .. extent - 1, in order. In the body, the variable named `index` is the
-    iteration.
+    """A loop: run `body` for `index` = 0 .. extent - 1, in order. index: the name of the variable that has this number
+    in the body.
     """
 
     kind: ClassVar[str] = "for"
@@ -66,8 +66,8 @@ class Tiles(_Repeated):
     begin after the previous step of the lane and end before its next step. The body may have `Copy`, `Compute` and
     `Set` steps.
 
-    The body cannot wait, because the number of concurrent tiles is unknown. A tile might wait for a tile that cannot
-    start until the waiting tile ends.
+    The body cannot wait: the number of concurrent tiles is unknown, so a tile might wait for a tile that cannot start
+    yet.
 
     kernel: the GPU kernel that runs all tiles, with its parameters (`weft.schedule.kernels`).
     """
@@ -136,7 +136,9 @@ class Tiles(_Repeated):
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
     """Evaluate the expressions `numbers` for each tile, and count the tiles with equal results, such as equal sizes.
 
-    Return a list of (values of `numbers`, number of tiles), sorted by values. tiles: a step whose extent is a number.
+    Return a list of (values of `numbers`, number of tiles), sorted by values.
+
+    tiles: a step whose extent is a number.
     values: the values of the other variables in the body; not needed if the body is evaluated.
     """
     extent = cast(int, tiles.extent)
@@ -188,13 +190,13 @@ def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> t
 def flattened(
     steps: Iterable[Step], state: State, turns: Callable[[For, State], Iterable[State]]
 ) -> Iterator[tuple[Step, State]]:
-    """Yield (step, state) for each execution of each step, with loops unrolled.
+    """Yield (step, state) for each execution of each step, with loops unrolled. A `Tiles` step is yielded without its
+    body.
 
-    A state is what the caller wants to know about the loops around a step, such as the values of their indices. A
-    `Tiles` step is yielded without its body.
+    The caller chooses what a state is, such as the values of the loop indices around the step.
 
     state: the state outside of all loops.
-    turns: a function that, for a loop and the state around the loop, yields the state inside each iteration.
+    turns: a function that returns the state in each iteration of a loop, given the loop and the state around it.
     """
     for step in steps:
         if isinstance(step, For):

@@ -17,17 +17,17 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 class Read(Step):
     """Read the numbers in a buffer, so that sizes and offsets of later steps of this lane may depend on them.
 
-    `weft.schedule.expr.total` makes the expressions for such sizes. The expressions use the numbers that were read,
-    even if the buffer changes later.
+    `weft.schedule.expr.total` makes the expressions for such sizes. They keep the numbers that were read, even if the
+    buffer changes later.
 
     region: the whole buffer, int64.
     by: who reads the numbers:
 
         device     kernels only. The CPU never reads the numbers
-        host       kernels and the CPU. The CPU waits for the numbers, then allocates the outputs whose sizes depend on them. Copy
-                   engines need this, because the CPU passes them the sizes
-        meanwhile  kernels and the CPU, which does not wait. Outputs whose sizes depend on the numbers are allocated with rows to
-                   spare, and narrowed when the CPU has the numbers
+        host       kernels and the CPU, which waits for the numbers. It then allocates outputs of these sizes, and passes the
+                   sizes to copy engines
+        meanwhile  kernels and the CPU, which does not wait. Outputs of these sizes are allocated with rows to spare, and narrowed
+                   when the CPU has the numbers
     """
 
     kind: ClassVar[str] = "read"
@@ -46,7 +46,7 @@ class Read(Step):
         if self.region.buffer not in where.held:
             yield f"the contents of {self.region.buffer} are not declared: call Draft.holds"
         elif buffer.dtype != "int64" or box_of(self.region) != (0, buffer.rows, 0, buffer.cols):
-            yield f"read takes a whole int64 buffer, but got {self.region} of {buffer.dtype}"
+            yield f"read takes a whole int64 buffer, but got {self.region} of a buffer of {buffer.dtype}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"read {self.region.buffer}"

@@ -19,9 +19,9 @@ from weft.schedule.steps.base import Step, differing
 class Send(Step):
     """dst = src, where dst is in the memory of another rank.
 
-    The step ends when src may be overwritten. The data may arrive later. The receiver sees the data after it has waited
-    for a signal that this lane sets at the receiver after the step: the signal travels behind the data
-    (`weft.schedule.messages`). Signals of other lanes do not order the data.
+    The step ends when src may be overwritten; the data may arrive later. The receiver sees the data after it has waited
+    for a signal that the sender's lane sets after the send (`weft.schedule.messages`). Signals of other lanes do not
+    order the data.
     """
 
     kind: ClassVar[str] = "send"
@@ -48,7 +48,7 @@ class Send(Step):
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
         if given != wanted:
-            yield f"src has shape {list(given)}, but dst has {list(wanted)}"
+            yield f"src has shape {list(given)}, but dst has {list(wanted)}: both must be equal"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"send {self.src.buffer} -> {self.dst.buffer}{at(self.dst.at)}"

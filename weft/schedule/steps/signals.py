@@ -16,8 +16,8 @@ class Set(Step):
     """Add one to a counter of rank `at`, with release semantics: a lane that waits for the counter sees all earlier
     writes of this lane.
 
-    signal, index: the counter: element `index` of the array of counters with this name. A `Signals` may be given
-        instead of its name.
+    signal, index: the counter is element `index` of the array with the name `signal`. A `Signals` may be given instead
+        of its name.
     """
 
     kind: ClassVar[str] = "set"
@@ -53,8 +53,8 @@ class Wait(Step):
     """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
     With `previous`, wait until the counter has been set `count` times in the previous run; the first run does not wait.
-    A producer uses `previous` before it overwrites a buffer: the reader sets the counter when it has finished with the
-    buffer.
+    A producer waits like this before it overwrites a buffer, and the reader sets the counter when it has finished with
+    the buffer.
     """
 
     kind: ClassVar[str] = "wait"

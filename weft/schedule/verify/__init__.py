@@ -127,9 +127,7 @@ def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
 
 
 class _Faults:
-    """The faults found so far. If the same steps have a fault on several ranks or in several runs, it is listed once,
-    with a count.
-    """
+    """The faults found so far, each listed once, with a count if it occurs on several ranks or in several runs."""
 
     def __init__(self, name: str, ranks: Mapping[int, Lanes]) -> None:
         self.name, self.ranks = name, ranks
@@ -194,7 +192,7 @@ class _StepAccess(NamedTuple):
 class _Accesses:
     """The accesses of all steps to one buffer of one rank, in lists with an entry for each access.
 
-    how: three bools for each access: it reads, it writes, it is an atomic update.
+    how: (reads, writes, is an atomic update) of each access, as bools.
     """
 
     events: list[int] = field(default_factory=list)  # numbers of events, in rising order
@@ -230,8 +228,7 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
     """Add races, unwritten reads and incomplete outputs to `faults`.
 
-    sampled: buffers that are written by tiles of which only a sample is checked. These buffers are checked only for
-        races.
+    sampled: the buffers that unchecked tiles also write. They are checked only for races.
     """
     # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers are
     # instances of run 0.
@@ -267,7 +264,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
 
 
 def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
-    """Add races between copies by kernel that may run concurrently, as one launch."""
+    """Add races between copies by kernel that may run concurrently in one launch."""
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):
             for parts in _parts(lane.steps, rank):
@@ -275,10 +272,9 @@ def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
 
 
 def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
-    """Yield {position: copy} for each group of copies by kernel that may be one launch.
+    """Yield {position: copy} for each group of consecutive copies by kernel that may be one launch.
 
-    The copies of a group are consecutive and read one buffer. If all copy the same region, sets at other ranks may be
-    between the copies.
+    They read one buffer. If all copy the same region, sets at other ranks may be between them.
     """
     found: dict[int, Copy] = {}
     alike, signaled = True, False
@@ -356,9 +352,9 @@ def _check_reads(
 ) -> None:
     """Add to `faults` the reads of elements that no step has written earlier in the same run.
 
-    A write counts as earlier unless it certainly happens after the read. (If the two are unordered, `_check_races`
-    reports a race.) An update also reads its elements. Several unordered updates cannot supply each other's first
-    value, so for an update, another update counts as earlier only if it certainly happens before.
+    A write counts as earlier unless it certainly happens after the read; `_check_races` reports unordered pairs. An
+    update also reads its elements. For it, another update counts as earlier only if that update certainly happens
+    before.
 
     where: the buffer and its rank, for error texts. found: the accesses to the buffer. common: [accesses, accesses],
         True where two accesses have a common element.

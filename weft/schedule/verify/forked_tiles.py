@@ -28,9 +28,9 @@ def forked(
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
     """Return (the schedule with added signals, the evaluated lanes of each rank, the buffers that omitted tiles write).
 
-    most: the maximum number of tiles of a step that become lanes. If the step has more tiles, the first, the last,
-        every k-th tile between them, and their neighbours become lanes. The other tiles are omitted. If D of the sets
-        for which a wait waits belong to omitted tiles, the wait's count is reduced by D.
+    most: the maximum number of tiles of a step that become lanes. If a step has more tiles, the first, the last, every
+        k-th tile between them, and their neighbours become lanes. The other tiles are omitted, and waits wait for fewer
+        sets: only for those of tiles that remain.
     ranks: the ranks whose lanes are returned; None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks
@@ -46,9 +46,7 @@ def forked(
 
 
 def step_number(lane: Lane, step: int) -> int:
-    """Return the number that error texts print for step `step` of a forked lane: its number, from 1, in the original
-    lane or tile body.
-    """
+    """Return the number, from 1, that a step of a forked lane has in the original lane or tile body, for error texts."""
     return sum(
         not (isinstance(s, Wait | Set) and s.signal.startswith(_END))
         and not (isinstance(s, Wait) and s.signal.startswith(_BEGIN))
@@ -59,7 +57,8 @@ def step_number(lane: Lane, step: int) -> int:
 class _Fork:
     """The lanes of one rank after its tiles have become lanes, and the added signals.
 
-    dropped: the sets that omitted tiles would make. left_out: the buffers that omitted tiles write.
+    dropped: the number of sets of each counter by omitted tiles.
+    left_out: the buffers that omitted tiles write.
     """
 
     def __init__(self, rank: int, lanes: tuple[Lane, ...], most: int) -> None:

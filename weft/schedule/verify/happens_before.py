@@ -32,12 +32,17 @@ from weft.schedule.verify.issue_order import Counted, Event, Lanes, Move, Moves,
 
 
 class HappensBefore:
-    """The happens-before relation of all steps in several runs. `events` lists the executed steps in an order in which
-    they may run.
+    """The happens-before relation of all steps in several runs.
+
+    events: the executed steps, in an order in which they may run.
     """
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
-        """Compute the relation. ranks: the lanes of each rank. moves: `Moves(ranks)`, if the caller has it already."""
+        """Compute the relation.
+
+        ranks: the lanes of each rank.
+        moves: `Moves(ranks)`, if the caller has it already.
+        """
         self.ranks = ranks
         moves = moves or Moves(ranks)
         self.events, stuck = play(ranks, runs, moves)
@@ -79,9 +84,7 @@ class HappensBefore:
         return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
 
     def _narrow(self) -> bool:
-        """Apply the equation at the top of this file to all events once. Return True if the ancestors of an event
-        changed.
-        """
+        """Apply the equation at the top of this file to all events once. Return True if anything changed."""
         changed = False
         now = [[0] * len(lanes) for lanes in self.ranks]  # the ancestors of each lane's latest step
         run = [1] * len(self.ranks)

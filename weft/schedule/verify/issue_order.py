@@ -38,8 +38,11 @@ CollectiveId: TypeAlias = tuple[int, int, int]
 
 
 class Event(NamedTuple):
-    """One execution of a step. run: the number of the run, from 1. lane: the index among the rank's lanes. step: the
-    index in the lane.
+    """One execution of a step.
+
+    run: the number of the run, from 1.
+    lane: the index among the rank's lanes.
+    step: the index in the lane.
     """
 
     run: int
@@ -49,11 +52,11 @@ class Event(NamedTuple):
 
 
 def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
-    """Return {rank: [(lane, step), ...]}: an order that is free of deadlock even if each rank has only one in-order
-    queue.
+    """Return {rank: [(lane, step), ...]}: an order without deadlock, even if each rank has only one in-order queue.
 
-    Raise `ScheduleError` with the waits that never end if no such order exists. Waits with `previous` count as
-    satisfied, because all steps of the previous run have been issued before.
+    Waits with `previous` count as satisfied, because all steps of the previous run have been issued before.
+
+    Raise `ScheduleError` with the waits that never end if no such order exists.
     """
     # Do not use the expected sizes: a step that is empty for them would be missing if the actual size differs.
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
@@ -85,7 +88,11 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """The `Move` of each step of all ranks: of_ranks[rank][lane][step]. per_run: {counter: number of its sets in one run}."""
+    """The `Move` of each step of all ranks.
+
+    of_ranks: of_ranks[rank][lane][step].
+    per_run: {counter: number of its sets in one run}.
+    """
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -107,11 +114,12 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 
 
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
-    """Simulate `runs` runs in which steps take no time. moves: `Moves(ranks)`, if the caller has it already.
+    """Simulate `runs` runs in which steps take no time. Return (events, stuck).
 
-    Return (events, stuck). events: all issued events, in a possible order. stuck: a dict whose keys are the events at
-    which lanes wait forever. For a wait, the value is the number of sets that its counter has received. For a
-    collective, the value is the number of ranks that have reached it.
+    events: all issued events, in a possible order.
+    stuck: {event at which a lane waits forever: progress}. For a wait, the progress is the number of sets that its
+        counter has received; for a collective, the number of ranks that have reached it.
+    moves: `Moves(ranks)`, if the caller has it already.
     """
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
@@ -188,8 +196,7 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the next steps of lane `i` that may be issued: waits, then one step with work (`Step.occupies`), then
-        sets.
+        """Issue the next steps of lane `i` that may be issued: waits, one step with work (`Step.occupies`), then sets.
 
         Return True if a step was issued.
         """
@@ -231,7 +238,7 @@ class _Play:
 def needed(run: int, wait: Awaited, per_run: int) -> int:
     """Return the value that a counter must reach for `wait` to end in run number `run`, counted from 1.
 
-    Counters are never reset. per_run: the number of sets of the counter in each run.
+    per_run: the number of sets of the counter in each run. Counters are never reset.
     """
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -61,8 +61,7 @@ def occupancy_deadlock(
 ) -> dict[int, list[int]]:
     """Return {event number: lanes} for each step that may never get a compute unit.
 
-    lanes: the indices of lanes of the step's rank, whose launches together may hold all compute units.
-
+    lanes: the indices of the lanes of the step's rank whose launches together may hold all compute units.
     buffers: for each rank, its buffers by name.
     """
     polling = _polling(happened, buffers, compute_units)
@@ -88,9 +87,7 @@ def occupancy_deadlock(
 def _polling(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[tuple[int, int], list[_Polling]]:
-    """Return {(run, rank): polling launches}, for ranks whose lanes together can hold all `compute_units` compute
-    units.
-    """
+    """Return {(run, rank): polling launches}, for ranks whose lanes together can hold all compute units."""
     found: dict[tuple[int, int], list[_Polling]] = defaultdict(list)
     awaited = setters(happened.ranks)
     polled = [
@@ -118,8 +115,8 @@ def _polled(
 ) -> set[tuple[int, int, int]]:
     """Return (number of compute units, first step, last polling step) for each launch of a lane that polls.
 
-    Waits between two copies by kernel belong to the launch of the first or the second copy, depending on the order of
-    issue (`may_answer` of `launches`). This function does not know the order, so it returns the launches of both cases.
+    Waits between two copies by kernel belong to the first or the second launch, depending on the order of issue. The
+    result has the launches of both cases.
     """
     found = set()
     crossing = [crosses(step, rank, awaited) for step in lane.steps]

@@ -74,16 +74,13 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
-    """Return for each rank the buffers and signals that its steps may refer to."""
+    """Return for each rank the buffers and signals to which its steps may refer."""
     signals, held = {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents}
     return [Declared(rank, buffers, signals, held) for rank in range(schedule.world_size)]
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of an evaluated step that is not a `Tiles` step.
-
-    `weft.schedule.verify.forked_tiles` has replaced each tile by a lane with the tile's steps.
-    """
+    """Yield the faults of an evaluated step that is not a `Tiles` step."""
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
