@@ -1,1 +1,3 @@
-"""Evaluations of papers, simulated or from recorded measurements, and a measurement of overlap losses."""
+"""Evaluations of papers, by simulation or from recorded measurements, and measurements of overlap losses, launch
+overhead and power.
+"""

@@ -1,9 +1,9 @@
 """The comparison of a paper's claims with weft's results, for `weft reproduce` and docs/reproduction.md.
 
-A claim with a number is reproduced if weft's number deviates from the paper's by at most the claim's limit. The default
-limit is 10% of the paper's number. If the number is a percentage, the default limit is 5 points, but at most half of the
-paper's percentage and at least 1 point. Without this maximum, any result from 0 to 10% would agree with a paper's 5%. For a
-claim without a number, the study itself decides, and stores its verdict in `Claim.held`.
+A claim with a number is reproduced if weft's number differs from the paper's by at most a limit. A claim can have its
+own limit. Otherwise the limit is 10% of the paper's number, or for percentages 5 points. A percentage below 10% has a
+smaller limit: half of it, but at least 1 point. For a claim without a number, the study decides whether it is
+reproduced.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Claim:
     """A claim of a paper, and weft's result for the same quantity. where: the section or figure of the paper. paper,
     ours: the paper's and weft's number, or a text.
 
-    unit: the unit of both numbers, such as "x", "us" or "%". Deviations of percentages are in points, other deviations
-    are fractions of the paper's number. limit: the largest allowed deviation; None for the default. held: True if the
-    claim is reproduced; set only for claims whose `paper` or `ours` is a text.
+    unit: the unit of both numbers, such as "x", "us" or "%". limit: the largest deviation with which the claim is
+    reproduced; None for the default. Deviations are fractions of the paper's number, or points if the unit is "%".
+    held: the study's verdict if `paper` or `ours` is a text; True if the claim is reproduced.
     """
 
     what: str
@@ -39,8 +39,8 @@ class Claim:
 
     @property
     def off(self) -> float | None:
-        """The deviation of `ours` from `paper`: in points for percentages, otherwise as a fraction of `paper`. None for
-        claims without numbers.
+        """The deviation of `ours` from `paper`: in points for percentages, otherwise as a fraction of `paper`. None if
+        either is a text.
         """
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return None
@@ -60,9 +60,7 @@ class Claim:
 
     @property
     def said(self) -> str:
-        """The verdict on a claim that has a limit of its own: "yes" if it is reproduced, otherwise "no". It is "" for the
-        default limit.
-        """
+        """The verdict on a claim with its own limit: "yes" if it is reproduced, else "no". It is "" for the default limit."""
         return "" if self.limit is None else "yes" if self.reproduced else "no"
 
     def number(self, value: float | str) -> str:
@@ -86,8 +84,8 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
-    """Return a table with a row for each claim. The last column says which claims are reproduced. If any claim has a
-    limit of its own, the column has verdicts only for such claims.
+    """Return a table with a row for each claim. The last column says which claims are reproduced; if claims have their
+    own limits, it says so only for these.
     """
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {

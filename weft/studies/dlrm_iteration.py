@@ -1,16 +1,18 @@
-"""A training iteration of a DLRM as a graph of tasks on a GPU and a network, with and without fused embedding + all-to-all.
+"""A model of a training iteration of a DLRM on many nodes, with and without fused embedding + all-to-all. An iteration
+is a graph of tasks on two resources, the GPU and the network:
 
     forward    GPU: embedding, bottom MLP, interaction, top MLP. Network: all-to-all of pooled vectors, before the interaction
     backward   GPU: top MLP, interaction, bottom MLP, update of the embedding. Network: all-to-all of gradients, between the
                interaction and the update; all-reduce of the MLPs' gradients, after the bottom MLP
 
-All ranks run the same tasks. A resource, the GPU or the network, runs one task at a time, in the order in which tasks become ready.
-In the baseline, the forward all-to-all starts after the embedding. In the fused kernel, it starts with the embedding, and ends at
-the earliest with the embedding. The baseline already hides a part of the all-to-all behind the bottom MLP. So fusion saves at most
-the exposed rest.
+All ranks run the same tasks. A resource runs one task at a time, in the order in which tasks become ready.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order of tasks is
-from DLRM's training loop.
+In the baseline, the forward all-to-all starts when the embedding has ended. In the fused kernel both start together,
+and the all-to-all cannot end before the embedding. The baseline already hides a part of the all-to-all behind the
+bottom MLP. So fusion saves at most the exposed rest.
+
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order
+of tasks is from DLRM's training loop.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from weft.studies.numbers import Numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the iteration. It occupies the resource `on` ("gpu" or "network") for `us` microseconds, after the tasks
-    named in `after` have ended.
+    """A task of the iteration. It takes `us` microseconds on the resource `on` ("gpu" or "network"), and waits for the
+    tasks named in `after`.
 
     beside: the name of a task that produces this task's input piece by piece, such as the embedding for a fused
-    all-to-all. This task may start when `beside` starts, and does not end before `beside` ends. "": no such task.
+    all-to-all; "" if there is none. This task starts no earlier than that task, and ends no earlier.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Task:
 
 
 def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
-    """Return {name of a task: its end in us}. Raise `ValueError` if tasks wait for each other or for an unknown task."""
+    """Return {task: its end in us}. Raise `ValueError` if tasks wait for each other in a cycle, or for an unknown task."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     free = dict.fromkeys((task.on for task in tasks), 0.0)
@@ -66,8 +68,8 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM with the sizes of the paper's table 2, trained on a torus of nodes. samples: the batch size of each node.
-    tables: the number of embedding tables on each node. numbers: the other sizes, and the rates of the machine.
+    """A DLRM as in the paper's table 2, trained on a torus of nodes. samples: the batch size of each node. tables: the
+    number of embedding tables of each node. numbers: all other sizes of the model, and the rates of the machine.
     """
 
     samples: int
@@ -76,9 +78,7 @@ class Dlrm:
 
     @property
     def embedding_us(self) -> float:
-        """The time in us of a node's embedding kernel. It pools the bags of this node's tables for the samples of all
-        nodes.
-        """
+        """The time in us in which a node pools the bags of its tables for the samples of all nodes."""
         n = self.numbers
         bags = self.samples * n["scale.nodes"] * self.tables
         rate = n["memory.bandwidth"] * n["memory.share"]
@@ -86,7 +86,7 @@ class Dlrm:
 
     @property
     def exchange_bytes(self) -> float:
-        """The bytes of pooled vectors that a node produces for all nodes, itself included."""
+        """The bytes of pooled vectors that a node sends to all nodes, itself included."""
         n = self.numbers
         return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
 
@@ -140,19 +140,18 @@ class Dlrm:
 
     @property
     def exposed_us(self) -> float:
-        """The time in us of the baseline's forward all-to-all during which no computation runs."""
+        """The time in us of the baseline's forward all-to-all in which no computation runs."""
         return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
 
 
 def exchange_us(count: float, numbers: Numbers) -> float:
-    """Return the time in us of an all-to-all on the torus. The link with the most bytes determines this time.
+    """Return the time in us of an all-to-all on the torus, in which each node sends `count` bytes to all nodes
+    together.
 
-    count: the bytes that each node has for all nodes together.
-
-    Every node sends equal amounts to all nodes, first along its row and then along its column. A row or a column is a
-    ring, and messages take the shorter direction. The messages of n nodes share the 2n directed links of their ring. So a
-    link carries half of the sum of (bytes x hops) over one node's messages. `weft.sim.collectives` computes the same from
-    all routes.
+    The link with the most bytes determines the time. Every node sends equal amounts to all nodes, first along its row
+    and then along its column. Rows and columns are rings, in which messages take the shorter direction. A ring of n
+    nodes has 2n directed links for the messages of its n nodes. So a link carries half of one node's sum of (bytes x
+    hops).
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2
@@ -161,8 +160,8 @@ def exchange_us(count: float, numbers: Numbers) -> float:
 
 
 def reduce_us(count: float, numbers: Numbers) -> float:
-    """Return the time in us of an all-reduce of `count` bytes: ring reduce-scatters along rows and then along columns,
-    followed by the ring all-gathers in reverse order.
+    """Return the time in us of an all-reduce of `count` bytes on the torus: ring reduce-scatters along rows, then along
+    columns, and all-gathers in the reverse order.
     """
     us, left = 0.0, count
     for size in _sizes(numbers):

@@ -1,13 +1,11 @@
 """Measurement of the two embedding studies on GPUs: sizes, checked times of each rank, and the resources of kernels.
 
-The studies run as benchmarks (`weft bench fused_embedding`, `weft bench pgas`). A part of a study is one configuration of
-one of the paper's figures. In each part, several variants (implementations of the same operator) are compared. First, each
-variant's output is compared with a float64 reference, in buffers that were filled with wrong values before the call. Then
-each repetition runs all variants in random order, and times every call on its own. A barrier on the devices starts all
-ranks together, and CUDA events time each rank. So a record has the time of each rank, not only the time of the slowest
-rank. After the last repetition, the outputs are compared with the reference again.
+The studies run as benchmarks (`weft bench fused_embedding`, `weft bench pgas`). A part is one configuration of a figure
+of the paper, with several variants (implementations of the same operator). First each variant's output is compared with
+float64. Then the variants are timed in random order, one call at a time. A barrier on the devices starts the ranks of a
+call together, and CUDA events measure the time of each rank. The last timed outputs are compared with float64 again.
 
-On CPU processes the same code runs with tiny sizes. This tests the study; its times have no meaning.
+CPU processes run the same code with tiny sizes, as a test. Their times have no meaning.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ _BINS = 50  # of curves of bytes over time
 
 @dataclass(frozen=True)
 class Part:
-    """A configuration of a figure, named `figure/config`.
+    """A configuration of a figure, with the name `figure/config`.
 
-    batch: the global batch size. tables: the number of tables of each rank, or of all ranks together if not `per_rank`.
-    dim, rows: the size of each table. bags: the distribution of the number of rows in a bag. ranks: None to run on all
-    ranks together. With 1, each rank runs alone, and rank 0's times are recorded. variants: the names of the
-    implementations to compare.
+    batch: the global batch size. tables: the number of tables of each rank, or if not `per_rank`, of all ranks
+        together. dim,
+    rows: the size of each table. bags: the distribution of the number of rows in a bag. ranks: None to run on all ranks
+        together; 1 to let each rank run alone, and record rank 0's times. variants: the implementations to compare.
     """
 
     figure: str
@@ -72,7 +70,7 @@ class Part:
         return f"{self.figure}/{self.config}"
 
     def preset(self, tiny: bool) -> EmbeddingPreset:
-        """Return the tables, the bags and the batch of this configuration; if `tiny`, with sizes for a test on CPU."""
+        """Return the tables, bags and batch of this part. tiny: True for small sizes, for tests on CPU."""
         one = self
         if tiny:
             bags = Bag(min(self.bags.least, 1), min(self.bags.most, TINY["longest"]))
@@ -84,8 +82,8 @@ class Part:
 
 
 def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the parts to run. Each name is that of a part, or of a figure: then all parts of the figure run. Without
-    names, return all parts. Raise `ValueError` for an unknown name.
+    """Return the parts with these names, all if `names` is empty. The name of a figure selects all its parts. Raise
+    `ValueError` for an unknown name.
     """
     known = {part.name for part in parts} | {part.figure for part in parts}
     if unknown := [name for name in names if name not in known]:
@@ -101,9 +99,9 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Times:
-    """The times of a part's variants. fields: {variant: fields of its record}; its p50_ms is None if the variant was not
-    timed. errors: {variant: its largest error, as a fraction of the reference's largest element}. wrong: {variant with
-    wrong results: a message}; such variants have no times.
+    """The times of a part's variants. fields: {variant: timing fields of its record}. errors: {variant: its largest
+    error, as a fraction of the reference's largest element}. wrong: {variant with a wrong result: error text}; it has
+    no times.
     """
 
     fields: dict[str, Record]
@@ -120,13 +118,15 @@ def time_ranks(
     advance: Callable[[float], object] = lambda share: None, inspect: Callable[[str, int, Any], None] | None = None,
     waits: bool = False,
 ) -> dict[str, Record]:  # fmt: skip
-    """Time each call on every rank, one call at a time, after a barrier on the devices. Return {name of a call: fields of
-    its record}. All ranks must make this call.
+    """Time each call on every rank, one call at a time. Return {name of a call: fields of its record}. All ranks must
+    make this call.
 
     The fields are those of `Timing`, and rank_ms: the median time of each rank in ms. advance: called after each
-    repetition with the fraction of the work done since its last call. inspect: called in the last repetition with each
-    call's name, the index of its input set, and its output. waits: True to accept times in which the device waited for
-    the CPU. This is necessary for calls that take longer to enqueue than the sleep before them can last.
+    repetition with its fraction of all repetitions. inspect: called in the last repetition with each call's name, the
+    index of its input set, and its output.
+
+    A sleep kernel before each call hides the time to enqueue it. waits: True to accept calls that take longer to
+    enqueue than the longest sleep, so that the device waits for the CPU.
     """
     kind = HostClock if ranks.device.type == "cpu" else QueueClock
     clocks = {name: kind(call, ranks, waits, 1, input_sets) for name, call in calls.items()}
@@ -156,11 +156,11 @@ def checked_times(
     work: EmbeddingData, names: Sequence[str], beside: Callable[[dict[str, Variant]], Mapping[str, Call]], *,
     repetitions: int, step: Step,
 ) -> tuple[Times, dict[str, Variant]]:  # fmt: skip
-    """Check the variants `names` against float64, time them, and then check the outputs of the last timed calls. Return
-    the times, and {name: variant} for the variants that passed the first check.
+    """Check the variants `names` against float64, time them, and check their last timed outputs. Return the times, and
+    {name: variant} for the variants that passed the first check.
 
-    beside: a function that receives these variants and returns further calls, such as pooling alone. These calls are
-    timed but not checked. Raise `RuntimeError` if the baseline is wrong.
+    beside: a function that receives these variants and returns other calls to time, such as pooling alone. Raise
+    `RuntimeError` if the baseline is wrong.
     """
     step(f"{work.name}: checking every variant", 0)
     device = work.ranks.device
@@ -188,7 +188,7 @@ def checked_times(
 
 
 def solo(ranks: Ranks) -> Ranks:
-    """Return process groups with this rank as their only member, so that it can measure alone."""
+    """Return `Ranks` with this rank as the only member, so that it can measure alone. All ranks must make this call."""
     me = [dist.get_process_group_ranks(ranks.group)[ranks.rank]]
     data, control = (
         dist.new_group(me, backend=backend, use_local_synchronization=True)
@@ -201,10 +201,10 @@ def solo(ranks: Ranks) -> Ranks:
 
 
 class Lines(NamedTuple):
-    """The timeline of a fused embedding kernel. `waits` has a row for each Triton program. The other arrays have an
-    element for each unit of work: a slice (`put`) or some features of a sample (`direct`), which one program pools. Times
-    are in us from the start of the first unit. sent: the bytes that a unit sends to peers. program: the program that ran
-    a unit.
+    """The timeline of a fused embedding kernel. Times are in us from the start of the first unit of work.
+
+    All arrays except `waits` have an element for each unit, which one Triton program pools: a slice (`put`), or some
+    features of a sample (`direct`). sent: the bytes that a unit sends to peers. program: the program that ran the unit.
     """
 
     start: np.ndarray
@@ -221,8 +221,8 @@ class Lines(NamedTuple):
         return float(max(self.end.max(initial=0), self.waits[:, 1].max(initial=0)))
 
     def bytes_by(self) -> tuple[list[float], list[float]]:
-        """Return (times in us, MB sent until each time), for the volume over time that the papers' figures show. The
-        `_BINS` + 1 times are equidistant. The bytes of a unit count as sent when the unit ends.
+        """Return (times in us, MB sent until each time), at `_BINS` + 1 equidistant times. The bytes of a unit count
+        when it ends.
         """
         edges = np.linspace(0, self.end_us, _BINS + 1)
         totals = [float(self.sent[self.end <= edge].sum()) / 1e6 for edge in edges]
@@ -230,8 +230,8 @@ class Lines(NamedTuple):
 
 
 def timeline_of(variant: FusedVariant, which: int) -> Lines:
-    """Run a fused variant on a GPU, and return the timeline of its kernel. which: the index of the input set. All ranks
-    must make this call.
+    """Run a fused variant on a GPU, and return its kernel's timeline. which: the index of the input set. All ranks must
+    make this call.
     """
     work = variant.work
     executor = variant.executor
@@ -248,10 +248,10 @@ def timeline_of(variant: FusedVariant, which: int) -> Lines:
 
 
 def lines_of(found: np.ndarray, units: int) -> Lines:
-    """Convert the array that a kernel wrote as its timeline to `Lines`.
+    """Return the `Lines` of the array that a kernel wrote as its timeline.
 
-    found: a row for each of the `units` units of work, then a row for each program with its wait for peers. Times are in
-    ns. Rows that no program wrote are zero, and are left out. `weft.kernels.embedding_all_to_all` defines the columns.
+    found: a row for each of `units` units of work, then a row for each program's wait for its peers. Times are in ns.
+    Rows of zeros were not written. `weft.kernels.embedding_all_to_all` defines the columns.
     """
     done, waits = (part[part[:, 1] > 0] for part in (found[:units], found[units:]))
     begin = done[:, 0].min()
@@ -270,8 +270,8 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
     """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
 
-    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 if it is below 7 KiB, which never
-    limits these kernels.
+    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 for less than 7 KiB, which
+    limits none of these kernels.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)
@@ -283,10 +283,10 @@ def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
 
 
 def launched_kernels(call: Callable[[], object]) -> list[Record]:
-    """Return a record for each different kernel that `call` launches: its name, registers, threads, theoretical occupancy
-    and number of launches.
+    """Run `call`, and return a record for each different kernel that it launches: name, registers, threads, theoretical
+    occupancy and number of launches.
 
-    torch's profiler (Kineto) records the launches, without hardware counters. Raise `RuntimeError` if it records none.
+    torch's profiler (Kineto) records the launches. Raise `RuntimeError` if it records no kernels.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
@@ -304,7 +304,7 @@ def launched_kernels(call: Callable[[], object]) -> list[Record]:
 
 
 def kernels_of(events: Sequence[Any]) -> list[Record]:
-    """Return a record for each different kernel among the events of Kineto's trace, with its number of launches."""
+    """Return a record for each different kernel among the events of a Kineto trace (see `launched_kernels`)."""
     found: dict[str, Record] = {}
     for event in events:
         if event.get("cat") == "kernel":
@@ -323,9 +323,7 @@ def kernels_of(events: Sequence[Any]) -> list[Record]:
 
 
 class MeasuredStudy(OperatorBenchmark[Part]):
-    """The benchmark of a study of embeddings: it runs the study's `parts`. Subclasses define `parts`, `study` (the name
-    in records) and `measure`.
-    """
+    """The benchmark of an embedding study. Subclasses define its `parts`, its name in records (`study`), and `measure`."""
 
     parts: Sequence[Part]
     study: str
@@ -360,8 +358,8 @@ class MeasuredStudy(OperatorBenchmark[Part]):
         self, part: Part, found: Times, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], baseline: str,
         more: Mapping[str, Record] | None = None,
     ) -> list[Record]:  # fmt: skip
-        """Return a record for each timed call of `part`. baseline: the variant to which speedups are relative. ceilings:
-        the peak rates of each rank, which are stored in the records. more: {variant: further fields of its record}.
+        """Return a record for each timed call of `part`. baseline: the variant to which speedups are relative.
+        ceilings: the peak rates of each rank. more: {variant: further fields of its record}.
         """
         world = part.ranks or ranks.world_size
         common = common_fields(options, part.config, world, baseline, None, ceilings)

@@ -17,8 +17,8 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Study:
-    """A study that `weft reproduce` can simulate. name: its name on the command line. share: the fraction of `weft
-    reproduce all`'s time that this study takes, for the progress display.
+    """A study that `weft reproduce` can simulate. name: its name on the command line. share: its fraction of the time
+    of `weft reproduce all`, for the progress display.
     """
 
     name: str
@@ -41,9 +41,7 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Done:
-    """The results of a study that has been run. rows: the records in the form that the study's tables, pictures and
-    claims use.
-    """
+    """A study that has been simulated. rows: its results, from which tables, pictures and claims are made."""
 
     study: Study
     records: list[Record]
@@ -60,8 +58,8 @@ class Done:
 def simulated(progress: Progress = lambda what, share: None) -> list[Done]:
     """Run all studies one after the other, and return the results of each.
 
-    progress: a function that is called with the description of the next piece of work, and the fraction of all work done
-    since the last call.
+    progress: called with a description of the next piece of work, and the fraction of all work done since the last
+    call.
     """
     found = []
     for study in STUDIES:

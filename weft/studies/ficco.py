@@ -1,18 +1,18 @@
-"""FiCCO's evaluation: its schedules compared with serial execution and shard-based overlap, and how often its heuristic
-chooses the fastest schedule.
+"""FiCCO's evaluation: its schedules compared with serial execution and with shard-based overlap, and how often its
+heuristic chooses the fastest schedule.
 
-`simulated` predicts the times on a machine from its model. `weft bench all_gather_matmul --preset table-1,synthetic`
-measures a real machine. Records of both kinds are shown in the same tables and pictures:
+`simulated` predicts the times from the model of a machine. `weft bench all_gather_matmul --preset table-1,synthetic`
+measures them. Both kinds of records become the same tables and pictures:
 
     figure 13      speedups over the ratio of GEMM time to communication time
     figure 12(b)   the speedup of each schedule, and the heuristic's pick
     figure 14      mean speedups by kind of schedule
     VI-D           how often the heuristic picks the fastest schedule, and what wrong picks lose
 
-A time is the time per call in a row of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather,
-then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the communication alone: full
-overlap without loss. The paper defines eight schedules, but evaluates only four, because the others "are strictly worse"
-(V-B). Here all eight run. Each schedule has as many steps as there are ranks.
+A time is the time per call in a series of consecutive calls ("queued"). A speedup is relative to serial: NCCL's
+all-gather, then the GEMM. The ideal speedup is serial's time divided by the longer of the GEMM alone and the
+communication alone. The paper defines eight schedules, and evaluates four, because the others "are strictly worse"
+(V-B). Here all eight run. Each has as many steps as there are ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -66,12 +66,12 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. gemms: None
-    for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis.
+    """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. The
+    predictions use only the machine file.
 
-    The predictions use only the machine file. Raises `ValueError` for an unknown machine or topology, or if the number of
-    ranks does not divide a GEMM's M. progress: a function that is called with the name of the next GEMM, and the fraction
-    of the work done since the last call.
+    gemms: None for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis. progress: called with the
+    name of the next GEMM, and the fraction of the work done since the last call. Raises `ValueError` for an unknown
+    machine or topology, or if the number of ranks does not divide a GEMM's M.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
@@ -107,8 +107,7 @@ def simulated(
 
 
 def rows_of(records: Sequence[Record]) -> GemmRows:
-    """Return a row for each of FiCCO's GEMMs, in the order of first appearance, from the last run of `all_gather_matmul`
-    with this GEMM.
+    """Return a row for each of FiCCO's GEMMs in the records of `all_gather_matmul`, from the GEMM's last run.
 
     Raises `ValueError` if there are no such records, or if a GEMM lacks the time of serial, of the GEMM alone or of the
     communication alone.
@@ -137,15 +136,13 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
 
 
 def _gemm_of(config: str) -> GatheredGemm | None:
-    """Return FiCCO's GEMM that a configuration runs, by the first part of the configuration's name ("g1" in "g1-m4")."""
+    """Return the paper's GEMM that a configuration's name begins with, such as "g1" in "g1-m4"; None if it names none."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
 
 
 def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
-    """Return the tables of the report, without columns that were not recorded.
-
-    They show speedups over the ratio of GEMM to communication (figure 13), by schedule (figure 12(b)) and by kind of
-    schedule (figure 14). The other tables show the choices of the heuristic and of weft, and the sensitivity analysis.
+    """Return the tables of the report: speedups as in figures 13, 12(b) and 14, the choices of the heuristic and of
+    weft, and the sensitivity analysis. Columns that were not recorded are omitted.
     """
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
@@ -207,8 +204,8 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
-    """Return a table of how often the heuristic, and weft's own choosers if recorded, chose the fastest schedule. It also
-    shows how much speedup wrong choices lose.
+    """Return a table of how often the heuristic and weft's own choosers chose the fastest schedule, and how much
+    speedup wrong choices lose.
     """
     who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of the fastest"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
@@ -268,9 +265,7 @@ def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return sentences for the report: where its numbers come from, and how the choosers did on random GEMMs if they were
-    simulated.
-    """
+    """Return sentences for the report: where its numbers come from, and how good the choices on random GEMMs were."""
     said = where(records[-1])
     if records[-1]["device"] != "simulated":
         return [f"{said} {_smaller(records)}".strip()]
@@ -278,8 +273,8 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:
-    """Return sentences for the report: how often a schedule that the paper omits is the fastest, and which sections the
-    paper's numbers are from.
+    """Return sentences for the report: how often a schedule that the paper leaves out is the fastest, and the sections
+    of the paper's numbers.
     """
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
@@ -293,8 +288,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return a note for runs with reduced sizes. It names the GEMMs with a smaller M than in the paper, and the GEMMs
-    whose M has therefore fallen to K or below, which changes the heuristic's choice.
+    """Return a note on GEMMs that ran with a smaller M than in the paper. It names those whose M is now at most K,
+    because the heuristic then chooses another schedule.
     """
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
@@ -319,10 +314,9 @@ _COLOURS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
 
 
 def draw(directory: Path, rows: Sequence[GemmRow], title: str) -> list[Path]:
-    """Write three pictures as PNG files into `directory`, created if needed. title: a description of the run.
+    """Write three PNG files into `directory`, created if needed: speedups as in figures 13, 12(b) and 14.
 
-    They show speedups over the ratio of GEMM to communication (figure 13), by schedule (figure 12(b)) and by kind of
-    schedule (figure 14).
+    title: a description of the run.
     """
     figures = {"figure-13-ratio": _draw_ratio, "figure-12b-schedules": _draw_schedules, "figure-14-means": _draw_means}
     written = [directory / f"{name}.png" for name in figures]

@@ -1,9 +1,9 @@
-"""Two evaluations of how a schedule of FiCCO is chosen: `sweep` fits the thresholds of the paper's heuristic, and
-`judge_drawn` compares choosers on random GEMMs.
+"""Two evaluations of rules that choose a FiCCO schedule: `sweep` fits the thresholds of the paper's heuristic, and
+`judge_drawn` compares rules on random GEMMs.
 
-The paper's heuristic compares a GEMM's sizes with thresholds. weft's closed form (`weft.plan.closed_form`) instead computes
-the time of each schedule by formulas. `sweep` fits the heuristic's thresholds to the same GEMMs on which it then counts
-good picks. So its counts are upper bounds for heuristics of this form.
+The paper's heuristic compares a GEMM's sizes with thresholds. weft's closed form (`weft.plan.closed_form`) computes the
+time of each schedule by formulas. `sweep` counts good picks on the same GEMMs to which it fits the thresholds. So its
+counts are upper bounds for heuristics of this form.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C, VI-D and figure 12(a).
 """
@@ -35,7 +35,7 @@ _PAPERS_RANKS, _ABOVE = 8, 5.0
 
 
 def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
-    """Return `count` random GEMMs, drawn like the synthetic GEMMs of `table_1.toml`. Their sizes, op-to-byte ratios and
+    """Return `count` random GEMMs, drawn like the synthetic GEMMs of `table_1.toml`: their sizes, FLOPs per byte and
     memory traffic are within the ranges of the paper's table I.
     """
     rng, found = random.Random(seed), list[GatheredGemm]()
@@ -57,8 +57,8 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
 
 
 def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Return a record of the speedup that the closed form's and the heuristic's picks lose on random GEMMs, as fractions
-    of the speedup of the fastest of the eight schedules.
+    """Return a record with the losses of the closed form and of the heuristic on random GEMMs. A loss is the fraction
+    of the best of the eight schedules' speedups that the pick does not reach.
     """
     lost: dict[str, list[float]] = {"closed_form": [], "heuristic": []}
     for gemm in drawn():
@@ -73,7 +73,7 @@ def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str]
 
 
 def said_of_drawn(records: Sequence[Record]) -> list[str]:
-    """Return a list with one sentence on the picks for random GEMMs in the last run; an empty list if that run has none."""
+    """Return one sentence on the picks for random GEMMs in the last run, as a list; empty if that run has none."""
     mine = [r for r in records if r.get("variant") == "choosers"]
     if not mine or mine[-1]["run"] != records[-1]["run"]:
         return []
@@ -90,10 +90,10 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 
 
 class Swept(NamedTuple):
-    """The best result of one form of heuristic. form: its description. among: the schedules from which it picks, as text.
+    """The best result of one form of heuristic. form: a description of it. among: the schedules that it chooses from.
 
-    near: {table of GEMMs: the number of GEMMs whose pick is within `NEAR` of the fastest schedule}. thresholds: {table:
-    the thresholds with which this number is reached, as text}.
+    A pick is near if its time is within `NEAR` of the fastest schedule. near: {table of GEMMs: the number of near picks
+    with the best thresholds}. thresholds: {table of GEMMs: these thresholds, as text}.
     """
 
     form: str
@@ -103,11 +103,10 @@ class Swept(NamedTuple):
 
 
 def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
-    """Yield the best result of three forms of heuristic, each with four and with all eight schedules. The forms are one
-    schedule for all GEMMs, the paper's thresholds with a free scale, and free thresholds.
+    """Yield the best results of three forms of heuristic: one schedule for all GEMMs, the paper's thresholds times a
+    factor, and any thresholds. Each is compared with the fastest of four and of all eight schedules.
 
-    tables: {title of a table of GEMMs: first letter of its GEMMs' names}. The sweep tries all thresholds that lead to
-    different picks.
+    tables: {title of a table of GEMMs: first letter of its GEMMs' names}.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (
@@ -134,7 +133,7 @@ def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
 
 
 def _near(rows: Sequence[GemmRow], among: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return {schedule: bool array with an element per row}, for the paper's four schedules. An element is True if the
+    """Return {one of the paper's four schedules: bool array with an element for each row}. An element is True if the
     schedule's time for this GEMM is within `NEAR` of the fastest of `among`.
     """
     return {
@@ -150,11 +149,11 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 
 
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
-    """Return the number of GEMMs for which the paper's decision tree (figure 12(a)) picks a schedule near the fastest
-    one.
+    """Return the number of GEMMs for which the paper's decision tree (figure 12(a)) picks a near schedule. near: see
+    `_near`.
 
-    near: the result of `_near`. The tree picks 2D if M / K is at most `border`. Otherwise the GEMM's FLOPs decide: one 1D
-    schedule below `low`, another above `high`, and a third one between.
+    border: the largest M / K for which the tree picks the 2D schedule. low, high: FLOPs. The tree picks one 1D schedule
+    below `low`, another above `high`, and a third between.
     """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border

@@ -1,11 +1,10 @@
 """The claims of FiCCO's sections I to VI, except IV, compared with a simulated or measured run. `weft.studies.losses`
 measures section IV.
 
-The paper's text gives only the largest speedups of its evaluation. The other values of figures 12 to 14 are only in
-pictures, and are not compared.
+Values that the paper shows only in its pictures (figures 12 to 14) are not compared.
 
-Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures 12
-to 14.
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", I, II-B, V-B, VI and figures
+12 to 14.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def _ideal_and_shard(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def _bell(rows: Sequence[GemmRow]) -> Claim:
-    """Return the claim that the ideal speedup is largest where GEMM and communication take equally long. It rises with
-    their ratio up to 1, and falls above 1.
+    """Return the claim that the ideal speedup is largest for GEMMs that take as long as the communication, and falls on
+    both sides.
     """
     rising = [row for row in rows if row.ratio < 1]
     falling = [row for row in rows if row.ratio > 1]
@@ -86,8 +85,8 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield two targets of weft for its closed form, a chooser that the paper does not have. Each target is a number of
-    GEMMs for which the closed form must pick a schedule near the fastest one.
+    """Yield two targets that weft has set itself: for how many GEMMs its closed form must pick a schedule near the
+    fastest one.
     """
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [

@@ -1,5 +1,5 @@
-"""The names of FiCCO's schedules in the paper and in weft, and the rows of the evaluation. A row has one GEMM's time with
-each schedule.
+"""The names of FiCCO's schedules in the paper and in weft, and the rows of the evaluation. A row has the time of each
+schedule for one GEMM.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V and VI.
 """
@@ -20,8 +20,7 @@ NEAR = 0.03
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """Return weft's name of a FiCCO schedule with as many steps as ranks. `weft.builders.ficco` explains its three
-    choices.
+    """Return weft's name of a FiCCO schedule with as many steps as ranks. `weft.builders.ficco` explains the choices.
 
     shape: "1d" (chunks of rows) or "2d" (chunks of columns). start: "uniform" or "hetero". gemms: "fused" or "unfused".
     by: how chunks are copied: "dma", "kernel" or "collective".
@@ -60,8 +59,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run, one for each GEMM. others: {variant: record} of the run's records that are not about one GEMM,
-    such as the sensitivity analysis. mesh: True if the GPUs were fully connected, as in the paper.
+    """The rows of a run, one for each GEMM. others: {variant: record} for records that are not about one GEMM, such as
+    the sensitivity analysis. mesh: True if the GPUs were fully connected, as in the paper.
     """
 
     others: Mapping[str, Record]
@@ -70,12 +69,11 @@ class GemmRows(list["GemmRow"]):
 
 @dataclass(frozen=True)
 class GemmRow:
-    """The results for one GEMM. gemm: the sizes that were run. Its N is that of one rank, and its M may be smaller than
-    in the paper.
+    """The results for one GEMM. gemm: its sizes. N is that of one rank, and M may be smaller than in the paper.
 
-    pick: the schedule that the paper's heuristic chooses, with the threshold of the machine that ran. If this machine has
-    no file, the threshold is that of the paper's machine. ms: {variant: milliseconds}, including serial. closed: the
-    schedule that the closed form chooses; "" if it was not recorded.
+    pick: the schedule that the paper's heuristic chooses, with the threshold of the machine that ran, or of the paper's
+    machine if there is no file for it. ms: {variant: milliseconds}, including serial. closed: the schedule that the
+    closed form chooses; "" if it was not recorded.
     """
 
     config: str
@@ -98,13 +96,13 @@ class GemmRow:
         return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
 
     def speedup(self, *among: str) -> float | None:
-        """Return the speedup over serial of the fastest variant in `among`; None if none was recorded."""
+        """Return the speedup over serial of the fastest variant in `among`; None if none of them was recorded."""
         best = self.best(among)
         return None if best is None else self.ms[SERIAL] / self.ms[best]
 
     def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Return the fraction of the best speedup in `among` that is lost with the variant `chosen`, 0 if `chosen` is the
-        fastest. None if either was not recorded.
+        """Return the fraction of the best speedup in `among` that variant `chosen` loses; 0 if it is the fastest. None
+        if a time is missing.
         """
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)

@@ -1,8 +1,8 @@
-"""A sensitivity analysis of FiCCO's evaluation of table I: how the results change if an assumed number of the machine is
-20% lower or higher.
+"""A sensitivity analysis of FiCCO's evaluation of table I: the results if an assumed number of the machine is 20% lower
+or higher.
 
-Each number is first changed for one small GEMM, `_PROBE`. If none of its times changes by more than 0.1%, the report lists
-the number as having no effect. The other GEMMs are then not simulated with this change.
+Each change is first simulated for one small GEMM, `_PROBE`. If none of its times changes by more than 0.1%, the report
+lists the number as having no effect, and the other GEMMs are not simulated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _PROBE, _EFFECT = ("g14",), 1e-3
 
 
 def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[[str, float], None]) -> Record:
-    """Return a record with a line for each change of an assumed number of `machine`. A line has the mean speedups, and
-    the numbers of GEMMs for which each chooser picks a schedule near the fastest one. step: a function that is called
-    with the description of the next piece of work, and its fraction of all work.
+    """Return a record with a line for each change of an assumed number of `machine`. A line has mean speedups, and how
+    often the heuristic and the closed form pick a schedule near the fastest one.
+
+    step: called with a description of the next piece of work, and its fraction of all work.
     """
     probe = _times(find_gemms(_PROBE), machine, ranks, topology)
     lines: list[list[Any]] = [["as it is", None, _summary(list(_rows(TABLE_1, machine, ranks, topology)))]]
@@ -95,9 +96,7 @@ def sensitivity_table(record: Record) -> ResultTable:
 
 
 def omitted(record: Record) -> str:
-    """Return sentences that explain which schedules the table's choosers pick from, and name the numbers that the table
-    omits.
-    """
+    """Return sentences that say which schedules the table's choosers pick from, and which numbers the table omits."""
     return (
         "In the table of changed numbers, the heuristic picks from four schedules, and the closed form from eight. The table "
         f"omits numbers that change the times of {_PROBE[0]} by less than {_EFFECT:.1%}: {', '.join(record['without'])}."

@@ -51,8 +51,10 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return the records of the study: one for each figure, and four more. These show other mean numbers of rows per bag,
-    the tasks of one iteration, the sensitivity analysis, and other interpretations of the paper.
+    """Return the records of the study: one for each figure, and four more.
+
+    These have other numbers of rows per bag, the tasks of one iteration, the sensitivity analysis, and other
+    interpretations of the paper.
     """
     numbers = our_numbers()
     common = {
@@ -129,11 +131,9 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 
 def _readings(numbers: Numbers) -> Record:
-    """Return a record of the model's results under other interpretations of the paper. Each line has one changed number,
-    such as a NIC bandwidth that is 20% lower, and the resulting percentages.
-
-    The NIC's time per message (nic.message) depends on the other numbers. So it is fitted to figure 12 anew for each
-    line.
+    """Return a record of the model's results under other interpretations of the paper. Each line has one changed
+    number, such as a NIC bandwidth that is 20% lower. For each line, the NIC's time per message is fitted to figure 12
+    again.
     """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):
@@ -168,7 +168,7 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
 
 
 def headline(numbers: Numbers) -> dict[str, float]:
-    """Return {key of a claim: the model's number for it, in percent}."""
+    """Return {key of a claim in `PAPER`: the model's result, in percent}."""
     between = [between_nodes(one, numbers).saved for one in BETWEEN]
     within = [in_a_node(one, numbers).saved for one in WITHIN]
     us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}
@@ -223,8 +223,9 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 
 def _where(surface: Record, gain: float) -> str:
-    """Return the smallest DLRMs for which the fused operator saves at least the fraction `gain` of an iteration. For each
-    batch size, this is the smallest number of tables of a node, as "samples x tables".
+    """Return text "samples x tables" of the DLRMs for which fusion saves at least the fraction `gain` of an iteration.
+
+    For each batch size it has the smallest number of tables per node.
     """
     found = []
     for i, samples in enumerate(surface["samples"]):
@@ -354,7 +355,7 @@ def _iteration_table(record: Record) -> ResultTable:
 
 
 def conclusions(rows: Mapping[str, Record]) -> list[str]:
-    """Return sentences for the report: how many claims are reproduced, and which assumption determines the mean results."""
+    """Return sentences for the report: how many claims are reproduced, and which assumption the mean results depend on."""
     found = claims(rows)
     met = [claim.what for claim in found if claim.reproduced]
     return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]
@@ -385,10 +386,10 @@ def markdown(records: Sequence[Record]) -> str:
 
 
 def draw(directory: Path, rows: Mapping[str, Record], title: str) -> list[Path]:
-    """Write four pictures as PNG files into `directory`, created if needed. title: a description of the run.
+    """Write four PNG files into `directory`, created if needed. title: a description of the run.
 
-    They show times over the kernel's occupancy (figure 11), times over the size of slices (figure 12), and the skew
-    between nodes (figure 13). The fourth shows the saved fraction of an iteration by samples and tables (figure 15).
+    They show times over occupancy (figure 11), times over the size of slices (figure 12), and the skew between nodes
+    (figure 13). The fourth shows the fraction of an iteration that fusion saves, by samples and tables (figure 15).
     """
     paths = [directory / "figure-12-slices.png", directory / "figure-15-surface.png"]
     with figure(paths[0], f"{title} (figures 11, 12, 13)", (9, 9), 3) as (occupancy, slices, skew):

@@ -1,8 +1,8 @@
-"""Fused embedding + all-to-all measured on the GPUs of a host: figures 9 to 14 of the paper, at its sizes.
+"""Fused embedding + all-to-all, measured on the GPUs of a host: figures 9 to 14 of the paper, at its sizes.
 
-The kernel has two transports: `direct` stores each pooled vector into the peer's memory ("zero-copy" in the paper), and
-`put` sends slices of vectors. One Triton program pools a slice. Programs pool slices for peers first, or all slices in
-natural order ("oblivious" in the paper).
+The kernel has two transports. `direct` stores each pooled vector into the peer's memory ("zero-copy" in the paper).
+`put` sends slices of vectors; one Triton program pools a slice. Programs pool the slices for peers first, or all slices
+in natural order ("oblivious" in the paper).
 
 | figure or section | name of the parts here | what is measured |
 |---|---|---|
@@ -13,8 +13,8 @@ natural order ("oblivious" in the paper).
 | 9 | timeline | when each program pools, sends and waits; bytes sent over time |
 | 3.4 | kernels | registers and occupancy of each variant's kernels |
 
-The paper uses two nodes for `put`. Here they are two GPUs of a host, so `put` sends over NVLink and not over InfiniBand. A
-slice has one sample's vectors of adjacent tables; the paper's slices have several samples' vectors of one table.
+The paper uses two nodes for `put`. Here the two GPUs are in one host, so `put` sends over NVLink instead of InfiniBand.
+A slice has one sample's vectors of adjacent tables; the paper's slices have several samples' vectors of one table.
 
 The variant `pipelined-N` is an alternative to fusion (2.2, 5). It splits pooling into N kernels. While a kernel runs,
 NCCL's all-to-all sends the vectors of the previous kernel.
@@ -110,7 +110,7 @@ Found = tuple[Times, Mapping[str, Record], list[str]]
 
 
 def _baseline_alone(built: dict[str, Variant]) -> Mapping[str, Call]:
-    """Return two calls that time the baseline's parts: pooling alone, and the exchange of the pooled vectors alone."""
+    """Return calls that run only the baseline's pooling, and only its exchange of pooled vectors."""
     baseline = built[BASELINE]
     assert isinstance(baseline, SerialVariant)
     pooled = baseline.pool(0)
@@ -166,8 +166,8 @@ def _timeline(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> 
 
 
 def waits_of(lines: Lines) -> Record:
-    """Return record fields on how long programs wait for peers: the shortest, median and longest wait in us, and the mean
-    wait as a fraction of the kernel's time. Return no fields if no program waited.
+    """Return record fields on how long programs wait for peers: the shortest, median and longest wait in us, and the
+    mean wait as a fraction of the kernel's time. Empty if no program waited.
     """
     took = lines.waits[:, 1] - lines.waits[:, 0]
     if not len(took):
@@ -179,8 +179,9 @@ def waits_of(lines: Lines) -> Record:
 
 
 def puts_of(lines: Lines) -> Record:
-    """Return record fields on a kernel's puts, the copies of slices to peers. The fields are their number, the time of
-    the last put in us, and the fraction of programs that issue all puts before they pool slices for their own rank.
+    """Return record fields on a kernel's puts, the copies of slices to peers: their number, and the time of the last
+    put in us. The third field is the fraction of programs that issue all puts before they pool slices for their own
+    rank.
     """
     remote = lines.sent > 0
     before = []
@@ -197,9 +198,9 @@ def puts_of(lines: Lines) -> Record:
 
 
 def spans_of(lines: Lines) -> list[Any]:
-    """Return the data for a picture of the first `_SHOWN` Triton programs: for each program [units, wait], in us.
+    """Return (units, wait) for each of the first `_SHOWN` Triton programs, in us, for a picture.
 
-    A unit is [start, end, start of its put, or 0 without a put]. The wait for peers is [start, end], or None.
+    A unit is [start, end, start of its put or 0 without a put]. The wait for peers is [start, end], or None.
     """
     shown = []
     for program in range(_SHOWN):
@@ -212,7 +213,7 @@ def spans_of(lines: Lines) -> list[Any]:
 
 
 def _kernels(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> Found:
-    """Record registers and occupancy of the kernels of each variant. The kernels are not timed here."""
+    """Record the registers and the occupancy of each variant's kernels. Nothing is timed."""
     step(f"{part.name}: checking every variant", 1)
     names = [name for name in part.variants if why_not(name, work.ranks.device) is None]
     built = {name: make_variant(name, work) for name in names}

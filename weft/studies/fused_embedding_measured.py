@@ -26,7 +26,7 @@ _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return the last run of each configuration; raise `ValueError` if there are no records."""
+    """Return the records of the last run of each configuration; raise `ValueError` if there are none."""
     return rows_of_study(records, STUDY, "fused embedding")
 
 
@@ -35,14 +35,14 @@ def _configs(rows: Rows, figure_name: str) -> list[tuple[str, Mapping[str, Recor
 
 
 def saved(by: Mapping[str, Record], variant: str, baseline: str = BASELINE) -> float | None:
-    """Return the percentage of the baseline's time that `variant` saves; None if either was not measured."""
+    """Return the percentage of the baseline's time that `variant` saves; None if a time is missing."""
     if variant not in by or baseline not in by:
         return None
     return 100 * (1 - by[variant]["p50_ms"] / by[baseline]["p50_ms"])
 
 
 def skew(record: Record) -> float:
-    """Return the percentage by which the slowest rank takes longer than the fastest."""
+    """Return by what percentage the slowest rank's time exceeds the fastest rank's."""
     return 100 * (max(record["rank_ms"]) / min(record["rank_ms"]) - 1)
 
 
@@ -198,7 +198,7 @@ def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -
 
 
 def _row_bytes(record: Record) -> float:
-    """Return the bytes that a rank reads from one table per call. A row that several bags contain counts each time."""
+    """Return the bytes that a rank reads from one table per call. Repeated reads of a row count."""
     return float(record["batch"] * record["bag"] * record["dim"] * 4)
 
 
@@ -287,7 +287,7 @@ def conclusions(rows: Rows) -> list[str]:
 
 
 def _ratios(cases: Sequence[Mapping[str, Record]], variant: str, over: str) -> list[float]:
-    """Return the speedup of `variant` relative to the variant `over`, for each configuration in which both were measured."""
+    """Return the speedup of `variant` over the variant `over`, for each configuration that has both times."""
     return [by[over]["p50_ms"] / by[variant]["p50_ms"] for by in cases if {variant, over} <= by.keys()]
 
 

@@ -2,25 +2,28 @@
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 to 4.3.
 
-A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law). `share` is
-the attainable fraction of the bandwidth, `units` the number of compute units, and `waves` the wavefronts that a unit can hold:
+A GPU pools bags at the memory bandwidth, or at the rate that its wavefronts' outstanding loads allow (Little's law):
 
     rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency) / contention(occupancy)
 
-Figure 11 shows that beyond an occupancy of 75%, more wavefronts slow each other down in memory: this is the contention. Slices
-are pooled one after the other. A pooled slice for another node is queued at the NIC, which sends one slice at a time, in the time
+`share` is the attainable fraction of the bandwidth, `units` the number of compute units, and `waves` the number of
+wavefronts that a unit can hold. `contention` is above 1 for occupancies above 75%, at which the times of figure 11
+grow.
+
+Slices are pooled one after the other. A slice for another node then waits for the NIC, which sends one slice at a time,
+in the time
 
     bytes of the slice / bandwidth + time per message
 
-The order of slices causes a difference between the nodes' times. Pooling a slice takes the time p, and sending it the time n. Each
-node pools R slices for itself and R slices for the other node. In natural order (the paper's "oblivious" order) both nodes pool the
-R slices for node 0 first. So node 0 sends only in the second half of its pooling, and node 1 waits for the last slice. Pooling ends
-at the time 2 R p on each node. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
+The order of slices makes the nodes' times differ. Let p be the time to pool a slice, and n the time to send a slice. Each
+of two nodes pools R slices for itself and R for the other node. In natural order ("oblivious" in the paper) both nodes
+pool the R slices for node 0 first. So node 0 sends only in the second half of its pooling, and its last slice arrives at
+node 1 late. Skew is the slower node's time divided by the faster node's, minus 1. Up to constant times:
 
     p < n < 2 p    node 0 ends at 2 R p; node 1 ends at R p + R n, when its last slice arrives; so skew is (n / p - 1) / 2
     2 p < n        node 0 ends at R n, when its last slice arrives; node 1 ends at R p + R n; so skew is p / n
 
-If n and p are nearly equal, skew is sensitive to both.
+If n and p are nearly equal, small changes of either change the skew much.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _SLICES_SAVE = 0.55
 
 @dataclass(frozen=True)
 class Setting:
-    """A size of the operator in figures 10 to 14. batch: the global batch size. tables: the number of tables on each GPU."""
+    """A configuration of figures 10 to 14. batch: the global batch size. tables: the number of tables on each GPU."""
 
     batch: int
     tables: int
@@ -55,14 +58,14 @@ class Setting:
 
     @property
     def vectors(self) -> int:
-        """The number of vectors that a GPU pools: one for each of its tables and each sample of the global batch."""
+        """The number of vectors that a GPU pools: its tables times the samples of the global batch."""
         return self.batch * self.tables
 
 
 @dataclass(frozen=True)
 class Times:
-    """The times in us of an operator. pooling, exchange, shuffle: the baseline's kernels, all-to-all, and rearrangement
-    of received vectors. fused: the fused kernel on each node.
+    """The times in us of an operator. pooling, exchange, shuffle: the baseline's kernels, its all-to-all, and its
+    rearrangement of received vectors. fused: the time of the fused kernel on each node.
     """
 
     pooling: float
@@ -76,9 +79,7 @@ class Times:
 
     @property
     def saved(self) -> float:
-        """The fraction of the baseline's time that the fused kernel saves. The slowest node determines the time of the
-        fused kernel.
-        """
+        """The fraction of the baseline's time that the fused kernel saves, on the slowest node."""
         return 1 - max(self.fused) / self.baseline
 
     @property
@@ -87,8 +88,8 @@ class Times:
 
 
 def rate(numbers: Numbers, occupancy: float) -> float:
-    """Return the rate in bytes/us at which a GPU reads rows while it pools. occupancy: the active wavefronts, as a
-    fraction of the wavefronts that the GPU can hold.
+    """Return the rate in bytes/us at which a GPU reads rows while it pools. occupancy: the fraction of possible
+    wavefronts that are active.
     """
     waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
     in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
@@ -109,8 +110,8 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of the operator on two nodes with one GPU each. slice_size: vectors in a slice. occupancy: the
-    occupancy of the fused kernel; 0 for the value in the paper.
+    """Return the times of the operator on two nodes with one GPU each. slice_size: vectors in a slice. occupancy: that
+    of the fused kernel; 0 for the paper's value.
     """
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
     exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]
@@ -128,8 +129,8 @@ def between_nodes(
 
 
 def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
-    """Return the time in us at which a node's last slice arrives at the other node. ready_us: when each slice is pooled.
-    The NIC sends one slice at a time, in this order.
+    """Return the time in us at which a node's last slice arrives at the other node. ready_us: when each slice is
+    pooled, in the order in which the NIC sends slices.
     """
     bytes_us = 1e6 * slice_size * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"]
     each_us = bytes_us + numbers.us("nic.message")
@@ -139,14 +140,14 @@ def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
 
 
 def slice_us(numbers: Numbers) -> tuple[float, float]:
-    """Return (time to pool a slice, time to send a slice through the NIC) in us."""
+    """Return (time to pool a slice, time to send it through the NIC) in us."""
     pooling_us = SLICE * bag_bytes(numbers) / rate(numbers, numbers["gpu.occupancy"])
     return pooling_us, 1e6 * SLICE * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"] + numbers.us("nic.message")
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return `numbers` with the NIC's time per message (nic.message) fitted to figure 12. With this time, slices of 64
-    vectors save as much time relative to slices of 4 as in the figure. setting: the size of the operator in the figure.
+    """Return `numbers` with a time per message of the NIC (nic.message) that reproduces figure 12: the time that slices
+    of 64 vectors save relative to slices of 4. setting: the figure's configuration.
     """
 
     def saving(us: float) -> float:
@@ -162,9 +163,8 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of the operator on the GPUs of one node. The fused operator has a kernel for each table, which
-    stores vectors directly into the memory of the GPUs that need them. So it needs no NIC, and no shuffle of received
-    vectors.
+    """Return the times of the operator on the GPUs of one node. The fused operator launches a kernel for each table,
+    which stores vectors directly into the memory of the GPU that needs them, without NIC and shuffle.
     """
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks
@@ -176,7 +176,7 @@ def in_a_node(setting: Setting, numbers: Numbers) -> Times:
 
 
 def _tables_us(setting: Setting, numbers: Numbers) -> tuple[float, float]:
-    """Return (time in which the kernels of all tables read and pool rows, time of their launches) in us."""
+    """Return (time in which kernels read and pool the rows of all tables, time of their launches) in us."""
     waves = setting.batch * numbers["model.dim"] / 64  # a wavefront for 64 columns of a bag
     filled = min(1.0, waves / (numbers["gpu.units"] * numbers["gpu.waves"]))
     return setting.vectors * bag_bytes(numbers) / rate(numbers, filled), setting.tables * numbers.us("gpu.launch")
@@ -187,9 +187,7 @@ def _unfused_pooling_us(setting: Setting, numbers: Numbers) -> float:
 
 
 def _shuffle_us(setting: Setting, numbers: Numbers) -> float:
-    """Return the time in us of the baseline's shuffle, which reads the received vectors and writes them in the layout of
-    the output.
-    """
+    """Return the time in us in which the baseline copies the received vectors into the layout of the output."""
     return numbers.us("gpu.launch") + _memory_us(2 * setting.vectors * numbers["model.dim"] * FLOAT, numbers)
 
 

@@ -1,9 +1,11 @@
-"""Launch overhead of schedules with many steps, from `weft bench` records: the CPU time of a call, and the savings by CUDA graphs.
+"""Launch overhead of schedules with many steps, from records of `weft bench`: the CPU time of a call, and what CUDA
+graphs save.
 
-A schedule with more pieces has more steps, and the CPU launches each step: a GEMM, a copy, a signal or a wait. If calls are
-small, launching takes longer than the work.
+The CPU launches each step of a schedule: a GEMM, a copy, a signal or a wait. A schedule with more pieces has more
+steps. For small sizes, launches take longer than the work.
 
-Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV (other inefficiency losses).
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV (other inefficiency
+losses).
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ _LEAST = 5  # schedules of a shape
 
 
 class LaunchRow(NamedTuple):
-    """The times of one schedule for one shape of an operator. steps: the number of steps that a rank launches per call.
-    cpu_us: the CPU time to launch one call, in a row of queued calls. ms: {timing mode ("queued", "single", "graph"): ms
-    per call}, for the recorded modes.
+    """The times of one schedule for one shape. steps: the number of steps that a rank launches in a call. cpu_us: the
+    CPU time to launch a call, in a row of queued calls. ms: {timing mode: ms per call}, for the recorded modes.
     """
 
     config: str
@@ -35,8 +36,8 @@ class LaunchRow(NamedTuple):
 
 
 def rows_of(records: Sequence[Record]) -> list[LaunchRow]:
-    """Return a row for each schedule that a run selected by name, in the order of shapes, and then of numbers of steps.
-    Raise `ValueError` if no record has such a schedule.
+    """Return a row for each pinned schedule, ordered by shape and then by number of steps. Raise `ValueError` if no
+    schedule was pinned.
     """
     rows = []
     for of_config in last_runs(records, lambda r: (r["op"], r["config"], r["dtype"])).values():
@@ -57,7 +58,9 @@ def rows_of(records: Sequence[Record]) -> list[LaunchRow]:
 
 
 def _steps(r: Record, variant: str) -> int | None:
-    """Return the number of steps of a rank in the schedule `variant`; None if the variant is not a schedule's name."""
+    """Return the number of steps that a rank launches in the schedule `variant`; None if the variant is not a
+    schedule's name.
+    """
     p = described(r["op"], m=r["m"], n=r["n"], k=r["k"], ranks=r["ranks"], dtype=r["dtype"])
     try:
         return sum(len(lane.steps) for lane in named(p, variant).build().of_rank(0))

@@ -1,12 +1,12 @@
 """Decomposition and contention losses of a GEMM and an all-gather: the FiCCO paper's characterisation, on this machine.
 
-docs/characterisation.md explains the study. Each GEMM's records become a `LossRow`. Rows become tables, pictures (figures 7 to 10),
-and a verdict on the paper's observations:
+docs/characterisation.md explains the study. The records of a GEMM become a `LossRow`. From the rows come tables,
+pictures (figures 7 to 10), and a verdict on the paper's observations:
 
-- A trend over GEMMs is tested by rank correlation (Spearman's rho). The claim holds if rho has the claimed sign, and at
-  most 5% of random permutations of the GEMMs have a rho at least as large.
-- A claim about each GEMM holds if at most one GEMM in ten is an exception. In an exception the reverse holds by more than the 2%
-  noise of repetitions.
+- An observation about a trend over GEMMs holds if Spearman's rank correlation has the claimed sign and is significant.
+  Significant means that at most 5% of random permutations have a correlation at least as strong.
+- An observation about every GEMM holds if at most one GEMM in ten is an exception. A GEMM is an exception only if the
+  opposite holds by more than 2%, the noise of repetitions.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
@@ -73,11 +73,12 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 
 @dataclass(frozen=True)
 class LossRow:
-    """All measurements of one GEMM and its all-gather.
+    """All measurements of one GEMM and its all-gather. Some variants may be missing.
 
-    ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both ran}.
-    Records may lack some variants. varies: how much the time of the undivided GEMM varies over repetitions, and over
-    ranks, as fractions of its median. The variation over repetitions leaves out the shortest and the longest fifth.
+    ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both
+        ran}.
+    varies: (over repetitions, over ranks) how much the time of the undivided GEMM varies, as fractions of the median.
+        The variation over repetitions is that of the middle three fifths.
     """
 
     gemm: GatheredGemm
@@ -88,15 +89,15 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time divided by its baseline's time (1: no loss); None if either was not recorded. A
-        baseline is the undivided operation, or the operation alone (`BASELINES`).
+        """Return a variant's time divided by its baseline's; 1 is no loss. None if a time is missing. The baseline
+        (`BASELINES`) is the undivided operation, or the operation alone.
         """
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[LossRow]:
-    """Return a row for each GEMM from its last run, in the order of first appearance."""
+    """Return a row for each GEMM, from its last run."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
@@ -111,7 +112,7 @@ def rows_of(records: Sequence[Record]) -> list[LossRow]:
 
 
 def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
-    """Return three tables of losses: GEMMs in pieces, all-gathers in pieces, and GEMMs concurrent with all-gathers.
+    """Return tables of the losses of GEMMs in pieces, of all-gathers in pieces, and of both when they run concurrently.
 
     The last rows are geometric means, measured and in the paper. Columns that were not recorded are omitted.
     """
@@ -169,8 +170,8 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table with a line for each GEMM, and the mean losses here and in the paper. losses: {column: variant whose
-    loss it shows}. first, last: the columns before and after the losses.
+    """Return a table with a line for each GEMM, and then the mean losses here and in the paper. losses: {column:
+    variant whose loss it shows}. first, last: the columns before and after these.
     """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
@@ -186,8 +187,8 @@ def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[st
 
 
 class Claim(NamedTuple):
-    """An observation of the paper, and whether it holds here. text: the observation. where: its section. held: None if
-    there are too few GEMMs for a verdict. numbers: the result here, as text.
+    """An observation of the paper, and whether it holds here. where: the paper's section. held: None if there are too
+    few GEMMs for a verdict. numbers: the result here, as text.
     """
 
     where: str
@@ -249,8 +250,8 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section `where` in which the paper makes an observation. For copies by kernel (`by`), which the paper
-    does not study, return "not in the paper".
+    """Return the section `where` of an observation, or "not in the paper" for copies by kernel (`by`), which the paper
+    does not study.
     """
     return "not in the paper" if by == "kernel" else where
 
@@ -273,10 +274,10 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """Return the p-value of a rank correlation between `x` and `y`, with the claimed sign 1 or -1.
+    """Return the p-value of a rank correlation between `x` and `y` whose claimed sign is 1 or -1.
 
-    The p-value is the fraction of random permutations of `y` that correlate at least as strongly with `x` as `y` does.
-    Only correlations of the claimed sign count.
+    The p-value is the fraction of random permutations of `y` whose correlation with `x` is at least as strong, in the
+    direction of `sign`, as that of `y`.
     """
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
@@ -308,7 +309,7 @@ def _trend(
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
-    """Return the claim that in each (GEMM, variant a, variant b) of `pairs`, variant a loses less than variant b."""
+    """Return the claim that one variant loses less than another. pairs: (GEMM, variant that loses less, other variant)."""
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
     if not known:
@@ -336,8 +337,10 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
 
 
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
-    """Write four pictures as PNG files into `directory`, created if needed: decomposition losses of GEMMs and of
-    all-gathers, contention losses, and the fractions of both losses (figures 7 to 10). title: a description of the run.
+    """Write four PNG files into `directory`, created if needed, for figures 7 to 10. title: a description of the run.
+
+    They show decomposition losses of GEMMs and of all-gathers, contention losses, and the fraction of each in the total
+    loss.
     """
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
@@ -363,8 +366,8 @@ def _said(row: LossRow, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Return the two losses as fractions of their sum, for figure 10. decomposition, contention: factors, 1 without a
-    loss. A factor below 1 counts as no loss. Without any loss, both fractions are 0.
+    """Return the fractions of decomposition and contention in the total loss, for figure 10. decomposition, contention:
+    times divided by those without loss; below 1 counts as no loss. Without any loss, both fractions are 0.
     """
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0
@@ -372,8 +375,10 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw `shares` for each GEMM and each all-gather: how much of the total loss is due to decomposition. GEMMs are cut
-    by rows, and all-gathers are copied by dma. For GEMMs in 64 pieces, the contention loss was measured with 8 pieces.
+    """Draw the fraction of decomposition in the total loss (`shares`) of each GEMM and each all-gather.
+
+    GEMMs are cut by rows, and all-gathers are copied by "dma". For GEMMs in 64 pieces, the contention loss is that of 8
+    pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
@@ -395,8 +400,8 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw losses as bars from 1 (no loss), for each label a bar of each series in `losses`. The axis is logarithmic if
-    losses differ much.
+    """Draw losses as grouped bars that begin at 1 (no loss). losses: {name in the legend: a loss for each label}. The
+    axis is logarithmic if losses differ much.
     """
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
@@ -473,12 +478,12 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
         return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Show the summary if there is only one GEMM."""
+        """Show the result of one GEMM, but only if no summary of several follows."""
         if len(self.presets(options)) == 1:
             self.show_summary(found.records, options)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print tables and the verdict on the paper's observations, and draw the requested pictures."""
+        """Print the tables and the verdict on the paper's observations, and draw pictures if the options ask for them."""
         rows = rows_of(written)
         for one in tables(rows):
             print_table(*one)

@@ -1,14 +1,14 @@
 """Measurement of the decomposition and contention losses of one GEMM and its all-gather.
 
-    decomposition loss  time of the pieces, one after the other and alone, divided by the time of the undivided operation
-    contention loss     time of the same pieces while the other operation runs concurrently, divided by their time alone
+    decomposition loss  time of the pieces of an operation, one after the other, divided by the time of the undivided operation
+    contention loss     time of an operation while the other operation runs concurrently, divided by its time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-Each repetition runs every variant once. A variant has a lane (`StudyLane`): a series of equal calls that run one after the
-other. For contention, two lanes run concurrently: one for the GEMM and one for the all-gather. Their numbers of calls are
-chosen such that both lanes take equally long. Only the time in which both lanes run is used; timestamps of calls show the
-progress of each lane in this time. The fraction of time in which both run is recorded as `overlap`.
+Each repetition runs every variant. A variant has a lane (`StudyLane`): a series of equal calls, one after the other.
+For contention, a lane of GEMMs and a lane of all-gathers run concurrently. The numbers of calls are chosen so that both
+take equally long. Timestamps of the calls show how far each lane came while both ran; only this period counts. Its
+fraction of the whole time is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ _LONGEST_SLEEP_S = 0.05
 
 @dataclass(eq=False)
 class StudyLane:
-    """A lane: a series of equal calls that run one after the other. `call` runs `count` times. Lanes may run
-    concurrently.
+    """A lane: `count` calls of `call`, one after the other. Two lanes may run concurrently.
 
-    by: the kind of work: "gemm", or the transport of an all-gather. enqueue_s: the CPU time to enqueue the lane's last
-    run on a GPU.
+    by: the kind of work: "gemm", or the transport of an all-gather. enqueue_s: how long it took the CPU to enqueue the
+    lane's last run on a GPU.
     """
 
     call: Call
@@ -60,16 +59,18 @@ class StudyLane:
 
 
 def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
-    """Return the bytes of a rank's shard in the all-gather, rounded up so that its `pieces` pieces are equal and aligned."""
+    """Return the bytes of a rank's shard in an all-gather of `gathered_bytes`, rounded up so that its `pieces` are
+    equal and aligned.
+    """
     multiple = pieces * _PIECE_MULTIPLE
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """A rank's side of the all-gathers: it owns their memory, and runs lanes. nbytes: the size of the rank's shard.
+    """One rank's part of the all-gathers: it owns their memory, and runs lanes. nbytes: the size of the rank's shard.
 
-    There are two buffers for the gathered shards: symmetric memory for copies by peers, and ordinary memory for NCCL or
-    gloo. A context manager. All ranks must construct it.
+    Gathered shards have two buffers: symmetric memory for copies by peers, and ordinary memory for NCCL or gloo. Use it
+    as a context manager, which frees the symmetric memory. All ranks must construct it.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -84,8 +85,10 @@ class Side(AbstractContextManager["Side"], ABC):
         self._box.close()
 
     def gather(self, by: By, pieces: int) -> Call:
-        """Return a call that gathers the shards of all ranks. Each shard is sent in `pieces` equal pieces, one after the
-        other.
+        """Return a call that gathers the shards of all ranks. Each shard is sent in `pieces` equal pieces, one after
+        the other.
+
+        by: the transport, such as "dma", "kernel" or "library".
         """
         size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
@@ -99,9 +102,7 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Run the all-gather once and compare every byte. Raise `RuntimeError` if a byte is wrong. All ranks must make
-        this call.
-        """
+        """Run an all-gather once, and raise `RuntimeError` if a byte is wrong. All ranks must make this call."""
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
@@ -125,26 +126,28 @@ class Side(AbstractContextManager["Side"], ABC):
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def start(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run `play` on all ranks, starting at the same moment, and return its result. All ranks must make this call."""
+        """Run `play` on all ranks, starting together, and return its result. All ranks must make this call."""
         self.ranks.start_together()
         return self.play(lanes)
 
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
-        """Return a call that copies `source` to `place`, in a peer's memory, by "dma" or "kernel"."""
+        """Return a call that copies `source` to `place` in a peer's memory. by: "dma" or "kernel"."""
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Run the lanes concurrently. Return for each lane the timestamps of its start and of the end of each call, in
-        seconds. All lanes have the same clock.
+        """Run the lanes concurrently. Return, for each lane, the timestamps in seconds of its start and of the end of
+        each call.
+
+        All lanes use the same clock.
         """
 
 
 class CpuSide(Side):
     """The `Side` of a CPU process.
 
-    A copy by `dma` runs in an additional thread. A copy by `kernel` runs in the compute threads, alternately with the GEMM, so
-    that both complete the same fraction of their work.
+    A copy by "dma" runs in an additional thread. A copy by "kernel" runs in the threads of the GEMM, alternately with
+    it, so that both progress equally.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -182,8 +185,8 @@ class CpuSide(Side):
 
 
 class CudaSide(Side):
-    """The `Side` of a GPU. GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` use
-    the CUDA runtime, and so a copy engine; copies by `kernel` use `weft.kernels.move`.
+    """The `Side` of a GPU. GEMMs run on the current stream, copies on another stream of high priority. Copies by "dma"
+    use a copy engine, and copies by "kernel" use `weft.kernels.move`.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -200,8 +203,9 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Enqueue the lanes while a sleep kernel occupies the GPU, so that the lanes start together and never wait for
-        the CPU. The sleep lasts as long as enqueueing the same lanes took last time, up to 50 ms.
+        """Enqueue the lanes behind a sleep kernel, so that they start together and never wait for the CPU.
+
+        The sleep lasts as long as enqueueing the same lanes took last time, up to 50 ms.
         """
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
@@ -227,8 +231,9 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Return an order in which one thread runs the calls of several lanes, so that all lanes progress equally. counts:
-    the number of calls of each lane. The result has an index of a lane for each call.
+    """Return an order in which one thread runs the calls of several lanes, so that all progress equally.
+
+    counts: the number of calls of each lane. The result is a list with the lane's index for each call.
     """
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
@@ -284,11 +289,11 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class Found:
-    """The results of one GEMM by variant, equal on all ranks.
+    """The results of one GEMM, equal on all ranks.
 
-    timings: {variant: the time of the complete operation, with all its pieces}. overlap: {variant with two concurrent
-    lanes: fraction of time in which both run}. This is the median over repetitions, on the rank where it is smallest.
-    errors: see `check_cuts`.
+    timings: {variant: the time of the complete operation, in all its pieces}. overlap: {variant with two concurrent
+    lanes: the fraction of time in which both ran}, the median over repetitions on the rank with the smallest. errors:
+    see `check_cuts`.
     """
 
     timings: dict[str, Timing]
@@ -298,10 +303,10 @@ class Found:
 
 
 class MeasuringEffort(NamedTuple):
-    """The duration of measurements.
+    """The duration of measurements. alone_s, beside_s: the least time in seconds for which a lane runs alone, and
+    concurrently with another lane.
 
-    alone_s, beside_s: the least time in seconds that a lane runs, alone and concurrent with another lane. repetitions:
-    the number of repetitions that are recorded. One more runs before them, and is discarded.
+    repetitions: the number of recorded repetitions. One more, the first, is dropped.
     """
 
     alone_s: float
@@ -310,10 +315,10 @@ class MeasuringEffort(NamedTuple):
 
 
 def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
-    """Check and time one GEMM and the all-gather of the GEMM's A. Raise `RuntimeError` if a result is wrong. All ranks
-    must make this call.
+    """Check and time one GEMM and the all-gather of its A. Raise `RuntimeError` if a result is wrong. All ranks must
+    make this call.
 
-    step: a function that is called with the description of each piece of work and its fraction; the fractions sum to 1.
+    step: called with a description of each piece of work and its fraction of all work.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -345,10 +350,8 @@ def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: Measur
 def make_lanes(
     alone: dict[str, StudyLane], side: Side, effort: MeasuringEffort
 ) -> dict[str, tuple[StudyLane, StudyLane]]:
-    """Choose numbers of calls so that lanes run long enough, and make the pairs of lanes for contention. Return {variant:
-    (lane of the GEMM, lane of the all-gather)}.
-
-    alone: {variant: lane that runs alone}, whose `count` is set here. All ranks must make this call.
+    """Set the `count` of the lanes `alone` ({variant: lane}), and make the pairs of lanes for contention. Return
+    {variant: (lane of the GEMM, lane of the all-gather)}. All ranks must make this call.
     """
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
@@ -369,10 +372,10 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Run all variants in each repetition, starting with another variant each time. Return {variant: list of values}.
+    """Run all variants in each repetition, each time beginning with another variant. Return {variant: list of values}.
 
-    For a variant with one lane, the list has one value per repetition: the seconds of a call. For a pair of lanes, it has
-    three values per repetition: the result of `together`. The values of a first repetition, which warms up, are dropped.
+    A lane alone gives one value per repetition: the seconds of a call. A pair of lanes gives three: see `together`. The
+    first repetition warms up and is dropped.
     """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):
@@ -386,7 +389,7 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Run two lanes concurrently, and return the result of `together`. If they overlap too little, try again with more
+    """Run two lanes concurrently, and return the result of `together`. If they overlap too little, repeat with more
     calls. Raise `RuntimeError` if no attempt has enough overlap on every rank.
     """
     for _ in range(_ATTEMPTS):
@@ -403,14 +406,13 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Return [seconds of a GEMM, seconds of an all-gather, overlap].
+    """Return [mean seconds of a GEMM, mean seconds of an all-gather, overlap] for two concurrent lanes.
 
-    Both lanes run from the later of their starts to the earlier of their ends. The seconds of a GEMM and of an all-gather
-    are means over this period. The overlap is the length of this period divided by the time from the first start to the
-    last end. If the lanes never run at the same time, both seconds are NaN and the overlap is 0.
+    Both means are over the period in which both lanes ran. The overlap is this period's fraction of the time from the
+    first start to the last end. If the lanes never ran at the same time, both means are NaN and the overlap is 0.
 
-    gemm, gather: the timestamps of a lane's start and of the end of each call, in seconds. Progress between two
-    timestamps is assumed to be linear.
+    gemm, gather: the timestamps in seconds of each lane's start and of the end of each call. Between two timestamps,
+    progress is assumed to be linear.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -421,10 +423,10 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Change the numbers of calls so that both lanes take equally long: as long as the slower lane did, times `longer`.
+    """Change the numbers of calls so that both lanes take equally long: the time of the slower lane, times `longer`.
     All ranks must make this call.
 
-    marks: for each lane, the timestamps of its start and of the end of each call in the last run.
+    marks: for each lane, the timestamps in seconds of its last run, as returned by `play`.
     """
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
@@ -439,7 +441,7 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
-    The lane runs twice, and the second result is returned. In the first run, kernels may be loaded, and caches are cold.
+    The lane runs twice. The first run, which may load kernels, is dropped.
     """
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
@@ -448,13 +450,13 @@ def _seconds(lane: StudyLane, side: Side) -> float:
 
 
 def _play_alone(lane: StudyLane, side: Side) -> list[float]:
-    """Run one lane alone. Return a list with one value, the mean time of a call in seconds."""
+    """Run one lane alone. Return [mean seconds of a call]."""
     (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 
 
 class Matrices:
-    """Random A and B, one output matrix, and calls of torch that multiply A and B undivided or in pieces."""
+    """Random A and B, an output matrix, and calls that multiply A and B by torch, undivided or in pieces."""
 
     def __init__(self, gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -466,9 +468,8 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return a call that computes the GEMM in pieces. cut: "rows": A is cut into blocks of rows, and each piece
-        computes its rows of the output. "columns": A is cut into blocks of columns, and the pieces' products accumulate
-        in the output.
+        """Return a call that computes the GEMM in pieces. cut: "rows" or "columns", by which A is divided. A piece of
+        rows computes its rows of the output. The products of pieces of columns are added up in the output.
         """
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
@@ -478,14 +479,13 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Compare the GEMM in pieces with the undivided GEMM. Return {name of a cut: error}, the largest over ranks. All
-    ranks must make this call.
+    """Compare the GEMM in pieces with the undivided GEMM. Return {cut: its error on the worst rank}. All ranks must
+    make this call.
 
-    The error is the root mean square of the difference, divided by the root mean square of the undivided result. Its
-    limit is the sum of two terms. The first is the dtype's eps x sqrt(accumulated pieces), because each accumulation
-    rounds. The second is fp32's eps x sqrt(K), because cuBLAS may sum in another order. With at most 64 pieces (`CUTS`),
-    a missing piece would cause an error of about 1 / sqrt(64) = 0.125 or more. Raise `RuntimeError` if an error is above
-    the limit.
+    An error is the root mean square of the difference, relative to that of the undivided result. Raise `RuntimeError`
+    if it exceeds eps * sqrt(accumulated pieces) of the dtype plus eps * sqrt(K) of fp32: each accumulation rounds, and
+    cuBLAS may sum in another order. A missing piece would cause a much larger error, at least about 1 / sqrt(64) for
+    `CUTS`.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]
@@ -505,9 +505,7 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of `found` - `wanted`, divided by the root mean square of `wanted`. Compute both in
-    blocks of rows to save memory.
-    """
+    """Return the root mean square of `found` - `wanted`, divided by that of `wanted`."""
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
         reference = theirs.double()

@@ -1,4 +1,4 @@
-"""Helpers for studies that are measured on GPUs: they select the last run's records, and describe this run."""
+"""Helpers for studies that were measured on GPUs: the records of the last run, and a sentence that describes the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Rows = Mapping[tuple[str, str], Mapping[str, Record]]
 
 
 def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
-    """Return the last run of each configuration of `study`. Raise `ValueError` if there are no records. what: the study's
-    subject, for this error.
+    """Return the last run of each configuration of `study`. Raise `ValueError` if there are no records. what: the
+    study's subject, for the error text.
     """
     mine = [record for record in records if record.get("study") == study]
     if not mine:
@@ -25,9 +25,7 @@ def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
 
 
 def note_on_run(records: Sequence[Record], study: str, *, ranks: bool) -> str:
-    """Return a sentence for the report that describes the last run of `study`. ranks: True to include the number of
-    ranks.
-    """
+    """Return a sentence for the report that describes the last run of `study`. ranks: True to mention the number of ranks."""
     last = [record for record in records if record.get("study") == study][-1]
     said = f"{last['machine']}, {last['ranks']} ranks" if ranks else last["machine"]
     tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""

@@ -24,7 +24,7 @@ class Numbers(Quantities):
     """
 
     def with_value(self, key: str, value: float) -> Numbers:
-        """Return a copy with another value for `key`, in the unit that the file uses for `key`."""
+        """Return a copy with another value for `key`. value: in the unit that the file has for this key."""
         self[key]
         return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
 
@@ -40,7 +40,7 @@ class Numbers(Quantities):
 
     @property
     def assumed(self) -> list[int]:
-        """Return [number of assumed numbers, number of all numbers]. Records store this pair."""
+        """Return [how many numbers are assumed, how many there are]."""
         return [len(list(self.of_source("assumed"))), len(self.quantities)]
 
 

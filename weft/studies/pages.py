@@ -1,4 +1,4 @@
-"""Helpers of all studies: common fields of simulated records, pictures, generated parts of reports, and sentences on where
+"""Helpers of all studies: fields of simulated records, pictures, generated parts of reports, and sentences on where
 numbers come from.
 """
 
@@ -27,8 +27,8 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Create a picture, as a context manager: yield a list of axes, one for each of `panels` stacked panels, and then
-    write the PNG file `path`. Create its folder if needed.
+    """Context manager: yield a list of axes, one for each of `panels` stacked panels, and then write the picture to the
+    PNG file `path`. Create its folder if needed.
 
     size: (width, height) in inches. The labels of logarithmic axes get the suffix "logarithmic axis".
     """
@@ -52,8 +52,9 @@ def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -
 def bars(
     axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
 ) -> list[Any]:
-    """Draw grouped bars, with a line at 1. groups: {name in the legend: a height for each label}. base: the value at
-    which bars begin. Return the bars of each group.
+    """Draw grouped bars, and a line at 1. Return the bars of each group.
+
+    groups: {name in the legend: a height for each label}. base: the height at which bars begin.
     """
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
@@ -66,7 +67,7 @@ def bars(
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
-    """Return the fields that all records of one simulated run of operator `op` share."""
+    """Return the fields that all records of one simulated run of operator `op` have."""
     quantities = list[Quantity](machine[key] for key in machine)
     return {
         **head_of(op, machine.name, [sum(one.source == "assumed" for one in quantities), len(quantities)]),
@@ -75,8 +76,9 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
-    """Return the fields that all records of one simulated run share, whatever its model. assumed: [number of assumed
-    numbers, number of all numbers].
+    """Return the fields that all records of a simulated run have, also of runs without a machine file. machine: a
+    description.
+    assumed: [how many numbers of the model are assumed, how many there are].
     """
     code = provenance()
     return {
@@ -88,9 +90,7 @@ def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
 
 
 def scaled(machine: Machine, key: str, factor: float) -> Machine:
-    """Return the machine with the number `key` multiplied by `factor`, for sensitivity analyses. Counts of 4 or more are
-    rounded to integers.
-    """
+    """Return the machine with number `key` multiplied by `factor`. Counts of 4 or more are rounded to integers."""
     one = machine[key]
     value = one.value * factor
     whole = one.unit == "1" and one.value >= 4 and one.value == int(one.value)
@@ -99,7 +99,7 @@ def scaled(machine: Machine, key: str, factor: float) -> Machine:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """Return the simulator's model of `ranks` GPUs of a machine. topology: the name of another topology than the
+    """Return the simulator's model of `ranks` GPUs of a machine. topology: the name of a topology to use instead of the
     machine's own.
 
     Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the machine file lacks.
@@ -115,8 +115,9 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
 
 
 def last_run(records: Sequence[Record], study: str, what: str, command: str) -> list[Record]:
-    """Return the records of the last run of `study`. Raise `ValueError` if there are none. what, command: the study's
-    subject and its name in `weft reproduce`, for this error.
+    """Return the records of the last run of `study`. Raise `ValueError` if there are none.
+
+    what, command: the study's subject and its name in `weft reproduce`, for the error text.
     """
     mine = [record for record in records if record.get("study") == study]
     if not mine:
@@ -125,8 +126,8 @@ def last_run(records: Sequence[Record], study: str, what: str, command: str) -> 
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """Return sentences for the report that say how its numbers were obtained. last: a record of the run. ranks: the
-    numbers of ranks as text, if records differ in them.
+    """Return sentences for the report on how its numbers were obtained. last: a record of the run. ranks: the numbers
+    of ranks as text, if records differ in them.
     """
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
@@ -135,8 +136,8 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def where_simulated(last: Record, of: str, more: str = "") -> str:
-    """Return sentences for the report on how its numbers were simulated. of: the machines and the dtype. more: text to
-    append about the assumed numbers.
+    """Return sentences for the report on how its numbers were simulated. of: text with the machines and the dtype.
+    more: text to append about assumed numbers.
     """
     assumed, known = last["assumed"]
     return (
@@ -146,9 +147,7 @@ def where_simulated(last: Record, of: str, more: str = "") -> str:
 
 
 def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
-    """Return the generated part of a report, as Markdown: the paragraphs `first`, the tables with their titles, and the
-    paragraphs `last`.
-    """
+    """Return the generated part of a report, as Markdown: paragraphs, tables with their titles, and more paragraphs."""
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

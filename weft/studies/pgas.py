@@ -1,16 +1,16 @@
-"""PGAS embedding retrieval on V100s: simulated weak and strong scaling, upper bounds of the speedup, and the rate at which
-the paper's baseline must have communicated.
+"""PGAS embedding retrieval on V100s: simulated weak and strong scaling, upper bounds of the speedup, and the rate at
+which the paper's baseline must have communicated.
 
-The paper's baseline pools, calls an all-to-all and unpacks; `serial` models it. `direct` stores pooled vectors in the
-peers' outputs while it pools, as the paper's PGAS kernel does. If the baseline communicated at the full rate of the V100's
-links, the links would bound the speedup of `direct`. The paper's speedup is above this bound, so the paper's baseline must
-communicate below link rate. The model is not fitted to the paper's speedup. Instead, the rate of the paper's baseline is
-computed from it:
+The paper's baseline pools, calls an all-to-all and unpacks; here `serial`. Its PGAS kernel stores pooled vectors in the
+peers' outputs while it pools; here `direct`. If the baseline communicated at the full rate of the V100's links, the
+speedup of `direct` could not be as large as the paper's. So the paper's baseline must communicate more slowly. The
+model is not fitted to the paper's speedup. Instead, the study computes from this speedup the rate of the paper's
+baseline:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 
-Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems",
-IV.
+Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+Systems", IV.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scaling experiment of the paper, and its results. tables: a function from the number of ranks to the number of
-    tables of all ranks. rows: the mean number of rows in a bag. speedups: {number of ranks: the paper's speedup}. mean:
-    their mean. where: the section.
+    """A scaling experiment of the paper. tables: a function from the number of ranks to the number of tables of all
+    ranks. rows: the mean number of rows in a bag. speedups: {number of ranks: the paper's speedup}. mean: the mean of
+    these. where: the section.
     """
 
     name: str
@@ -66,11 +66,11 @@ speedups, mean: the paper's speedups of PGAS over its baseline."""
 
 @dataclass(frozen=True)
 class PgasRow:
-    """The results for one scaling experiment on one number of GPUs.
+    """The results of one scaling experiment on one number of GPUs.
 
-    Times are in us. pooling, unpacking: lower bounds at the memory's rate. exchange: a lower bound at the links' rate.
-    serial, direct: simulated times of the baseline and of the PGAS kernel. sent: the bytes that a rank sends to all
-    peers. link_sent: the bytes on the rank's link with the most bytes.
+    Times are in us. pooling, unpacking: lower bounds at the memory's peak rate. exchange: a lower bound at the links'
+    peak rate. serial, direct: simulated times of the baseline and of the PGAS kernel. sent: the bytes that a rank sends
+    to all peers. link_sent: the bytes on the rank's busiest link.
     """
 
     scaling: str
@@ -89,16 +89,12 @@ class PgasRow:
 
     @property
     def sending(self) -> float:
-        """The time in us in which `direct` sends. The kernel pools the rank's own samples last, so their pooling time is
-        subtracted.
-        """
+        """The time in us in which `direct` sends: without the end, when the kernel pools the rank's own samples."""
         return self.direct - self.pooling / self.ranks
 
     @property
     def bound(self) -> float:
-        """The largest possible speedup: pooling, exchange and unpacking one after the other, divided by the longer of
-        pooling and exchange.
-        """
+        """The largest possible speedup: pooling + exchange + unpacking, divided by the longer of pooling and exchange."""
         return (self.pooling + self.exchange + self.unpacking) / max(self.pooling, self.exchange)
 
 
@@ -120,7 +116,7 @@ def row_of(scaling: Scaling, ranks: int, machine: Machine) -> PgasRow:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return a record for each scaling and number of GPUs, and a record of the sensitivity analysis."""
+    """Return a record for each scaling experiment and number of GPUs, and a record of the sensitivity analysis."""
     machine = load_machine("v100")
     steps = len(SCALINGS) * len(RANKS) + 2 * len(SENSITIVE) + 2
     found = []
@@ -155,7 +151,7 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
 
 @dataclass(frozen=True)
 class PgasRows:
-    """The results of a run. rows: {(scaling, number of GPUs): row}."""
+    """The results of a run. rows: {(scaling experiment, number of GPUs): row}."""
 
     rows: Mapping[tuple[str, int], PgasRow]
     sensitivity: Sequence[Any]
@@ -174,8 +170,8 @@ def rows_of(records: Sequence[Record]) -> PgasRows:
 
 
 def implied_gbps(row: PgasRow, speedup: float) -> float:
-    """Return the rate in GB/s per rank at which the paper's baseline must have communicated to give the paper's
-    `speedup`. The rest of the time is as in the simulation.
+    """Return the rate in GB/s per rank at which the paper's baseline must have communicated, if its other times are as
+    simulated. speedup: the paper's.
     """
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 
@@ -315,8 +311,8 @@ def _machine_table() -> ResultTable:
 
 
 def conclusions(found: PgasRows) -> list[str]:
-    """Return sentences for the report: how many claims are reproduced, and which rate the paper's speedups imply for its
-    baseline.
+    """Return sentences for the report: how many claims are reproduced, and the rate that the paper's speedups imply for
+    its baseline.
     """
     made = claims(found)
     two = found.rows["weak", 2]
@@ -343,8 +339,8 @@ def markdown(records: Sequence[Record]) -> str:
 def draw(directory: Path, found: PgasRows, title: str) -> list[Path]:
     """Write the pictures into `directory`, created if needed. title: a description of the run.
 
-    For weak and strong scaling they show the speedups (figures 5 and 8), the times of the parts (6 and 9), and the bytes
-    sent over time (7 and 10).
+    For weak and strong scaling they show speedups (figures 5 and 8), the times of the parts (6 and 9), and bytes sent
+    over time (7 and 10).
     """
     paths = [directory / "figure-5-scaling.png", directory / "figure-7-volume.png"]
     with figure(paths[0], f"{title} (figures 5, 6, 8, 9)", (9, 8), 2) as axes:

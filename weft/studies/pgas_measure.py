@@ -1,4 +1,4 @@
-"""PGAS embedding retrieval measured on one and two GPUs, at the paper's sizes: figures 4 to 10.
+"""PGAS embedding retrieval, measured on one and two GPUs, at the paper's sizes: figures 4 to 10.
 
 | figure or section | name of the parts here | what is measured |
 |---|---|---|
@@ -9,11 +9,11 @@
 | 4, IV | dlrm | inference over 100 batches, with the dense MLP before the retrieval or concurrent with it |
 
 The baseline is the paper's: EmbeddingBagCollection (an `nn.EmbeddingBag` for each table), an all-to-all with
-`async_op=True`, a wait, and unpacking. Its components are found by the paper's method. The phase after pooling is timed
-as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference of both
-times is the communication. The `direct` and `put` kernels record when they send their bytes.
+`async_op=True`, a wait, and unpacking. Its components are found by the paper's method: the phase after pooling is timed
+as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference of both is
+the communication. The `direct` and `put` kernels record when they send their bytes.
 
-For results on one GPU, both ranks measure alone at the same time, and rank 0's times are recorded.
+For times on one GPU, both ranks measure alone at the same time, and rank 0's times are recorded.
 
 Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
 Systems", III-A, IV.
@@ -104,10 +104,10 @@ class _Pgas(MeasuredStudy):
 
 def components(built: Mapping[str, Variant]) -> dict[str, Call]:
     """Return the calls whose times give the paper's breakdown of its baseline, and the pooling of variant `batched`,
-    which has one kernel for all tables.
+    one kernel for all tables.
 
-    computation: the baseline's pooling. phase: the baseline's all-to-all, wait and unpacking. one float: the same phase
-    with an all-to-all that sends a single float to each rank. exchange: the all-to-all alone.
+    computation: the baseline's pooling. phase: its all-to-all, wait and unpacking. one float: the same phase, but each
+    rank sends a single float to each rank. exchange: the all-to-all alone.
     """
     baseline = built.get(ASYNCHRONOUS, built[BASELINE])
     assert isinstance(baseline, SerialVariant)
@@ -163,8 +163,8 @@ def _retrieval(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
 
 
 class _Dlrm(nn.Module):
-    """The part of a DLRM without embeddings: the bottom MLP of the dense features, dot products of all pairs of vectors,
-    and the top MLP.
+    """A DLRM without its embeddings: the bottom MLP of the dense features, dot products of all pairs of vectors, the
+    top MLP.
     """
 
     places: torch.Tensor
@@ -177,8 +177,8 @@ class _Dlrm(nn.Module):
         self.register_buffer("places", first * (features + 1) + second)
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the predictions [batch, 1]. dense: the output of the bottom MLP [batch, dim]. pooled: the pooled vectors
-        of all tables [batch, features * dim].
+        """Return the predictions [batch, 1]. dense: the output of the bottom MLP [batch, dim]. pooled: the pooled
+        vectors of all tables [batch, features * dim].
         """
         vectors = torch.cat([dense, pooled], dim=1).view(len(dense), -1, dense.shape[1])
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
@@ -194,7 +194,7 @@ def _mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 class _Inference(EmbeddingData):
-    """The data of DLRM inference: tables and bags for the retrieval, and an MLP part with the same weights on all ranks."""
+    """The data of DLRM inference: tables and bags, and a `_Dlrm` with the same weights on all ranks."""
 
     def __init__(self, work: EmbeddingData) -> None:
         self.__dict__.update(work.__dict__)
@@ -207,23 +207,23 @@ class _Inference(EmbeddingData):
             self.dense = [torch.rand(self.local_batch, _DENSE, device=device) for _ in range(self.input_sets)]
 
     def reference(self, which: int) -> torch.Tensor:
-        """Return the predictions for the input set with index `which`, computed in float64 from float64 vectors."""
+        """Return the predictions for input set `which`, computed in float64."""
         model = self.model.double()
         out: torch.Tensor = model(model.bottom(self.dense[which].double()), self.of_pooled.reference(which))
         self.model.float()
         return out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the largest allowed error. The baseline's limit is 1e-4, because fp32 rounds three kinds of sums: of 64
-        rows, in dot products, and of the top MLP's 8,000 features. For other variants the limit is twice the baseline's
-        error, but at least 1e-5.
+        """Return the error limit. For the baseline it is 1e-4, because fp32 rounds the sums of 64 rows, the dot
+        products, and the top MLP with 8,000 features. For other variants it is twice the baseline's error, but at least
+        1e-5.
         """
         return 1e-4 if name == PIPELINES[0] else max(2 * errors[PIPELINES[0]], 1e-5)
 
 
 class _Pipeline:
-    """One way to run inference on a batch. retrieve: the variant that pools and exchanges the vectors. beside: True to
-    run the bottom MLP concurrently on a separate stream.
+    """A way to run inference on a batch. retrieve: the variant that pools and exchanges the vectors. beside: True to
+    run the bottom MLP concurrently, on another stream.
     """
 
     def __init__(self, work: _Inference, retrieve: Variant, beside: bool) -> None:
@@ -262,8 +262,8 @@ class _Pipeline:
 def _inference(
     part: Part, work: EmbeddingData, repetitions: int, batches: int, step: Step
 ) -> tuple[Times, dict[str, Record]]:
-    """Time DLRM inference over `batches` batches with each pipeline. The batches cycle through the input sets. Return
-    (times per batch, {pipeline: further fields of its record}).
+    """Time DLRM inference over `batches` batches with each pipeline. Return (times per batch, {pipeline: further record
+    fields}). Consecutive batches take the input sets in turn.
     """
     step(f"{part.name}: checking every variant", 0)
     model = _Inference(work)

@@ -36,13 +36,15 @@ _SCALINGS = (
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Return the last run of each configuration; raise `ValueError` if there are no records."""
+    """Return the records of the last run of each configuration; raise `ValueError` if there are none."""
     return rows_of_study(records, STUDY, "PGAS retrieval")
 
 
 class Parts(NamedTuple):
-    """The times of the baseline's parts in ms: computation, communication, and synchronisation with unpacking. They are
-    measured by the paper's method (`weft.studies.pgas_measure`), in which the host waits for the device in each call.
+    """The times of the baseline's parts in ms: computation, communication, and synchronisation with unpacking.
+
+    They are measured by the paper's method (`weft.studies.pgas_measure`), in which the CPU waits for the device in each
+    call.
     """
 
     computation: float
@@ -63,8 +65,8 @@ def parts_of(by: Mapping[str, Record]) -> Parts | None:
 
 
 def sending_share(record: Record) -> float | None:
-    """Return the fraction of the kernel's time until 99% of its bytes have been sent; None if the record has no bytes
-    over time.
+    """Return the fraction of the kernel's time after which 99% of its bytes are sent; None if bytes over time were not
+    recorded.
     """
     if "us" not in record:
         return None
@@ -74,8 +76,8 @@ def sending_share(record: Record) -> float | None:
 
 
 def peak_gbps(record: Record) -> float | None:
-    """Return the highest rate in GB/s at which the kernel sends, as a mean over a fiftieth of its time. None if the
-    record has no bytes over time.
+    """Return the highest rate in GB/s at which the kernel sends, averaged over fiftieths of its time; None if bytes
+    over time were not recorded.
     """
     if "us" not in record:
         return None
@@ -84,8 +86,8 @@ def peak_gbps(record: Record) -> float | None:
 
 
 def peak_claim(what: str, where: str, by: Mapping[str, Record]) -> Claim | None:
-    """Return the claim that the peak rate of `direct` is below the mean rate of NCCL's all-to-all, so that `direct` needs
-    less bandwidth. Return None if either was not measured.
+    """Return the claim that `direct` needs less bandwidth: its peak rate is below the mean rate of NCCL's all-to-all.
+    None if a rate was not measured.
     """
     peak = peak_gbps(by.get("direct", {}))
     if peak is None or "exchange" not in by:

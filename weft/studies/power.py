@@ -1,8 +1,8 @@
 """Power and memory traffic of schedules on GPUs, from records of `weft bench OP --counters`.
 
-The counters are those of the GPU's driver. They count reads and writes of memory together, on the whole GPU. So the tables
-also show the bytes that the simulator computes from the schedule (`weft.sim.traffic`). Rows without a schedule are parts of
-the operator that run alone, such as the GEMM.
+The counters of the GPU's driver do not separate reads from writes of memory. So the tables also show the bytes that the
+simulator computes from the schedule (`weft.sim.traffic`). Rows without a schedule are parts of an operator that ran
+alone, such as the GEMM.
 
 Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 6.2 and figure 18
 (memory traffic). "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VIII-B (power).
@@ -27,10 +27,10 @@ _ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone",
 
 
 class PowerRow(NamedTuple):
-    """The driver's counters during calls of one variant of operator `op`, or of a part of it alone.
+    """The driver's counters during calls of a variant of operator `op`, or of one of its parts alone, such as the GEMM.
 
-    schedule: the schedule that ran; None for a part alone. counters: power, and memory bytes per call. computed_bytes:
-    the memory bytes per call that the simulator computes from the schedule; None if it cannot.
+    schedule: the schedule that ran; None for a part. counters: watts, and memory bytes per call. computed_bytes: the
+    memory bytes per call that the simulator computes from the schedule; None if it cannot.
     """
 
     op: str
@@ -48,8 +48,8 @@ class PowerRow(NamedTuple):
 
 
 def rows_of(records: Sequence[Record]) -> list[PowerRow]:
-    """Return a row for each variant, and for each part alone, in each configuration's last run. Raise `ValueError` if no
-    record has counters.
+    """Return a row for each variant and each part of an operator, from the last run of each configuration. Raise
+    `ValueError` if no record has counters.
     """
     mine = [r for r in records if r.get("counters")]
     if not mine:
@@ -134,8 +134,8 @@ def claims(rows: Sequence[PowerRow]) -> list[Claim]:
 
 
 def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
-    """Return T3's claim that it saves memory accesses, once for weft's choice of schedule, and once for schedules with
-    tracked GEMMs, whose tiles signal the copies.
+    """Return T3's claim that it saves memory accesses: once for the schedule that weft selects, and once for schedules
+    in which GEMM tiles signal copies ("tracked").
     """
 
     def saved(what: str, begin: str) -> Claim | None:
@@ -153,9 +153,7 @@ def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
 
 
 def _power(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
-    """Return FiCCO's claims on power. They compare copies by copy engines with copies by kernels, and concurrent
-    operations with operations that run alone.
-    """
+    """Return FiCCO's claims on the power of copies by copy engines and by kernels, and of concurrent operations."""
     fewer, higher = list[tuple[float, float]](), list[tuple[float, float]]()
     for of in configs:
         by = {how: _of_ficco(of, how) for how in ("dma", "kernel")}

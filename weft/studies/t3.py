@@ -1,4 +1,5 @@
-"""T3's sub-layers: the GEMMs of Transformers before the reductions of tensor parallelism, in software on existing hardware.
+"""T3's sub-layers: the GEMMs of Transformers before the reductions of tensor parallelism, in software on existing
+hardware.
 
 A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter, and the all-gather of the sum:
 
@@ -8,19 +9,20 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
           input projection's input
 
-By default all GEMMs are in bf16, and FC-1 and IP have the weight layout of the forward pass. The paper's GEMMs are in FP16, with
-weights that are not transposed; measurements can have this dtype and this layout, too.
+By default all GEMMs are in bf16, and FC-1 and IP have the weight layout of the forward pass. The paper's GEMMs are in
+FP16, with weights that are not transposed; measurements can also have this dtype and layout.
 
-`simulated` predicts times on a machine from its model, for the schedule that weft's planner selects. `weft bench
-matmul_reduce_scatter --preset t3` measures a real machine, without the all-gather. Both have the same tables: the times of GEMM,
-reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes that a GPU's memory reads and writes (figure
+`simulated` predicts times from the model of a machine, for the schedule that weft's planner selects. `weft bench
+matmul_reduce_scatter --preset t3` measures them, without the all-gather. Both kinds of records become the same tables:
+the times of GEMM, reduce-scatter and all-gather, the speedup (figures 15, 16), and the memory traffic of a GPU (figure
 18).
 
-T3's hardware has a tracker that triggers copies, and memory that adds received values to its contents (near-memory compute). In
-weft's software, GEMM tiles set signals, copies wait for the signals in streams, and kernels add received values. So kernels read
-partial sums again, which T3's memory would add in place.
+T3 has a hardware tracker that triggers copies, and memory that adds received values to its contents (near-memory
+compute). In weft's software, GEMM tiles set signals, streams wait for the signals before they copy, and kernels add
+received values. So kernels must read partial sums again, which T3's memory would add in place.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and
+table 2.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ BACKWARD = ("FC-1", "IP")
 
 
 class Network(NamedTuple):
-    """A Transformer of the paper's table 2. tokens: the number of tokens in a batch, over all its sequences. ranks: the
-    numbers of ranks of tensor parallelism. large: True for the networks of section 6.4.
+    """A Transformer of the paper's table 2. tokens: the number of tokens in a batch. ranks: the degrees of tensor
+    parallelism.
+    large: True for the networks of section 6.4.
     """
 
     name: str
@@ -86,11 +89,11 @@ _ABOVE = (
 
 @dataclass(frozen=True)
 class SublayerRow:
-    """The results of one sub-layer. problem: its sizes. chosen: the schedule that weft selected, whose time is `weft_ms`.
+    """The results of one sub-layer. problem: its sizes. chosen: the schedule that weft selected; `weft_ms` is its time.
 
-    gather_ms: the all-gather; 0 if it was not recorded. moved: ({kind of access: bytes of memory traffic} with serial,
-    the same with `chosen`), or None for machines without a file. pinned: {schedule that was run by name: ms}. row_major:
-    True if the weights are not transposed, as in the backward pass.
+    gather_ms: the time of the all-gather; 0 if not recorded. moved: {kind of access: bytes of memory traffic} with
+    serial, and the same with `chosen`; None for machines without a file. pinned: {pinned schedule: ms}. row_major: True
+    if the weight is not transposed, as in the backward pass.
     """
 
     network: Network
@@ -112,14 +115,14 @@ class SublayerRow:
         return f"{self.network.name} {self.layer}, {self.problem.world_size} ranks"
 
     def fastest(self, *begins: str) -> tuple[float, str] | None:
-        """Return (milliseconds, name) of the fastest schedule whose name begins with one of `begins`, among schedules
-        that were run by name. None if there are none.
+        """Return (milliseconds, name) of the fastest pinned schedule whose name begins with one of `begins`; None if
+        there is none.
         """
         return min(((ms, name) for name, ms in self.pinned.items() if name.startswith(begins)), default=None)
 
     @property
     def ideal(self) -> float:
-        """The speedup of a sub-layer over serial if GEMM and reduce-scatter overlapped perfectly."""
+        """The speedup over serial of a sub-layer whose GEMM and reduce-scatter overlap perfectly."""
         together = max(self.gemm_ms, self.scatter_ms) + self.gather_ms
         return (self.serial_ms + self.gather_ms) / together
 
@@ -129,9 +132,7 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """The fraction of serial's memory traffic that the selected schedule saves, without the all-gather; None if it is
-        unknown.
-        """
+        """The fraction of serial's memory traffic that the selected schedule saves, without the all-gather; None if unknown."""
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 
@@ -148,10 +149,11 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return two records for each sub-layer: the predicted time of serial, and of the schedule that the planner selects.
+    """Return two records for each sub-layer: the predicted time of serial, and of the schedule that the planner
+    selects.
 
-    Raises `ValueError` for an unknown machine or topology. progress: a function that is called with the name of the next
-    sub-layer, and the fraction of the work done since the last call.
+    progress: called with the name of the next sub-layer, and the fraction of the work done since the last call. Raises
+    `ValueError` for an unknown machine or topology.
     """
     machine, found = load_machine(hw), list[Record]()
     chosen = networks or NETWORKS
@@ -178,9 +180,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the predicted time in ms of NCCL's collective alone, on the GEMM's output y [m, n]. The time is that of one
-    call in a sequence of equal calls.
-    """
+    """Return the predicted time in ms of NCCL's collective `op` on the GEMM's output [m, n], per call in a series of calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")
@@ -192,9 +192,7 @@ def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter"
 
 
 def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
-    """Return a row for each sub-layer from its last run, in the order of first appearance. Raise `ValueError` if there
-    are none.
-    """
+    """Return a row for each sub-layer, from its last run. Raise `ValueError` if there are none."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     if not mine:
         raise ValueError(f"no records of T3's sub-layers: run weft bench {OP} --preset t3 --mode queued --json FILE")
@@ -217,8 +215,9 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
 
 
 def _names(record: Record) -> list[tuple[Network, str]]:
-    """Return the (network, layer) pairs of a record: as recorded, or those with the record's sizes. Layers of equal
-    sizes, such as FC-1 and FC-2, share one name.
+    """Return the (network, layer) pairs of a record: those that it names, or else all with its sizes.
+
+    Layers of equal sizes are one pair, such as (network, "FC-1, FC-2").
     """
     if "layer" in record:
         return [(next(n for n in NETWORKS if n.name == record["network"]), record["layer"])]
@@ -245,7 +244,7 @@ def _moved(p: MatmulReduceScatter, chosen: str, machine: str) -> tuple[dict[str,
 
 
 def tables(rows: Sequence[SublayerRow]) -> list[ResultTable]:
-    """Return a table of speedups for each combination of dtype and weight layout. The first combination also has a table
+    """Return a table of speedups for each combination of dtype and weight layout, and for the first combination a table
     of computed memory traffic.
     """
     kinds = list(dict.fromkeys((row.problem.dtype, row.row_major) for row in rows))
@@ -316,7 +315,7 @@ def _moves(rows: Sequence[SublayerRow]) -> ResultTable:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return sentences for the report that say how its numbers were obtained."""
+    """Return sentences for the report on how its numbers were obtained."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
     last = mine[-1] | {"dtype": " or ".join(dict.fromkeys(r["dtype"] for r in mine))}
@@ -330,8 +329,8 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences for the report: which schedules weft chose, how many sub-layers are faster than the ideal, and
-    what the paper reports.
+    """Return sentences for the report: which schedules weft selected, how many sub-layers are faster than the ideal,
+    and what the paper reports.
     """
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{name} for {taken.count(name)}" for name in dict.fromkeys(taken))
@@ -343,9 +342,7 @@ def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def _moves_say(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return a list with one sentence on how much weft's choices change memory traffic, for the sub-layers in the table
-    of traffic. Return an empty list if the traffic is unknown.
-    """
+    """Return one sentence, as a list, on how much weft's schedules change memory traffic; empty if the traffic is unknown."""
     first = (rows[0].problem.dtype, rows[0].row_major)
     saved = [row.less_moved for row in rows if (row.problem.dtype, row.row_major) == first]
     more = [-share for share in saved if share is not None]
@@ -360,8 +357,8 @@ def _moves_say(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences on two kinds of schedules that were run by name: GEMMs whose tiles signal the copies ("tracked"),
-    and output maps with a GEMM for each chunk ("direct").
+    """Return sentences on two kinds of pinned schedules: GEMMs whose tiles signal copies ("tracked"), and GEMMs in
+    chunks that are stored directly at their owners ("direct").
     """
     found, first = [], (rows[0].problem.dtype, rows[0].row_major)
     mine = [row for row in rows if (row.problem.dtype, row.row_major) == first]
@@ -375,8 +372,8 @@ def _pinned(rows: Sequence[SublayerRow]) -> list[str]:
 
 
 def claims(rows: Sequence[SublayerRow]) -> list[Claim]:
-    """Return the paper's claims on the speedups of Mega-GPT-2 and T-NLG (6.1), with the numbers of software on two GPUs.
-    Claims without records are left out.
+    """Return the paper's claims on the speedups of Mega-GPT-2 and T-NLG (6.1), with the results of software on two
+    GPUs. Claims without records are left out.
     """
     mine = [row for row in rows if not row.network.large and row.problem.dtype == "bf16" and not row.row_major]
     tracked = [row.serial_ms / best[0] for row in mine if (best := row.fastest("tracked"))]

@@ -1,11 +1,12 @@
-"""T3's claims other than the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
+"""T3's claims except those on the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
 
-They concern communication's share of an iteration (figure 4), unchanged stages of sliced GEMMs (5), compute units split
-between operations (6), and accesses of a ring step (10). Others concern the reduce-scatter alone (14), traffic over time
-(17), faster iterations (19), more compute units (20), the tracker's size, and direct reduce-scatters (section 7.1).
+Claims with a figure are about communication's share of an iteration (4), sliced GEMMs (5), compute units split between
+operations (6), and accesses of a ring step (10). Others are about the reduce-scatter alone (14), traffic over time
+(17), iterations (19), and more compute units (20). Two are about the tracker's size, and direct reduce-scatters
+(section 7.1).
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1, 6.3
-to 7.5.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1,
+6.3 to 7.5.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def claims(
     small: Sequence[HardwareRow], large: Sequence[HardwareRow], found: Mapping[str, Record], gpu: TrackingGpu
 ) -> Iterator[Claim]:
     """Yield the claims with the simulation's numbers. small: the sub-layers of Mega-GPT-2 and T-NLG. large: those of
-    GPT-3, PALM and MT-NLG. found: {name of a figure: its record}.
+    GPT-3, PALM and MT-NLG. found: {figure: its record}.
     """
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)
@@ -81,9 +82,7 @@ def _splits(record: Record) -> Iterator[Claim]:
 
 
 def _steps(rows: Sequence[HardwareRow]) -> Claim:
-    """Return the claim that the simulated sub-layers read and update as many bytes in memory as the paper counts for a
-    ring reduce-scatter (figure 10).
-    """
+    """Return the claim on how many bytes a ring reduce-scatter reads and updates in memory (figure 10)."""
     held = True
     for row in rows:
         chunk = row.moved["sequential"]["GEMM writes"] / row.ranks
@@ -111,7 +110,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Return the claim that names the sub-layer in which T3-MCA is furthest from the ideal's speedup."""
+    """Return the claim on which sub-layer T3-MCA is furthest from the ideal speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"
@@ -165,9 +164,7 @@ def _more_units(record: Record) -> Iterator[Claim]:
 
 
 def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
-    """Return the claim that the paper's tracker is large enough: T3 is at most 1% slower than with a tracker of unlimited
-    size.
-    """
+    """Return the claim that the paper's tracker is large enough: with an unlimited tracker, T3 is at most 1% faster."""
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))

@@ -1,4 +1,4 @@
-"""Simulation of figures of the T3 paper on a model of the paper's hardware, and the effect of each number that is assumed.
+"""Simulation of figures of the T3 paper on a model of its hardware, and the effect of each assumed number.
 
     figure 5    work-groups and stages of a GEMM that is split over ranks
     figure 6    compute units split between a GEMM and an all-reduce
@@ -7,12 +7,12 @@
     figure 17   memory traffic over time
     figure 20   twice the compute units
 
-Functions `simulate_...` return the fields of a record, and functions `..._table` make a table from such a record. Numbers
-that the paper shows only in pictures are omitted. `weft.studies.t3_sublayers` has figures 15, 16 and 18, and
+A function `simulate_...` returns the fields of a record, and a function `..._table` makes a table from such a record.
+Numbers that the paper shows only in pictures are omitted. `weft.studies.t3_sublayers` has figures 15, 16 and 18, and
 `weft.studies.t3_iteration` has figures 4 and 19.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and
-7.5.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1
+and 7.5.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ MORE_UNITS = 2
 
 
 def simulate_splits(gpu: TrackingGpu) -> Record:
-    """Simulate an overlap in which GEMM and all-reduce share the GPU's compute units (figure 6). Each runs alone on its
-    part of the units.
+    """Simulate GEMM and all-reduce on separate parts of the GPU's compute units (figure 6), each without the other.
 
-    The GEMMs are the attention's output projection (OP) and the second MLP layer (FC-2) of Mega-GPT-2 and T-NLG, on 8
-    ranks.
+    The GEMMs are those of OP (the attention's output projection) and FC-2 (the second MLP layer) of Mega-GPT-2 and
+    T-NLG, on 8 ranks.
     """
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):
@@ -72,9 +71,10 @@ def simulate_splits(gpu: TrackingGpu) -> Record:
 
 
 def splits(record: Record) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """Return {(compute units of the GEMM, of the all-reduce): (all-reduce slowdown, GEMM slowdown, speedup)}. The values
-    are geometric means over GEMMs. Slowdowns are fractions, relative to all units. The speedup is that of the overlap
-    over one after the other.
+    """Return {(compute units of the GEMM, of the all-reduce): (slowdown of the all-reduce, of the GEMM, speedup)}.
+
+    The values are geometric means over GEMMs. A slowdown is relative to the time on all units. The speedup is that of
+    running both concurrently instead of one after the other.
     """
     cells = record["cells"]
 
@@ -111,9 +111,7 @@ def splits_table(record: Record) -> ResultTable:
 
 
 def simulate_ring(gpu: TrackingGpu) -> Record:
-    """Simulate a ring reduce-scatter alone on four GPUs, for several sizes, by a kernel and with near-memory adds (figure
-    14).
-    """
+    """Simulate a ring reduce-scatter alone on four GPUs, by a kernel and by near-memory adds, for several sizes (figure 14)."""
     found = [
         [size, reduce_scatter(size * 2**20, 4, gpu).us, reduce_scatter(size * 2**20, 4, gpu, near_memory=True).us]
         for size in MEGABYTES
@@ -122,8 +120,8 @@ def simulate_ring(gpu: TrackingGpu) -> Record:
 
 
 def ring_bound_us(record: Record, mebibytes: float) -> float:
-    """Return a lower bound in us of the ring reduce-scatter of `mebibytes` MiB on four GPUs: the time that its bytes need
-    on the links.
+    """Return a lower bound in us of a ring reduce-scatter of `mebibytes` MiB on four GPUs: the time of its bytes on the
+    links.
     """
     us: float = 3 * (mebibytes * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
     return us
@@ -141,10 +139,10 @@ def ring_table(record: Record) -> ResultTable:
 
 
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
-    """Simulate the memory traffic over time of one sub-layer: of its GEMM alone, with T3, and with T3-MCA (figure 17).
-    bins: the number of intervals of time in which bytes are counted.
+    """Simulate the memory traffic over time of a sub-layer: with the GEMM alone, with T3, and with T3-MCA (figure 17).
 
-    The sub-layer is T-NLG's second MLP layer (FC-2) on 8 ranks, with 4K tokens.
+    The sub-layer is T-NLG's second MLP layer (FC-2) on 8 ranks, with 4K tokens. bins: the number of time intervals in
+    which bytes are counted.
     """
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
@@ -189,10 +187,10 @@ def draw_traffic(directory: Path, record: Record) -> Path:
 
 
 def simulate_more_units(gpu: TrackingGpu) -> Record:
-    """Simulate T3 on a GPU with twice the compute units ("GPU-2X-CU", figure 20). The record has further variants of this
-    GPU, with faster memory and with faster links.
+    """Simulate T3 on a GPU with twice the compute units ("GPU-2X-CU", figure 20), and on the same GPU with faster
+    memory or faster links.
 
-    The sub-layers are the attention's output projection (OP) and the second MLP layer (FC-2) of all networks.
+    The sub-layers are OP (the attention's output projection) and FC-2 (the second MLP layer) of all networks.
     """
     units = {str(times): _with_units(gpu, times) for times in (1, MORE_UNITS)}
     other = other_reading()
@@ -237,11 +235,10 @@ def more_units_table(record: Record) -> ResultTable:
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
-    """Return how many sub-layers have a larger speedup with twice the compute units, as {name: (this number, number of
-    sub-layers)}.
+    """Return {name: (how many sub-layers have a larger speedup with twice the compute units, number of sub-layers)}.
 
-    The names "OP" (attention's output projection) and "FC-2" (second MLP layer) stand for speedups of T3-MCA on these
-    layers. The name "ideal" stands for the ideal's speedup on FC-2.
+    The names are "OP" and "FC-2", for the speedup of T3-MCA on these sub-layers, and "ideal", for the ideal speedup on
+    FC-2.
     """
     pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
     found = {}
@@ -253,7 +250,7 @@ def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
 
 def simulate_direct(gpu: TrackingGpu) -> Record:
     """Simulate T-NLG's sub-layers on a full mesh, where GEMMs store each chunk directly at its owner instead of along a
-    ring (section 7.1). The mesh's links together have the bandwidth of the ring's links.
+    ring (section 7.1). All links of the mesh together have the bandwidth of the ring's links.
     """
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
@@ -283,8 +280,8 @@ def direct_table(record: Record) -> ResultTable:
 
 
 def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
-    """Return a ring output map with which all ranks compute the output's chunks in the same order. T3 instead staggers
-    the order, so that each rank begins with another chunk (section 4.4). tiles: the number of output tiles.
+    """Return a ring output map with which all ranks compute chunks in the same order. In T3's own order each rank
+    begins with another chunk (section 4.4). tiles: the number of output tiles.
     """
     ring = ring_reduce_scatter(tiles, world, rank=rank)
     entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)
@@ -292,9 +289,7 @@ def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
 
 
 def simulate_stagger(gpu: TrackingGpu) -> Record:
-    """Simulate T-NLG's sub-layers with T3-MCA twice: with chunks in staggered order, and with the same order on all ranks
-    (section 4.4).
-    """
+    """Simulate T-NLG's sub-layers with T3-MCA, with staggered chunks and with the same order on all ranks (section 4.4)."""
     lines = []
     for network, ranks, layer, gemm in sublayers(large=False):
         if network.name != "T-NLG" or layer == "FC-1":
@@ -329,8 +324,8 @@ def networks_table() -> ResultTable:
 
 
 def stages_table(gpu: TrackingGpu) -> ResultTable:
-    """Return a table of a GEMM whose k is split over ranks (figure 5). More ranks leave its numbers of work-groups and
-    stages unchanged, and reduce the work of each work-group.
+    """Return a table of a GEMM whose k is split over ranks (figure 5). More ranks do not change the numbers of
+    work-groups and stages, but reduce the work of each.
     """
     whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
     for ranks in (1, 8, 16):
@@ -349,8 +344,8 @@ def stages_table(gpu: TrackingGpu) -> ResultTable:
 
 
 def step_table() -> ResultTable:
-    """Return a table of the memory accesses in each step of the ring reduce-scatter, sequential and with T3, in chunks
-    (figure 10).
+    """Return a table of the memory accesses in each step of the ring reduce-scatter, sequential and with T3 (figure
+    10). The unit is a chunk.
     """
     lines = [
         ("first", "1 read", "none: the GEMM stores at the peer"),
@@ -366,8 +361,8 @@ def step_table() -> ResultTable:
 
 
 def simulate_sensitivity(gpu: TrackingGpu, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Simulate T-NLG's eight sub-layers once for each change of a number that is assumed or derived, by -20% and by +20%.
-    Each line of the record has a change, and the mean speedups.
+    """Simulate T-NLG's eight sub-layers with each assumed or derived number changed by -20% and by +20%. Each line of
+    the record has a change, and the mean speedups.
     """
     which = [one for one in sublayers(large=False) if one[0].name == "T-NLG"]
     lines = [["none", None, *_means(gpu, which)]]
@@ -420,7 +415,7 @@ ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {
 
 
 def simulate_assumptions(step: Callable[[str], None] = lambda what: None) -> Record:
-    """Simulate the sixteen sub-layers of Mega-GPT-2 and T-NLG under other assumptions about the hardware and the GEMM
+    """Simulate the sixteen sub-layers of Mega-GPT-2 and T-NLG under other assumptions about hardware and GEMM
     (`ASSUMPTIONS`). Each line of the record has an assumption, and the mean results.
     """
     which, lines = list(sublayers(large=False)), []
@@ -454,7 +449,7 @@ def assumptions_table(record: Record) -> ResultTable:
 
 
 def simulate_dram(gpu: TrackingGpu) -> Record:
-    """Return a record of the memory bandwidths that follow from DRAM timings, for the access patterns of GEMM and ring."""
+    """Return a record of the memory bandwidths that DRAM timings give for the access patterns of GEMM and ring."""
     rates = [[name, dram.rate(accesses, gpu.count("memory.channels"))] for name, accesses in dram.patterns().items()]
     return {"figure": "dram", "rates": rates, "update": dram.update_ratio(), "effective": gpu["memory.effective"]}
 

@@ -1,7 +1,7 @@
 """T3's evaluation on its own hardware: records, tables and pictures of `weft reproduce t3`.
 
-`weft.studies.t3_sublayers` simulates single sub-layers, and has the main claims. `t3_figures` has the other figures and the
-sensitivity analysis. `t3_iteration` has whole iterations. `weft.studies.t3` instead runs the same sub-layers in software on
+`weft.studies.t3_sublayers` simulates sub-layers, and has the main claims. `t3_figures` has other figures and the
+sensitivity analysis. `t3_iteration` has whole iterations. `weft.studies.t3` runs the same sub-layers in software on
 existing GPUs.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2 to 7.
@@ -29,10 +29,10 @@ _STEPS = 75  # progress steps
 
 
 class Rows(NamedTuple):
-    """The results of a run. small: {GB/s of a link in one direction: the sub-layers of Mega-GPT-2 and T-NLG}. large: the
-    same for GPT-3, PALM and MT-NLG. figures: {name of a figure: its record}.
+    """The results of a run. small, large: {GB/s of a link in one direction: sub-layers of Mega-GPT-2 and T-NLG; of
+    GPT-3, PALM and MT-NLG}. figures: {figure: its record}.
 
-    The paper's "150 GB/s bi-directional" can mean 75 or 150 GB/s in each direction. Both are simulated.
+    There are two link rates, because the paper's "150 GB/s bi-directional" can mean 75 or 150 GB/s in each direction.
     """
 
     small: dict[str, list[sub.HardwareRow]]
@@ -41,9 +41,7 @@ class Rows(NamedTuple):
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return the records of the study: each sub-layer with each of two link bandwidths, then one record for each other
-    figure.
-    """
+    """Return the records of the study: each sub-layer with each of two link rates, then a record for each other figure."""
 
     def step(what: str) -> None:
         progress(f"simulating {what}", 1 / _STEPS)
@@ -145,15 +143,15 @@ def _other_reading(rows: Rows) -> ResultTable:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return a claim for each number in the paper's text, with the model's number. Those on sub-layers (6.1, 6.2 and 6.4)
-    come first.
-    """
+    """Return a claim for each number in the paper's text, with the model's number. Claims on sub-layers come first."""
     small, large = rows.small["75"], rows.large["75"]
     return [*sub.claims(small, large), *other_claims(small, large, rows.figures, t3_gpu())]
 
 
 def conclusions(rows: Rows) -> list[str]:
-    """Return sentences for the report: how many of the paper's numbers the model reproduces, and which it does not."""
+    """Return sentences for the report: how many of the paper's numbers the model reproduces, and which it does not
+    reproduce.
+    """
     found = sub.claims(rows.small["75"], rows.large["75"])
     judged = [claim for claim in found if claim.limit is not None]
     missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
@@ -196,10 +194,10 @@ def markdown(records: Sequence[Record]) -> str:
 
 
 def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
-    """Write four pictures as PNG files into `directory`, created if needed. title: a description of the run.
+    """Write four PNG files into `directory`, created if needed. title: a description of the run.
 
-    They show the speedups of sub-layers of Mega-GPT-2 and T-NLG (figure 16) and of the large networks (section 6.4). The
-    others show memory traffic over time (figure 17), and all memory accesses of each sub-layer (figure 18).
+    Two show the speedups of sub-layers: of Mega-GPT-2 and T-NLG (figure 16), and of the large networks (section 6.4).
+    The others show memory traffic over time (figure 17), and the memory accesses of each sub-layer (figure 18).
     """
     return [
         sub.draw_speedups(directory, rows.small["75"], f"{title} (figure 16)", "figure-16-hardware.png"),

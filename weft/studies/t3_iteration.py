@@ -1,24 +1,25 @@
-"""T3's whole iterations: training and the prompt phase of Transformers, from the times of their sub-layers (figures 4 and 19).
+"""T3's whole iterations: training and the prompt phase of Transformers, from the times of their sub-layers (figures 4
+and 19).
 
-The paper scales a breakdown of MLPerf's BERT on one MI210, but does not publish it. Here an iteration consists of the simulated
-GEMMs and collectives:
+The paper scales a breakdown of MLPerf's BERT on one MI210, which it does not publish. Here an iteration consists of the
+simulated GEMMs and collectives:
 
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights
 
-IP, OP, FC-1 and FC-2 each have one GEMM with a collective, whose time is simulated. The other GEMMs of the same weight are
-assumed to take as long. For example, FC-1 in the forward pass takes as long as FC-1 in the backward pass. The other operations of a
-Transformer (without fused attention) are estimated by a roofline. Each reads and writes memory at the bandwidth of table 1:
+The four GEMMs with a collective are simulated. The other GEMMs of the same weights are assumed to take as long: FC-1 in
+the forward pass takes as long as FC-1 in the backward pass. The other operations of a Transformer (without fused
+attention) are estimated by a roofline. Each reads and writes memory at the bandwidth of table 1:
 
     attention        two GEMMs, and passes over the scores [tokens, sequence, heads / ranks]: scale, mask, softmax, dropout
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], not sharded; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-The backward pass reads and writes memory twice as often as the forward pass. The paper attributes 40 to 45% of an iteration to
-attention (6.3), without a breakdown. The roofline estimate is lower. `deviations` compares both assumptions with the paper's
-speedups.
+The backward pass moves twice the bytes of the forward pass. The paper attributes 40 to 45% of an iteration to attention
+(6.3), more than the roofline, without a breakdown. `deviations` compares both assumptions with the paper's speedups.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and 6.4.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and
+6.4.
 """
 
 from __future__ import annotations
@@ -56,12 +57,11 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The times of the parts of a Transformer layer in us, for one iteration. Layers are equal, so ratios hold for the
-    network, too.
+    """The times in us of the parts of one Transformer layer in an iteration. Layers are equal, so ratios hold for the
+    network.
 
-    gemms: all GEMMs. sliced: the GEMMs that have a collective after them. collectives: all collectives. saved:
-    {configuration, such as "t3-mca": the time that it saves}. rest: {kind of operation that is estimated by the roofline:
-    its time}.
+    gemms: all GEMMs. sliced: the GEMMs before a collective. collectives: all collectives. saved: {configuration, such
+    as "t3-mca": the time that it saves}. rest: {kind of operation that the roofline estimates: its time}.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Iteration:
     def total(self, rest: float | None = None, times: float = 1.0) -> float:
         """Return the time of a layer in us, in an iteration without overlap.
 
-        rest: the time of operations that are not simulated, as a fraction of the result. If it is None, these operations
-        take `times` x the roofline estimate.
+        rest: the fraction of this time in which operations run that are not simulated. None to estimate them by the
+        roofline, times the factor `times`.
         """
         simulated = self.gemms + self.collectives
         return simulated + times * sum(self.rest.values()) if rest is None else simulated / (1 - rest)
@@ -88,7 +88,7 @@ class Iteration:
 
 def roofline_us(hidden: int, tokens: int, ranks: int, phase: Phase, gpu: TrackingGpu) -> dict[str, float]:
     """Return {kind of operation: time in us} for the operations of a layer that are not simulated: attention,
-    element-wise operations, and in training the update of the weights.
+    element-wise operations, and in training the update of weights.
     """
     scores = tokens * SEQUENCE * hidden / HEAD / ranks
     flop = 4 * tokens * SEQUENCE * hidden / ranks
@@ -115,7 +115,7 @@ def iterations(rows: Sequence[HardwareRow], phase: Phase) -> Iterator[Iteration]
 
 
 def simulate_future(gpu: TrackingGpu) -> Record:
-    """Simulate the GEMMs and collectives of two imagined networks with one and ten trillion parameters (section 2.4)."""
+    """Simulate the GEMMs and collectives of two imagined networks, with one and with ten trillion parameters (section 2.4)."""
     found = []
     for network in FUTURE:
         ranks, out = network.ranks[0], 2.0 * network.tokens * network.hidden
@@ -128,8 +128,8 @@ def simulate_future(gpu: TrackingGpu) -> Record:
 
 
 def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, list[Iteration]]]:
-    """Return (name, [training iteration, prompt iteration]) for each network and number of ranks. The networks with
-    trillions of parameters, from the record `future`, come last.
+    """Return (name, [training iteration, prompt iteration]) for each network and number of ranks. The networks of the
+    record `future`, with trillions of parameters, come last.
     """
     lines: list[tuple[str, list[Iteration]]] = []
     of_phase = [list(iterations(rows, phase)) for phase in PHASES]
@@ -147,9 +147,9 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 
 
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
-    """Return a table of the fraction of an iteration that collectives take (figure 4).
+    """Return a table of the collectives' fraction of an iteration (figure 4).
 
-    The last columns show the collectives' fraction of the time of sub-layers, now and if GEMMs become twice as fast.
+    The last columns show their fraction of the time of sub-layers, now and with GEMMs that are twice as fast.
     """
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
@@ -177,7 +177,7 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
 
 
 def share_with_faster_gemms(one: Iteration) -> float:
-    """Return the fraction of the time of sub-layers that collectives would take if GEMMs were twice as fast."""
+    """Return the collectives' fraction of the time of sub-layers if GEMMs were twice as fast."""
     return _share(one, one.sliced / 2)
 
 
@@ -186,7 +186,7 @@ def _share(one: Iteration, gemms: float) -> float:
 
 
 def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
-    """Return a table of the speedups of iterations with T3 (figure 19), with the paper's in brackets."""
+    """Return a table of the speedups of iterations with T3 (figure 19); the paper's are in brackets."""
     cells: list[tuple[str, ...]] = []
     for phase in PHASES:
         found = list(iterations(rows, phase))
@@ -209,7 +209,7 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 def deviations(
     rows: Mapping[bool, Sequence[HardwareRow]], rest: float | None = None, times: float = 1.0
 ) -> dict[str, float]:
-    """Return {name of a result: our iteration speedup minus the paper's, in points}. rest, times: see `Iteration.total`.
+    """Return {result: speedup of an iteration minus the paper's, in points}. rest, times: see `Iteration.total`.
 
     rows: {False: sub-layers of Mega-GPT-2 and T-NLG, True: sub-layers of the large networks}.
     """
@@ -227,7 +227,7 @@ def deviations(
 
 
 def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return a table of `deviations` under other assumptions about the operations that are not simulated."""
+    """Return a table of `deviations` for several assumptions about operations that are not simulated."""
     rows = {False: small, True: large}
     lines = [("as by the roofline", deviations(rows))]
     lines += [(f"{times:g} times the roofline", deviations(rows, times=times)) for times in (0.8, 1.2)]
@@ -244,9 +244,7 @@ def rest_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> Re
 
 
 def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> ResultTable:
-    """Return a table of the fraction of an iteration that each part takes: GEMMs, collectives, and each kind of estimated
-    operation.
-    """
+    """Return a table of each part's fraction of an iteration: GEMMs, collectives, and each kind of estimated operation."""
     lines = [(phase, one) for phase in PHASES for rows in (small, large) for one in iterations(rows, phase)]
     columns: dict[str, Callable[[Any], str]] = {"iteration": lambda line: f"{line[0]}: {line[1].name}"}
     columns["GEMMs"] = lambda line: f"{line[1].gemms / line[1].total():.0%}"
@@ -257,8 +255,8 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:
-    """Return sentences on the largest deviation of iteration speedups from the paper's. They compare two assumptions
-    about the operations that are not simulated: the roofline, and a fixed fraction of the iteration.
+    """Return sentences on the largest deviation from the paper's speedups of iterations, if operations that are not
+    simulated take the roofline's time, and if they take a fixed fraction.
     """
     off, fixed = (max(map(abs, deviations(rows, rest).values())) for rest in (None, REST))
     return (

@@ -50,11 +50,13 @@ READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_
 @dataclass(frozen=True)
 class HardwareRow:
     """The results of a sub-layer, in us and bytes. gemm, scatter, gather: GEMM, reduce-scatter and all-gather, each
-    alone. scatter_nmc: the reduce-scatter alone with near-memory compute.
+    alone.
+    scatter_nmc: the reduce-scatter alone, with near-memory compute.
 
-    t3, mca: the time of the fused GEMM and reduce-scatter with T3 and with T3-MCA. gemm_t3, gemm_mca: the time until the
-    GEMM in them ends. threshold: the queue length below which T3-MCA issues accesses of the ring. moved: {configuration
-    ("sequential" or "t3-mca"): {kind of access: bytes}}.
+    t3, mca: the fused GEMM and reduce-scatter with T3 and with T3-MCA. gemm_t3, gemm_mca: the time until their GEMM
+        ends.
+    threshold: the queue length below which T3-MCA issues the ring's memory accesses. moved: {"sequential" or "t3-mca":
+        {kind of access: bytes}}.
     """
 
     network: str
@@ -87,7 +89,7 @@ class HardwareRow:
         return self.us("sequential") / self.us(variant)
 
     def less(self, *kinds: str) -> float:
-        """Return the bytes that the sequential configuration moves by these kinds of access, divided by those of T3-MCA."""
+        """Return by what factor T3-MCA reduces the bytes of these kinds of access, relative to the sequential configuration."""
         return sum(self.moved["sequential"][k] for k in kinds) / sum(self.moved["t3-mca"][k] for k in kinds)
 
     @property
@@ -135,8 +137,10 @@ def rows_on(
     gpu: TrackingGpu, which: Sequence[tuple[Network, int, str, HardwareGemm]], own_writes: OwnWrites = "watermarks",
     step: Callable[[str], None] = lambda what: None,
 ) -> list[HardwareRow]:  # fmt: skip
-    """Simulate sub-layers on `gpu`, and return a row for each. Layers of equal sizes (FC-1 and FC-2) are simulated once.
-    own_writes: the assumed order of a GEMM's own stores and loads.
+    """Simulate sub-layers on `gpu`, and return a row for each. Of layers with equal sizes (FC-1 and FC-2), one is
+    simulated.
+
+    own_writes: the assumed order of a GEMM's stores and loads.
     """
     found: dict[tuple[HardwareGemm, int], HardwareRow] = {}
     with ThreadPoolExecutor(2) as pool:  # simulations release the GIL
@@ -153,7 +157,7 @@ def _as(row: HardwareRow, layer: str) -> HardwareRow:
 
 
 def fields_of(row: HardwareRow) -> Record:
-    """Return the fields of a record for a row, with the time of each configuration."""
+    """Return the record fields of a row, including the time of each configuration."""
     return {
         "config": row.name, "network": row.network, "layer": row.layer, "ranks": row.ranks, "variant": "t3-mca",
         "p50_ms": row.us("t3-mca") / 1e3, "row": asdict(row),
@@ -178,8 +182,8 @@ def summary(rows: Sequence[HardwareRow]) -> dict[str, tuple[float, float]]:
 
 
 def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[Claim]:
-    """Return the paper's numbers on the speedups of sub-layers (6.1, and 6.4 for large networks) and on memory traffic
-    (6.2), with the model's numbers.
+    """Return the paper's numbers on the speedups (6.1; 6.4 for large networks) and the memory traffic (6.2) of
+    sub-layers, with the model's numbers.
     """
 
     def percent(factor: float) -> float:
@@ -234,7 +238,7 @@ def claims(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> list[C
 
 
 def in_order(rows: Sequence[HardwareRow]) -> bool:
-    """True if the geometric means of speedups are in the paper's order: T3 < T3-MCA < ideal."""
+    """True if the geometric mean speedups are in the paper's order: T3 < T3-MCA < ideal."""
     means = summary(rows)
     return all(means[a][0] < means[b][0] for a, b in pairwise(("t3", "t3-mca", "ideal")))
 
