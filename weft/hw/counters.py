@@ -1,9 +1,8 @@
-"""Energy and traffic of a GPU while it works, from NVIDIA's driver (NVML). The module only reads counters; it changes
-no setting.
+"""Energy and traffic of a GPU while it works, from NVIDIA's driver (NVML). The module changes no setting of the GPU.
 
-Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters.
-Hopper and later GPUs have these counters, and reading them needs no administrator rights. All values are means of the
-whole GPU, including other processes.
+Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters,
+which Hopper and later GPUs have, and which need no administrator rights. All values are means of the whole GPU,
+including other processes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ _POLL_S = 0.001
 class Rates(NamedTuple):
     """Means over a window of `seconds`. A number is None if the driver does not provide it.
 
-    watts: the mean power. memory: the fraction of the memory's peak bandwidth, read and write together. sent, received:
-        bytes/s over NVLink, with the protocol's overhead.
+    watts: the mean power.
+    memory: the fraction of the memory's peak bandwidth, read and write together.
+    sent, received: bytes/s over NVLink, with the protocol's overhead.
     """
 
     seconds: float
@@ -66,9 +66,11 @@ class Counters:
         self.gpm = bool(support.supported)
 
     def rates(self, wait_s: float, sleep: Callable[[float], None] = time.sleep) -> Rates:
-        """Wait `wait_s` seconds, and return the rates of that time. sleep: a function that waits some seconds.
+        """Wait `wait_s` seconds, and return the rates of that time.
 
-        The window begins and ends with an update of the total energy, so it is up to 0.24 s longer than `wait_s`.
+        The window begins and ends when the driver updates the total energy, so it is up to 0.24 s longer than `wait_s`.
+
+        sleep: a function that waits some seconds.
         """
         with self._sample() as first, self._sample() as second:
             start_s, start_mj = self._updated(sleep)

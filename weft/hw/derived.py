@@ -53,9 +53,8 @@ CAPACITY = "memory.capacity"
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity], lacks: Sequence[str] = ()
 ) -> dict[str, Quantity]:
-    """Return the numbers of a machine: the numbers in `given`, and all other numbers except the memory's capacity.
-
-    The other numbers are derived from the numbers of a measured machine.
+    """Return all numbers of a machine, except the memory's capacity. Numbers that are not in `given` are derived from a
+    measured machine.
 
     name: the machine's name, for errors.
     given: {key: number} from the machine's file or driver.

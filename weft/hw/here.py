@@ -32,10 +32,10 @@ _SCALED = {
 
 @lru_cache(maxsize=16)
 def machine_of(name: str) -> Machine | None:
-    """Return the machine of NVIDIA GPUs of this name, from a machine file or derived from the driver's numbers.
+    """Return the machine of NVIDIA GPUs of this name, from a machine file or derived from the driver's numbers. Return
+    None if no machine file has the name, and this host has no such GPU.
 
-    name: as the driver or torch spells it. Return None if no machine file has the name, and no such GPU is in this
-        host.
+    name: the GPU's name as the driver or torch spells it.
     """
     if file := file_of(name):
         return load_machine(file)

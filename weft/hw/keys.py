@@ -1,7 +1,7 @@
 """The keys of machine and topology files, and plausible ranges of their values, for GPUs from 2017 to the near future.
 
-Unknown keys and implausible values are refused. Otherwise a misspelt key would be ignored, and an implausible value
-would give wrong predictions. The ranges are wide, to catch wrong units (395 TB/s for GB/s), not faulty measurements. In
+Unknown keys and implausible values are refused, because a misspelt key would be ignored, and an implausible value would
+give wrong predictions. The ranges are wide: they catch wrong units (395 TB/s for GB/s), not faulty measurements. In
 keys, DTYPE and N mean any dtype and number.
 """
 

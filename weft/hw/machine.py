@@ -87,8 +87,8 @@ def known_machines() -> tuple[str, ...]:
 
 
 def file_of(machine: str) -> str | None:
-    """Return the name of the machine file, such as "h200", for the name of a machine, such as "NVIDIA H200"; None if no
-    file has it.
+    """Return the name of the machine file, such as "h200", that has the machine `machine`, such as "NVIDIA H200"; None
+    if there is none.
     """
     return next((known for known in known_machines() if load_machine(known).name == machine), None)
 
@@ -107,7 +107,7 @@ def load_machine(name: str | Path) -> Machine:
 
 @cache
 def _known(name: str) -> Machine:
-    """Return a machine that comes with weft, from a cache: without it, `file_of` would take 10 ms to read all files."""
+    """Return a machine that comes with weft, from a cache, because reading all files takes 10 ms."""
     return _read(name)
 
 

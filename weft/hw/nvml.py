@@ -1,7 +1,7 @@
 """Numbers of a GPU from NVIDIA's driver, through its library NVML. This module does not import torch.
 
 `weft.hw.here` derives the numbers of machines without a file from these numbers. The driver does not provide the
-datasheet's bf16 rate. The rate is computed as number of multiprocessors * highest clock * FLOP per cycle of a
+datasheet's bf16 rate. So this rate is computed as number of multiprocessors x highest clock x FLOP per cycle of a
 multiprocessor, which depends on the compute capability.
 """
 

@@ -40,7 +40,7 @@ def _gathered(
 
 
 def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of x_shard and of each weight; None for a gradient that is not needed."""
+    """Return the gradients of x_shard and of each weight; None if a gradient is not needed."""
     columns, *ws = saved
     grad_x: torch.Tensor | None = None
     grad_ws: list[torch.Tensor | None] = [None] * len(ws)
@@ -57,9 +57,10 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers.
+    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers. Make ranks
+    check that all have a bias, or none.
 
-    Also check that either all ranks have a bias, or none. of: the name of the function, for error texts.
+    of: the name of the function, for error texts.
     """
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
@@ -72,8 +73,8 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y + bias, after the last collective of the function `of`. An error here makes the group fail, because no
-    collective follows in which peers could learn of the error.
+    """Return y + bias, after the last collective of the function `of`. An error makes the group fail, because no later
+    collective could tell peers.
     """
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias

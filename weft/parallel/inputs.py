@@ -1,10 +1,9 @@
 """`PrepareModuleInput`: one all-gather for several linear layers, overlapped with the first layer's GEMM.
 
 In torchtitan's Llama, torch's `PrepareModuleInput` redistributes the attention's input to Replicate before wq, wk and
-wv. No GEMM runs during that all-gather. With weft's style the input stays sharded: a DTensor with the same value and
+wv, and no GEMM runs during that all-gather. With weft's style the input stays a sharded DTensor with the same value and
 shape. The first `ColwiseLinear` that receives the input gathers it during its own GEMM, and stores the result on the
-DTensor for the other layers. The amount of communication is the same as with torch's styles: backward
-reduce-scatters the sum of all gradients once.
+DTensor for the other layers. Backward reduce-scatters the sum of all gradients once, as with torch's styles.
 """
 
 from __future__ import annotations

@@ -114,9 +114,8 @@ class _DividedLinear(nn.Linear):
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's parts of x, weight and bias. Raise `ValueError` for a weight on meta.
-
-        Also record the layer's sizes, which ranks compare at the group's next call.
+        """Return this rank's parts of x, weight and bias, and record the layer's sizes, which ranks compare at the
+        group's next call. Raise `ValueError` for a weight on meta.
         """
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
@@ -207,15 +206,15 @@ class RowwiseLinear(_DividedLinear):
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x`. The first layer that gathers it then stores the result on `x`, for other layers with the same input."""
+    """Mark `x`, so that the first layer that gathers it stores the result on `x` for other layers with the same input."""
     setattr(x, _WHOLE, None)
     return x
 
 
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
-    """Return the conditions under which a layer gathers `x`. A gathered tensor is reused only under equal conditions.
+    """Return a key: layers with equal keys may use the same gathered `x`.
 
-    The conditions are: gradients enabled, the autocast dtype, the version of x (changed by in-place operations), and
+    The key consists of: gradients enabled, the autocast dtype, the version of x (changed by in-place operations), and
     the recomputation of activation checkpointing.
     """
     kind, traced = x.device.type, torch.compiler.is_compiling()
@@ -229,7 +228,7 @@ def _circumstances(x: DTensor) -> tuple[Any, ...]:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """True for exactly `nn.Linear`. A subclass may compute something else, or have a weight that is not a matrix."""
+    """True for exactly `nn.Linear`, because a subclass may compute something else."""
     return type(module) is nn.Linear
 
 

@@ -8,31 +8,30 @@
               of copies includes the cores and the memory bandwidth that the ranks of a host share
     fresh     the part of the copied bytes that is written to new memory, whose pages Linux has to map first
 
-For W ranks, L on each host, H hosts, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists of
-all ranks' shards. In an all-to-all, S is the number of bytes of one rank's input:
+For W ranks, L on each host, H hosts, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists
+of all ranks' shards. In an all-to-all, S is the number of bytes of one rank's input:
 
-    collective      by gloo: far, rounds, copied, fresh                  in two levels: far, rounds, copied
-    all_gather      crossings (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
-    reduce_scatter  crossings 2 (W - 1) S / W, 2 (W - 1), S + S / W, S   (H - 1) S / H, 1, 2 S + S / L
-    all_reduce      crossings 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
-    all_to_all      L (W - L) S / W, 1, S / W, 0                         -
+    collective      by gloo: far, rounds, copied, fresh                    in two levels: far, rounds, copied
+    all_gather      crossings * (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S
+    reduce_scatter  crossings * 2 (W - 1) S / W, 2 (W - 1), S + S / W, S   (H - 1) S / H, 1, 2 S + S / L
+    all_reduce      crossings * 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
+    all_to_all      L (W - L) S / W, 1, S / W, 0                           -
 
 crossings: the largest number of ranks of a host whose next rank in the ring is on another host. It is 1 if the ranks of
-each host are consecutive.
+    each host are consecutive.
 
-gloo's all-gather and all-reduce are rings. A ring has one stream in each direction over the link. An all-to-all of gloo
-has a stream for each pair of ranks. This stream may carry first one direction and then the other (`exchange_both_ways`
-in `weft.runtime.collectives`). So the rate of an all-to-all differs from the rate of a ring, and is measured separately.
-Rails (ranks with the same index on their hosts) have a stream for each direction. All rails together reach the rate of
-a ring.
+gloo's all-gather and all-reduce are rings, with one stream in each direction over the link between two hosts. gloo's
+all-to-all has a stream for each pair of ranks, which may carry first one direction and then the other
+(`exchange_both_ways` in `weft.runtime.collectives`). So the rate of an all-to-all is measured separately. Rails (ranks
+with the same index on their hosts) have a stream for each direction, and all rails together reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
-(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). gloo first copies a rank's rows into the new buffer. The
-buffer's other pages are mapped while bytes arrive, so they cost no time. glibc serves allocations of 32 MiB and more by
-mmap (mallopt(3), M_MMAP_THRESHOLD), so each call maps all pages of such a buffer. Smaller buffers are reused, so for
-smaller matrices fresh is 0.
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). Most pages of the new buffer are mapped while bytes arrive, at
+no cost in time, but not the pages of a rank's own rows. For buffers of 32 MiB and more, glibc calls mmap each time
+(mallopt(3), M_MMAP_THRESHOLD), so all pages are mapped again. Smaller buffers are reused, so for smaller matrices fresh
+is 0.
 
-Computation at the same time is not modelled.
+The prediction assumes that nothing computes at the same time.
 """
 
 from __future__ import annotations
@@ -139,9 +138,12 @@ _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Numbers that were measured between hosts. A number is None if it was not measured.
+    """Measured numbers of the hosts of a group, each None if it was not measured.
 
-    hosts: the host of each rank. links: the link between each pair of hosts. The rates are those of `HostNetwork`.
+    hosts: the host of each rank.
+    links: the link between each pair of hosts.
+
+    The other fields are as in `HostNetwork`.
     """
 
     hosts: tuple[str, ...]
@@ -175,8 +177,8 @@ class Measured:
     def network(self) -> HostNetwork | None:
         """Return the slowest of these rates as a `HostNetwork`; None if no link is known.
 
-        The rate of an all-to-all, if unknown, is that of the slowest link. An unknown rate of copies is infinite. An
-        unknown rate of copies into new memory is that of other copies.
+        An unknown rate of an all-to-all is replaced by the rate of the slowest link. An unknown rate of copies into new
+        memory is replaced by the rate of other copies, or by infinity if that is unknown too.
         """
         if not self.links:
             return None

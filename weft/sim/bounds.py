@@ -1,8 +1,8 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
     bound       the larger of `compute` and `links`
-    compute     the time of the serial schedule's GEMMs, each uncut and alone, on the slowest rank. For a schedule without
-                GEMMs: the time of its pooling at full memory bandwidth, or on all compute units, whichever is longer
+    compute     the sum of the times of the serial schedule's GEMMs, each alone, on the slowest rank. Without GEMMs: the time of
+                the pooling at full memory bandwidth, or on all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
     sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
                 links that leave it, for the slowest rank; summed over these collectives

@@ -8,15 +8,14 @@ A trace is a folder:
     system.json       the collectives' algorithm for each dimension of the topology
 
 A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8
-bytes. A signal that follows a copy to the same rank needs no message of its own. Waits are dependencies. Times in
+bytes, unless it follows a copy to the same rank, which then replaces the message. Waits are dependencies. Times in
 traces are whole microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's
 cycles divided by the scale are nanoseconds.
 
 Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
-This module writes protobuf's wire format itself, so it needs no dependency: a length before each message, and a number
-before each field. The schema is `et_def.proto` of mlcommons/chakra, version 0.0.4. The size of a collective is the size
-of each rank's input, as in ASTRA-sim.
+This module writes protobuf's wire format itself, so it needs no dependency. The schema is `et_def.proto` of
+mlcommons/chakra, version 0.0.4. The size of a collective is the size of each rank's input, as in ASTRA-sim.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class _Node:
 
 @dataclass
 class _Event:
-    """An increment of a signal's counter: `rank` makes the increment when its `node` ends.
+    """One increment of a signal's counter, which `rank` makes when its `node` ends.
 
-    arrived: for a counter on another rank, the nodes there that receive the copies sent before the increment.
+    arrived: for a counter on another rank, that rank's receive nodes of the copies that were sent before the increment.
     """
 
     rank: int
@@ -164,7 +163,7 @@ class _Export:
     ) -> tuple[_Node, tuple[int, _Node] | None]:
         """Add the nodes of a step. Return (node on the lane's rank, send node on a peer).
 
-        If the step copies data from a peer, the peer has a send node: (rank of the peer, node). Otherwise this is None.
+        The send node is (rank of the peer, node) if the step copies data from a peer, otherwise None.
         """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
@@ -198,7 +197,7 @@ class _Export:
         self._events[counter].append(_Event(rank, node, arrived, bool(arrived) and node.type == _SEND))
 
     def _arrivals(self, event: _Event, rank: int) -> Iterable[int]:
-        """Return the nodes of `rank` on which a wait for the event depends."""
+        """Return the nodes of `rank` that must end before a wait for the event ends."""
         if event.rank == rank:
             return [event.node.id]
         if not event.copied_last:

@@ -43,7 +43,9 @@ Op: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_al
 
 
 class Phase(NamedTuple):
-    """A number of equal rounds. part: the fraction of all shards' bytes that a rank sends to each of `peers(rank)` per round."""
+    """Equal rounds of an algorithm. part: the fraction of all shards' bytes that a rank sends to each of `peers(rank)`
+    per round.
+    """
 
     rounds: int
     part: float
@@ -52,12 +54,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The cost of an algorithm on a topology whose links are otherwise idle, as a function of the bytes of all shards.
+    """The cost of an algorithm on a topology whose links are otherwise idle, in proportion to the bytes of all shards
+    together.
 
     latency_us: the sum of the latencies of all rounds.
     us_per_byte: the time in us for each byte of the shards, in addition to the latency.
-    links: the links that carry the data of rank r, for r = 0 to the topology's period - 1. A link is (kind, distance from
-        r to the rank that has the link, time in us for which each byte of the shards occupies the link).
+    links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance from
+        the rank to the owner of the link, time in us for which each byte of the shards occupies the link).
     sent: the bytes that a rank sends for each byte of the shards.
     """
 
@@ -81,7 +84,7 @@ def algorithm(topology: Topology, op: Op, count: float) -> Algorithm:
 
 
 def algorithms(topology: Topology, op: Op) -> tuple[Algorithm, ...]:
-    """Return all algorithms of `op` that the topology allows, in the order of the module's table."""
+    """Return all algorithms of `op` that the topology allows, in the order of the table at the top of this file."""
     key = ("algorithms", op)
     if key not in topology.known:
         topology.known[key] = tuple(_examined(topology, *one) for one in _phases(topology, op))
@@ -152,9 +155,8 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
-    Only the first ranks are evaluated: they represent all others (see the top of this file). Each of their links
-    represents several links, and gets the sum of their traffic. In a tree, ranks send different amounts. So all ranks of
-    a tree are evaluated, and each link gets the mean load.
+    Only the first ranks are evaluated, and their links get the traffic of all links that they represent (see the top of
+    this file). In a tree, ranks send different amounts, so all ranks are evaluated and each link gets the mean traffic.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)

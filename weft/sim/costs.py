@@ -33,10 +33,9 @@ class Use(NamedTuple):
     amount: the fraction of the resource that the step uses at full speed.
     how:
 
-        share    the resource is divided max-min fairly among concurrent steps
-        hold     no other step uses this part while the step works, even if the step is slower than at full speed
-        disturb  the part is taken from the steps that share the resource, in proportion to this step's speed. This step is not
-                 slowed
+        share    concurrent steps divide the resource max-min fairly
+        hold     the step has this fraction for itself, even if other resources slow the step down
+        disturb  the step takes this fraction from steps that share the resource, in proportion to its speed. It is not slowed
     """
 
     how: How
@@ -79,9 +78,8 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of a topology as seen from `rank`, whose steps' costs are computed.
-
-    `source` and `target`, the two ends of a transfer, are distances from `rank`.
+    """The links of a topology as seen from `rank`. In its methods, `source` and `target`, the two ends of a transfer,
+    are distances from `rank`.
     """
 
     topology: Topology
@@ -106,7 +104,7 @@ class Links(NamedTuple):
             yield Use("share", place, whole / routes, whole if routes > 1 else 0.0)
 
     def _links(self, source: int, target: int) -> tuple[int, list[tuple[ResourcePlace, float]]]:
-        """Return (number of routes, (resource, bytes per us) of each link). The topology caches the result."""
+        """Return (number of routes, [(link as a resource, bytes per us)]). The topology caches the result."""
         key = "links", self.rank, source, target
         found = self.topology.known.get(key)
         if found is None:
@@ -121,9 +119,9 @@ class Links(NamedTuple):
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
     """Return the cost of a step of `rank`.
 
-    operands: the regions that the step accesses. For a copy or a collective: its source and destination. An exchange (an
-        all-to-all with parts of different sizes) also has an operand for the part that it sends to the rank at distance
-        0, 1, ....
+    operands: the regions that the step accesses. For a copy or a collective: its source and destination. An exchange
+        (an all-to-all with parts of different sizes) also has an operand for the part that is sent to the rank at
+        distance 0, 1, and so on.
     """
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 
@@ -132,7 +130,7 @@ _MOST_KEPT = 1 << 16
 
 
 def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Return the same as `cost`, from a cache in the model, because a problem's candidate schedules share most steps."""
+    """Return the result of `cost`, from a cache in the model."""
     kept, key = model.costs, (world, type(step), step.settings, operands, rank)
     found: Cost | None = kept.get(key)
     if found is None:
@@ -144,10 +142,8 @@ def kept_cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...
 
 @singledispatch
 def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a step.
-
-    To define the cost of a kind of step, register a function with `price.register`. Other kinds cost as much as a
-    memory-bound kernel.
+    """Return the cost of a step. To define the cost of another kind of step, register a function with `price.register`;
+    the default is the cost of a memory-bound kernel.
     """
     return _through_memory(model, links, step, operands, len(operands) - 1)
 
@@ -159,9 +155,8 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing the numbers of rows that peers sent with the expected numbers.
-
-    If numbers differ, the step fills rows with NaN. This time is not included.
+    """Return the cost of comparing the numbers of rows that peers sent with the expected numbers. Filling rows with
+    NaN, if numbers differ, is not included.
     """
     return merged_cost("compute", model.launch_us, 0.0, [])
 
@@ -176,7 +171,7 @@ def _copy(step: Copy, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _send(step: Send, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of a message. NCCL sends it with a kernel, which holds compute units and uses the route's links."""
+    """Return the cost of a message, which NCCL sends with a kernel: it holds compute units and uses the route's links."""
     source, target = operands
     us = source.bytes / links.bytes_per_us(source.at, target.at)
     held = Use("hold", COMPUTE, model.collective_units / model.compute_units)
@@ -259,8 +254,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
     """Return the round-trip latency in us of reading operands from peers; 0 if all operands are local.
 
-    Stores to a peer are different: their latency belongs to the wait for the signal after the stores
-    (`weft.sim.lower`), not to the step.
+    The latency of stores to a peer belongs to the wait for the signal after them (`weft.sim.lower`).
     """
     return max((links.latency_us(0, o.at) + links.latency_us(o.at, 0) for o in inputs if o.at), default=0.0)
 
@@ -307,7 +301,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
     """Return the cost of a collective by the fastest algorithm.
 
-    us: the time at the measured rate of NCCL or RCCL. The predicted time is at least as long.
+    us: the time at the measured rate of NCCL or RCCL, the least that the collective takes.
     memory: the bytes that the collective reads and writes.
     count: for an all-gather, the bytes of all shards; for other collectives, the bytes of one rank's input.
     """
@@ -324,7 +318,7 @@ def _library_call(
 ) -> Cost:
     """Return the cost of a call of NCCL or RCCL.
 
-    latency_us: the latency in addition to the model's `collective_latency_us`. memory: bytes read and written.
+    latency_us: the latency in addition to the model's `collective_latency_us`. memory: the bytes read and written.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
@@ -379,7 +373,10 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
 
 
 def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matmul: Cost) -> Cost:
-    """Return the cost of cuBLAS's addmm, which copies `added` into the output and then accumulates. matmul: the GEMM's cost."""
+    """Return the cost of cuBLAS's addmm, which copies `added` into the output and then accumulates.
+
+    matmul: the cost of the GEMM alone.
+    """
     far = added.at != 0 or out.at != 0
     copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
     us = copy.work_us + matmul.work_us
@@ -438,8 +435,7 @@ def kernel_cost(
 
 def blended(memory_us: float, compute_us: float) -> float:
     """Return the time of a kernel that needs `memory_us` for its memory traffic and `compute_us` for its computation.
-
-    Memory traffic and computation overlap only partly. So the result is between the longer time and the sum (`_BLEND`).
+    They overlap only partly, so the result is between the longer time and the sum (`_BLEND`).
     """
     if not memory_us or not compute_us:
         return memory_us or compute_us
@@ -452,14 +448,17 @@ def _share(kind: str, at: int, amount: float) -> Use:
 
 
 def _part(amount: float, us: float, per_us: float) -> float:
-    """Return the fraction of a resource that is needed to move `amount` in time `us`. per_us: the rate of the resource."""
+    """Return the fraction of a resource that a step uses if it moves `amount` bytes in `us`.
+
+    per_us: the rate of the whole resource, in bytes/us.
+    """
     return amount / us / per_us if us > 0 else 0.0
 
 
 def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost`. Uses of the same resource in the same way are summed, and uses of amount 0 are dropped.
+    """Return a `Cost` in which uses of the same resource in the same way are summed.
 
     sent_bytes: the bytes that the step sends to peers or gets from a peer.
     joins: True for a collective, which begins when all ranks have reached it.

@@ -1,9 +1,9 @@
 """Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
 Two distances are equivalent if their routes have equal numbers of links, and if corresponding links have the same kind,
-bandwidth and latency. The simulator must also use the same resources for these links. (If a topology looks the same from
-several ranks, the simulator has resources for only one of these ranks: see `weft.sim.lower`.) On a switch, all distances
-are equivalent. If there are several hosts, all peers on other hosts that have the same index on their hosts are equivalent.
+bandwidth and latency. The simulator must also use the same resources for these links. (If it simulates only some ranks,
+one resource may represent several links: see `weft.sim.lower`.) On a switch, all distances are equivalent. If there are
+several hosts, all peers on other hosts that have the same index on their hosts are equivalent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from weft.hw.topology import Paths, Topology
 
 
 class Distances:
-    """The latency of the route from a rank to the rank at a distance, and the classes of equivalent distances, on a topology.
+    """The latencies of routes on a topology, and the classes of equivalent distances (see the top of this file).
 
-    The top of this file defines equivalent distances. One distance represents its class. period: the simulator simulates
-    only ranks 0 to `period` - 1.
+    period: the simulator simulates only ranks 0 to `period` - 1.
     """
 
     def __init__(self, topology: Topology, period: int) -> None:
@@ -33,7 +32,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return the distance that represents all distances from `rank` that are equivalent to `distance`."""
+        """Return the distance that represents its class: all distances from `rank` that are equivalent to `distance`."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))
@@ -52,7 +51,7 @@ class Distances:
 
 
 def distances(topology: Topology, period: int) -> Distances:
-    """Return the `Distances` of `period` simulated ranks, from a cache in the topology."""
+    """Return the `Distances` of a topology, from a cache. period: the number of simulated ranks."""
     key = ("distances", period)
     if key not in topology.known:
         topology.known[key] = Distances(topology, period)

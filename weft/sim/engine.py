@@ -1,18 +1,16 @@
 """The simulator's engine: a fluid simulation, in which concurrent steps share resources.
 
 Each lane runs its steps in order. A step first takes its latency, without using resources. Then it works at a speed
-that depends on the concurrent steps (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in
-lanes that can slow each other down (`weft.sim.scarce`). So the engine advances from event to event: beginnings and ends
-of steps, and arrivals of signals. C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next
-completion.
+that depends on the concurrent steps (`weft.sim.max_min`). The engine advances from event to event: beginnings and ends
+of steps, and arrivals of signals. Speeds change only at these events, and only in lanes that can slow each other down
+(`weft.sim.scarce`). C++ code (`csrc/fluid.cpp`) tracks the progress of all work and finds the next completion.
 
-Copy kernels and collectives hold compute units. Such a kernel begins when enough units are free. A running cuBLAS
-GEMM keeps its units until it ends. Copies and collectives that are already running also keep their units, and the next
-GEMM gets the rest.
+Copy kernels and collectives hold compute units, and begin when enough units are free. A running cuBLAS GEMM keeps its
+units until it ends. A GEMM gets the units that running copies and collectives do not hold.
 
 Signals are counters that only grow. A `Set` step, or a tile with a `Set`, increments a counter by 1; this is called a
-set. Each run has the same number of sets of a counter, `sets_per_run`. In run e = 1, 2, ..., a wait ends when its counter
-has reached this value:
+set. Each run has the same number of sets of a counter, `sets_per_run`. In run e = 1, 2, ..., a wait ends when its
+counter has reached this value:
 
     a wait for n sets of the same run         (e - 1) sets_per_run + n
     a wait for n sets of the previous run     (e - 2) sets_per_run + n
@@ -103,7 +101,9 @@ adding entries.
 
 
 class _Meeting:
-    """A running collective. least_end: the earliest possible end: the time at which the links have carried all bytes."""
+    """A running collective. least_end: the time at which the links have carried all its bytes, before which it cannot
+    end.
+    """
 
     __slots__ = ("least_end", "open")
 
@@ -208,9 +208,8 @@ class _Engine:
                 self._advance(waiting)
 
     def _handle_progress(self, due: list[tuple[int, bool]]) -> None:
-        """Continue lanes whose step has ended, and set the signals of lanes whose step has reached a pulse.
-
-        A pulse is a point in a kernel's work after which its tiles' signals are set (`weft.sim.lowered.pulses`).
+        """Handle lanes whose step has ended or has reached a pulse: a point in a kernel's work after which its tiles
+        set signals (`weft.sim.lowered.pulses`).
 
         due: these lanes, as (number of the lane, True if its step has ended).
         """
@@ -288,7 +287,7 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return a lower bound on the time of a collective: the time that its busiest link needs.
+        """Return a lower bound on the time of a collective in us: the time that its busiest link needs.
 
         lanes: the lanes of all ranks, each at its call of the collective.
         """
@@ -345,7 +344,7 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Release the compute units of a finished GEMM: waiting kernels get them before any later GEMM.
+        """Release the compute units of a finished GEMM. Waiting kernels get them first.
 
         units: a fraction of the rank's compute units.
         """

@@ -1,8 +1,9 @@
 """The times at which the CPU issues the steps of a single run (mode "single": nothing is queued ahead).
 
 The CPU issues steps one by one, in the order of `weft.schedule.verify.issue_order`, which simulates all ranks in
-rounds. If rank 0 represents all ranks, only its lanes are simulated here. If rank 0 sends a signal to a peer, another
-peer sends the same signal to rank 0, where it arrives one round later. All ranks reach a collective in the same round.
+rounds. If all ranks are alike, this module simulates the rounds with the lanes of rank 0 only. When rank 0 sends a
+signal to a peer, another peer sends the same signal to rank 0, where it arrives one round later. All ranks reach a
+collective in the same round.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 
 
 def _is_whole(program: LoweredSchedule) -> bool:
-    """True if `program` has a task for each step that the CPU issues, and the lanes of rank 0 determine the order.
+    """True if the lanes of rank 0 determine the order, and every step that the CPU issues has a task in `program`.
 
-    The CPU also issues steps whose size turns out to be 0 at run time; they have no task. If tiles set signals, the order
-    depends on the lanes of all ranks.
+    Steps whose size is 0 at run time have no task, but the CPU issues them. If tiles set signals, the order depends on
+    the lanes of all ranks.
     """
     if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
         return False
@@ -45,7 +46,7 @@ def _is_whole(program: LoweredSchedule) -> bool:
 
 
 class _Turns:
-    """The rounds of `weft.schedule.verify.issue_order`, simulated with the lanes of only one rank."""
+    """A simulation of the rounds of `weft.schedule.verify.issue_order` with the lanes of only one rank."""
 
     def __init__(self, program: LoweredSchedule) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]
@@ -57,7 +58,7 @@ class _Turns:
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:
-        """Return the number of the lane for each issued step, in the order of issue."""
+        """Return the lane of each issued step, as a number, in the order of issue."""
         order: list[int] = []
         before = -1
         while len(order) > before or self._coming:
@@ -71,10 +72,10 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """Issue the lane's next steps, and return their number.
+        """Issue the lane's next steps, and return how many.
 
-        The steps end with a step that occupies the lane (a copy or a GEMM, or a `Read` by the CPU) and the sets directly
-        after this step. They end earlier at a wait whose signal is not set yet.
+        Stop before a wait whose signal is not set yet. Otherwise stop after a step that occupies the lane (a copy, a
+        GEMM, or a `Read` by the CPU) and the sets that directly follow it.
         """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):

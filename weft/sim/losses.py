@@ -4,8 +4,8 @@
                     For communication: the time of the schedule's communication without computation / the time of the
                     fastest undivided communication
     contention      the time of steps in the schedule / the time of the same steps alone
-    exposed         the time in which a rank has nothing to compute
-    ideal           the larger of the undivided GEMMs' time and the undivided communication's time: a perfect overlap
+    exposed         the time in which a rank does not compute
+    ideal           the time of a perfect overlap: of the undivided GEMMs or the undivided communication, whichever is longer
 
 The operator's serial schedule defines the undivided GEMMs and communication.
 
@@ -53,9 +53,8 @@ class Inefficiencies:
 
 
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
-    """Return the losses of one queued run of `schedule`, a schedule of `problem`.
-
-    The losses of GEMMs are taken from the rank that computes longest.
+    """Return the losses of one queued run of `schedule`, a schedule of `problem`. Losses of GEMMs are those of the rank
+    that computes longest.
     """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)
@@ -81,9 +80,8 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # called for each candidate of a problem
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Return the time in us of the serial schedule's GEMMs, each alone, on the slowest rank.
-
-    For GEMMs of experts, this is the time of torch's grouped GEMM, or of weft's kernel if that is faster.
+    """Return the time in us of the serial schedule's GEMMs, each alone, on the slowest rank. For experts, this is the
+    time of torch's grouped GEMM or of weft's kernel, whichever is faster.
 
     launches: True to include launches.
     """
@@ -95,10 +93,8 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
 
 @lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
-    """Return the time in us of the undivided communication without computation.
-
-    This is the time of NCCL's collectives. If copy engines can do the same by copying to all peers concurrently, and are
-    faster, this is the time of the copy engines.
+    """Return the time in us of the undivided communication without computation: by NCCL's collectives, or by copy
+    engines that copy to all peers concurrently if that is possible and faster.
     """
     if problem.world_size == 1:
         return 0.0
@@ -117,9 +113,8 @@ def serial_of(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """Return a schedule in which copy engines send the bytes of `collectives` to all peers concurrently.
-
-    The addresses are arbitrary, because only the time matters.
+    """Return a schedule in which copy engines send the bytes of `collectives` to all peers concurrently. It copies to
+    arbitrary addresses: use it only for its time.
     """
     world = serial.world_size
     values = values_of_ranks(serial)
@@ -141,9 +136,8 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
-    """Return (sum of the matmuls' times alone, sum of their times in the simulation) of one rank.
-
-    The rank is the one whose matmuls take longest alone.
+    """Return (sum of the matmuls' times alone, sum of their times in the simulation) for the rank whose matmuls take
+    longest alone.
     """
     alone = _alone_us(result.program, launches=True)
     return max(
@@ -152,7 +146,10 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 
 
 def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
-    """Return {rank: sum of the times of its matmuls, each alone}, in us. launches: True to include their launches."""
+    """Return {rank: sum of the times in us of its matmuls, each alone}.
+
+    launches: True to include their launches.
+    """
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:
         for task in lane.tasks:

@@ -3,11 +3,9 @@ signals.
 
 Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and
 links are equal too, all ranks do the same at the same time. Then only rank 0 is simulated, and each of its resources
-represents the resources of all ranks. When rank 0 sends data to rank d, rank -d sends the same data to rank 0. This
-divides the cost of the simulation by the number of ranks.
-
-If the links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or
-signals are not symmetric, every rank is simulated.
+represents the resources of all ranks. When rank 0 sends data to rank d, rank -d sends the same data to rank 0. If the
+links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or signals
+are not symmetric, every rank is simulated.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from weft.sim.vectorised import NumberedStep, Numbers, at_rank
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> LoweredSchedule:
     """Lower `schedule` for `model`.
 
-    alike: True to simulate only the first ranks, if schedule and topology are symmetric. captured: True for a run in a
-        CUDA graph, which has other costs.
+    alike: True to simulate only the first ranks, if schedule and topology are symmetric.
+    captured: True for a run in a CUDA graph, which has other costs.
     """
     key = id(schedule), id(model), alike, captured
     found = _lowered.get(key)
@@ -48,7 +46,8 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
 class _LastLowered:
     """A cache of the latest lowered schedules, because a plan simulates its best candidates again to find their losses.
 
-    The numbers of schedules and tasks are limited, because more objects slow down garbage collection."""
+    Schedules and tasks are limited in number, because many objects slow down garbage collection.
+    """
 
     def __init__(self, schedules: int, tasks: int) -> None:
         self.schedules, self.most_tasks, self.tasks = schedules, tasks, 0
@@ -76,8 +75,8 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 class _RankItems:
     """The items of a lane that are present on one rank. An item is a step with evaluated expressions (`NumberedStep`).
 
-    Items that differ only in their origin have equal keys (`NumberedStep.same`). `sets`, `tiled`, `waits` and `works` have
-    only one item for each key.
+    Items that differ only in their origin have equal keys (`NumberedStep.same`), and `sets`, `tiled`, `waits` and
+    `works` have only one of them.
 
     order: the key of each item of the lane, in order.
     sets: the items that set a signal, as (item, number of items with its key).
@@ -107,7 +106,7 @@ class _RankItems:
 
 
 class _LaneItems:
-    """The items of a lane, from which `at` selects those of a rank. Usually all items are present on all ranks."""
+    """The items of a lane on all ranks."""
 
     def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
         self._items, self._different = items, different
@@ -115,7 +114,7 @@ class _LaneItems:
         self._found: _RankItems | None = None
 
     def at(self, rank: int) -> _RankItems:
-        """Return the items on `rank`. If all ranks have the same items, all calls return one object."""
+        """Return the items that are present on `rank`. If all ranks have the same items, all calls return one object."""
         if self._found is None or not self._everywhere:
             there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
             self._found = _RankItems([item for item in self._items if there[item.same]], self._different)
@@ -201,7 +200,7 @@ class _Lowering:
     # -- tasks
 
     def _set(self, item: NumberedStep, rank: int) -> int:
-        """Return the number of the counter that `rank` increments. item: the `Set` step of this increment."""
+        """Return the number of the counter that `rank` increments with the `Set` step `item`."""
         distance, place = item.distance, item.place
         if distance.__class__ is not int:
             distance = int(distance[rank])  # type: ignore[index]
@@ -222,8 +221,8 @@ class _Lowering:
         """Return (owner, setter) for a signal from `rank` to the peer at `distance`.
 
         owner: the simulated rank that represents the peer.
-        setter: the rank that sends the same signal to the owner. The owner is at `distance` from the setter, so the
-            setter is `rank` only if the peer is simulated itself.
+        setter: the rank from which the owner gets the same signal. The owner is at `distance` from it. It is `rank`
+            itself if the peer is simulated.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
@@ -261,12 +260,13 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return when the first of `tiles` begins and when the last of them is complete, as fractions of the kernel's work.
+        """Return the begin of the first and the end of the last of `tiles`, as fractions of the kernel's work.
 
-        Tiles run in waves, one tile per compute unit. A tile begins and is complete with its wave. If the kernel's
-        waves are not known, return the fractions `first` and `last` of `tiles`.
+        Tiles run in waves, one tile per compute unit, and begin and end with their wave. If the kernel's waves are not
+        known, return the fractions `first` and `last` of `tiles`.
 
-        count: the number of all tiles of the kernel. tiles: the tiles that increment one counter.
+        count: the number of all tiles of the kernel.
+        tiles: the tiles that increment one counter.
         """
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
@@ -315,7 +315,7 @@ class _Lowering:
     def _kind_of(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
         """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
 
-        kind: a number that is equal for equal steps with operands of equal sizes.
+        kind: the number of a class of items: equal steps with operands of equal sizes.
         distance: the distance to the peer whose memory has operands; 0 for no peer or several peers.
         """
         step = item.origin.step
@@ -347,8 +347,8 @@ class _Lowering:
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
-        """Return the first rank from which the topology looks the same as from `rank`. Steps of both ranks have equal
-        costs.
+        """Return the first rank from which the topology looks the same as from `rank`, so that steps of both ranks cost
+        the same.
         """
         return rank % self._topology.period
 

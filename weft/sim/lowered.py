@@ -24,8 +24,8 @@ class Raising(NamedTuple):
 
     The tiles make `times` increments, spread evenly between the fractions `first` and `last` of the kernel's work.
 
-    delay_us: the time until a lane that waits for an increment continues.
-    at_once: True if no lane waits for fewer than all increments, so that the simulator may make all of them at `last`.
+    delay_us: the time from an increment until a lane that waits for it continues.
+    at_once: True if every wait is for all increments, so that the simulator may make all of them at `last`.
     """
 
     counter: int
@@ -45,9 +45,9 @@ class Raising(NamedTuple):
 
 
 def pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
-    """Return the pulses of a kernel: the numbers of the parts of its work after which counters are incremented.
+    """Return the pulses of a kernel: the points in its work at which the simulator increments counters.
 
-    The work has `PULSES` equal parts, numbered from 1.
+    Pulse i is the end of the i-th of `PULSES` equal parts of the work, i = 1, 2, ...
     """
     found = set[int]()
     for one in raises:
@@ -119,12 +119,12 @@ class LoweredSchedule:
 
     @cached_property
     def links(self) -> frozenset[int]:
-        """The numbers of all resources that are links."""
+        """The resources that are links, by number."""
         return frozenset(n for (kind, _), n in self.places.items() if kind not in ("hbm", "compute", "engine"))
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """(loads, parts), from `weft.sim.scarce`.
+        """The loads and the groups of lanes for the solver, as (loads, parts) of `weft.sim.scarce`.
 
         loads: `self.loads` without the resources that never slow a lane down.
         parts: for each lane, the number of its part: the group of lanes that can slow it down.
@@ -152,7 +152,9 @@ class LoweredSchedule:
         return replace(self, lanes=lanes, loads=[*self.loads, Load(())])
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
-        """Return the name of a task in a timeline. rank: the rank to name, if the lane represents several ranks."""
+        """Return the name of a task in a timeline. rank: the rank to name, if the lane represents lanes of several
+        ranks.
+        """
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
         numbers = {**dict(origin.turn), "rank": whose}  # names do not depend on the contents of buffers
         return span_name(origin.step, whose, numbers)

@@ -1,47 +1,48 @@
-"""The simulator's models of machines, built from machine files (`weft.hw`), and `NULL`, a model on which nothing takes time.
+"""The simulator's models of machines, built from machine files (`weft.hw`), and `NULL`, a model on which nothing takes
+time.
 
-The simulator reads these keys of a machine file:
+The simulator reads these keys of a machine file. For keys in the last rows, see the fields of `weft.sim.model.Model`
+with similar names, such as `signal_local_us` for signal.local.
 
-compute.multiprocessors                 number of compute units
-compute.tile_rows, .tile_cols           size of the largest tile of a matmul
-compute.tile_half, .tile_ramp           constants of the formula for matmuls (`weft.sim.model`)
-compute.launch                          gap between two kernels of a lane
-compute.fp32_vector                     rate of elementwise kernels in fp32
-compute.DTYPE_matmul_8192               rate of a matmul of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
-compute.DTYPE_matmul_best               rate of a matmul of the best size: whole tiles in whole waves, and a long k
-compute.first_bag (if known)            time from the start of a pooling kernel until its first rows arrive from memory
-compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
-compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
-compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
-compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches
-memory.library_grouped_matmul           share of memory.copy_bandwidth that torch's grouped kernel reaches
-memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
-memory.grouped_loads (if known)         rate at which all units together load operands of a grouped GEMM from the cache
-memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
-memory.copy_bandwidth                   bandwidth of a copy within the memory: bytes read plus bytes written
-memory.l2                               size of the L2 cache
-memory.l2_copies (if known)             number of parts of the L2 that each keep a copy of data that all units read
-memory.capacity (if known)              schedules that need more are refused
-link.port_usable | link.pair_usable     bandwidth of a GPU's port of a switch, or of each link between two GPUs, in one
-                                        direction. The topology (`weft.hw.topology`) determines which key is read
-link.stores_N_programs, .loads_N_programs   rate of a kernel of N programs that stores to a peer, or loads from a peer
-copy_engine.latency, .bandwidth         latency and bandwidth of a copy to a peer by a copy engine
-copy_engine.count, .row                 number of copy engines, and additional time for each row of a two-dimensional copy
-kernel_copy.units                       programs of a copy kernel
-collective.all_gather, .all_gather_latency  rate (bytes that a rank receives) and latency of an all-gather of NCCL or RCCL
-collective.all_to_all (if known)        rate of an all-to-all, if it differs from the rate of an all-gather
-collective.units                        compute units that a collective holds
-collective.small, .large_latency        if NCCL or RCCL has a second algorithm for small collectives: the rate of this algorithm,
-                                        and the additional start time of the algorithm for large collectives
-contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
-contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-signal.tile                             (if known) additional time of a kernel for each signal of a tile
-signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
-graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
-compute.tile_part, link.stored_late, .stored_end, .loaded_start, collective.all_reduce, lanes.run, graph.remote, .signal (if known)
-
-Some keys have no description in this list. The fields of `weft.sim.model.Model` with similar names describe them, for example
-`signal_local_us` for signal.local.
+    compute.multiprocessors                 number of compute units
+    compute.tile_rows, .tile_cols           size of the largest tile of a matmul
+    compute.tile_half, .tile_ramp           constants of the formula for matmuls (`weft.sim.model`)
+    compute.launch                          gap between two kernels of a lane
+    compute.fp32_vector                     rate of elementwise kernels in fp32
+    compute.DTYPE_matmul_8192               rate of a matmul of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
+    compute.DTYPE_matmul_best               rate of a matmul of the best size: whole tiles in whole waves, and a long k
+    compute.first_bag (if known)            time from the start of a pooling kernel until its first rows arrive from memory
+    compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
+    compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
+    compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
+    compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches
+    memory.library_grouped_matmul           share of memory.copy_bandwidth that torch's grouped kernel reaches
+    memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
+    memory.grouped_loads (if known)         rate at which all units together load operands of a grouped GEMM from the cache
+    memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
+    memory.copy_bandwidth                   bandwidth of a copy within the memory: bytes read plus bytes written
+    memory.l2                               size of the L2 cache
+    memory.l2_copies (if known)             number of parts of the L2 that each keep a copy of data that all units read
+    memory.capacity (if known)              schedules that need more are refused
+    link.port_usable                        bandwidth of a GPU's port of a switch, in one direction (topologies with a switch)
+    link.pair_usable                        bandwidth of each link between two GPUs, in one direction (other topologies)
+    link.stores_N_programs, .loads_N_programs   rate of a kernel of N programs that stores to a peer, or loads from a peer
+    copy_engine.latency, .bandwidth         latency and bandwidth of a copy to a peer by a copy engine
+    copy_engine.count, .row                 number of copy engines, and additional time for each row of a two-dimensional copy
+    kernel_copy.units                       programs of a copy kernel
+    collective.all_gather, .all_gather_latency  rate (bytes that a rank receives) and latency of an all-gather of NCCL or RCCL
+    collective.all_to_all (if known)        rate of an all-to-all, if it differs from the rate of an all-gather
+    collective.units                        compute units that a collective holds
+    collective.small                        rate of a second algorithm of NCCL or RCCL for small collectives, if there is one
+    collective.large_latency                additional start time of the algorithm for large collectives
+    contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
+    contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+    signal.tile (if known)                  additional time of a kernel for each signal of a tile
+    graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
+    signal.local, .remote, .kernel       see `Model`
+    host.step, .call, .read, .late, .dynamic (if known)  see `Model`
+    compute.tile_part, link.stored_late, .stored_end, .loaded_start (if known)  see `Model`
+    collective.all_reduce, lanes.run, graph.remote, .signal (if known)  see `Model`
 """
 
 from __future__ import annotations
@@ -166,9 +167,7 @@ _NEEDED = (
 
 
 def _gaps(machine: Machine) -> list[str]:
-    """Return the keys that a model needs and `machine` lacks. If any of several keys would do, only one of these is
-    listed.
-    """
+    """Return the keys that a model needs and `machine` lacks. If one of several keys is enough, list only one of them."""
     gaps = [key for key in _NEEDED if key not in machine.quantities]
     for what in ("stores", "loads"):
         if not any(_programs(what, key) for key in machine):
@@ -180,9 +179,10 @@ def _gaps(machine: Machine) -> list[str]:
 
 @lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate of full tiles, from the measured rate `flops_per_us` of an 8192 x 8192 x 8192 matmul.
+    """Return the rate of full tiles with which the model's formula predicts the measured time of an 8192 x 8192 x 8192
+    matmul.
 
-    With the result as rate of full tiles, the model's formula predicts the measured time of this matmul.
+    flops_per_us: the measured rate of this matmul.
     """
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
     for _ in range(20):  # fixed-point iteration; the time is nearly inversely proportional to the rate
@@ -200,19 +200,20 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the fraction of compute that a GEMM loses for each byte/us that copies read or write at the same time.
+    """Return the fraction of compute that a GEMM loses for each byte/us that copies read or write at the same time, in
+    addition to the units that copy kernels hold.
 
-    The units that copy kernels hold are not part of this fraction. slowdown: the measured slowdown of a GEMM while each
-    GPU read and wrote `bytes_per_us`. share_held: the fraction of units that copy kernels held.
+    slowdown: the measured slowdown of a GEMM while each GPU read and wrote `bytes_per_us`.
+    share_held: the fraction of units that copy kernels held.
     """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
 
 def share_held(model: Model, bytes_per_us: float) -> float:
-    """Return the mean fraction of units that copy kernels held while they wrote `bytes_per_us` concurrently with GEMMs.
+    """Return the mean fraction of compute units that copy kernels held while they wrote `bytes_per_us` during GEMMs.
 
-    If copy kernels alone write faster than `bytes_per_us`, they waited for units during a part of the measurement. They held
-    no units while they waited.
+    Copy kernels alone may write faster than this. Then they waited for units, and held none, during a part of the
+    measurement.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

@@ -8,24 +8,22 @@ takes more.
 Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the
 speeds that the other limits allow, until no limit changes. For flows over links this converges in as many rounds as
 there are different limits. For steps that use resources in different proportions, the solver fails to converge for
-about one of several thousand random loads. Then every step still uses up a resource, but the shares are only nearly
-fair.
+about one of several thousand random loads. Then the shares are only nearly fair.
 
 Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness:
     objectives, algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness).
 
-Two effects are not fair sharing. A copy kernel holds its compute units exclusively ("hold"). If copy kernels need more
+Two effects are not fair sharing. A copy kernel holds its compute units exclusively ("hold"); if copy kernels need more
 units than exist, they take turns. A copy slows down concurrent kernels, through heat and cache misses, without becoming
 slower itself ("disturb").
 
-Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link. When a
-link is divided, this part counts as a whole transfer. If it counted less, steps would use links in different proportions.
-Then the solver may fail to converge (see above), and shares would depend on the order of events.
+Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link, but
+counts there like any other transfer. If it counted less, the solver might fail to converge, and shares would depend on
+the order of events.
 
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is
-the same, but only the affected resources are solved again.
-
-The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it 100,000 times.
+the same. The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it
+100,000 times.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ LEAST = MAX_MIN_LEAST
 class Load(NamedTuple):
     """The resources that one step uses at full speed: for each kind of use (`weft.sim.costs.Use`), (resource, amount).
 
-    If one rank represents several ranks, a resource represents the resources of all of them. If the step uses these
-    resources of several ranks, the resource occurs once for each of these ranks, with the amount used there.
+    A simulated rank may represent several ranks. If the step uses the same resource of several of them, the resource
+    occurs once for each, with the amount used there.
     """
 
     share: tuple[tuple[int, float], ...]

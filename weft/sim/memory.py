@@ -11,7 +11,7 @@ from weft.sim.vectorised import Numbers
 
 
 def memory_bytes(schedule: Schedule) -> int:
-    """Return the total bytes of the buffers of one rank: the rank that needs the most."""
+    """Return the total bytes of one rank's buffers, for the rank that needs the most."""
     even = sum(b.rows * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers if isinstance(b.rows, int))
     if all(isinstance(b.rows, int) for b in schedule.buffers):
         return even

@@ -53,7 +53,7 @@ Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
 
 
 class Matmul(NamedTuple):
-    """The cost of a matmul that runs alone on its GPU, without the launch."""
+    """The cost of a matmul alone on its GPU, without the launch."""
 
     time_us: float
     units_busy: float  # average fraction of the GPU's compute units
@@ -185,8 +185,9 @@ class Model:
     def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         """Return the cost of one expert's segment of about `m` rows in a grouped GEMM.
 
-        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory traffic
-        includes only the output: reads are counted once for all segments (`weft.sim.tile_costs.cost_of_tiles`).
+        The exact number of rows is known only at run time, so the last tile is assumed to be half empty. The memory
+        traffic includes only the output, because reads are counted once for all segments
+        (`weft.sim.tile_costs.cost_of_tiles`).
         """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
@@ -198,10 +199,11 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return a lower bound on the time in us of a grouped GEMM, which computes its tiles in rounds.
+        """Return a lower bound on the time in us of a grouped GEMM, whose compute units each compute one tile in a
+        round.
 
-        In each round every compute unit computes one tile. A tile takes as long as its products, or as the loads of its
-        operands from the cache, whichever is longer. The shapes of tiles are those of `weft.kernels.grouped_matmul`.
+        A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer. The
+        shapes of tiles are those of `weft.kernels.grouped_matmul`.
 
         segments: (number of rows, number of segments with this many rows).
         """
@@ -230,8 +232,8 @@ class Model:
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time in us of one tile on one compute unit, in a kernel that cuts a matmul into such tiles.
 
-        A unit loads operands at most at its share of `unit_loads_bytes_per_us`. It does not compute while it stores the
-        result.
+        A unit loads operands at most at its share of `unit_loads_bytes_per_us`, and does not compute while it stores
+        the result.
         """
         load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
@@ -247,15 +249,13 @@ class Model:
         return replace(self, measured_us=dict(measured_us))
 
     def scaled(self, *, units: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Model:
-        """Return the model of a hypothetical GPU.
+        """Return the model of a hypothetical GPU. All dependent rates are scaled too, as if they had been measured on
+        this GPU.
 
         Args:
             units: factor of the number of compute units, each as fast as before.
             memory: factor of the memory bandwidth.
             links: factor of the bandwidth between GPUs.
-
-        All dependent rates are scaled too, as if they had been measured on this GPU. Changing only the number of units
-        in a machine file would not make the GPU faster, because rates there are rates of the whole GPU.
         """
         if min(units, memory, links) <= 0:
             raise ValueError(f"units={units}, memory={memory}, links={links}: each factor must be positive")
@@ -333,7 +333,9 @@ class Model:
         return self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
 
     def _start_us(self, how: Transfer) -> float:
-        """Return the time in us until the first byte of a transfer moves: the latency, or the launch of a kernel."""
+        """Return the time in us until the first byte of a transfer moves: the latency of a copy engine, or the launch
+        of a kernel.
+        """
         if how in ("put", "get"):
             return self.launch_us
         return self.copy_latency_us if how == "copy" else self.collective_latency_us
@@ -343,10 +345,10 @@ class Model:
         return Matmul(us, busy, traffic)
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (time in us, fraction of busy units, memory traffic in bytes) of matmuls, each with its best tile and split.
+        """Return (time in us, fraction of busy units, memory traffic in bytes) of matmuls, each with its best tile and
+        split, as arrays `[count]`. Measurements do not correct these numbers.
 
-        The numbers follow from the formula, without corrections by measurements. shapes: m, n and k of each matmul,
-            `[count, 3]`. Each result is `[count]`.
+        shapes: m, n and k of each matmul, `[count, 3]`.
         """
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways
@@ -378,10 +380,8 @@ class Model:
 
     @property
     def _ways(self) -> np.ndarray:
-        """The ways to compute a matmul: each combination of a tile and a number of parts into which k is split.
-
-        An array `[4, count]` with a column for each way: the tile's rows, the tile's columns, the number of parts, and
-        the tile's efficiency.
+        """The ways to compute a matmul, an array `[4, count]`: the tile's rows, the tile's columns, the number of parts
+        into which k is split, and the tile's efficiency.
         """
         return _all_ways(self.tile, self.tile_half)
 
@@ -390,8 +390,8 @@ class Model:
         return _efficiency(self.tile, self.tile_half, rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
-        """Return the bytes that matmuls read and write. Concurrent tiles form a nearly square block, which reads
-        operands once.
+        """Return the bytes that matmuls read and write. Tiles that run concurrently form a nearly square block, and
+        share the reads of operands.
         """
         once = (m + n) * k * item_bytes
         area = self.compute_units * self.tile[0] * self.tile[1]
@@ -402,8 +402,8 @@ class Model:
 
     @cached_property
     def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The errors of the formula at measured shapes: {dtype: (log2 of m, n, k `[count, 3]`, log(measured /
-        predicted))}.
+        """The errors of the formula at measured shapes: {dtype: (log2 of m, n and k, `[count, 3]`; log(measured /
+        predicted), `[count]`)}.
         """
         found = {}
         for dtype in {shape[3] for shape in self.measured_us}:
@@ -416,8 +416,8 @@ class Model:
     def _correction(self, shape: MatmulShape) -> float:
         """Return measured / predicted time near `shape`: the geometric mean over the nearest measured shapes.
 
-        Weights are 1 / distance^4, with distances in octaves. The exponent is above 3, the number of dimensions, so that many
-        distant shapes do not outweigh a few near ones.
+        Weights are 1 / distance^4, with distances in octaves. The exponent exceeds the number of dimensions (3), so
+        that many distant shapes do not outweigh a few near ones.
         """
         *sizes, dtype = shape
         if dtype not in self._errors or min(sizes) < 1:

@@ -1,4 +1,4 @@
-"""Embedding + all-to-all on a torus of any size: rank 0 is simulated, and represents all ranks.
+"""Embedding + all-to-all on a torus of any size, in a simulation of rank 0 that represents all ranks.
 
 A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and send to peers in
 the order of displacement (columns, rows), all ranks do the same at the same time:
@@ -6,9 +6,8 @@ the order of displacement (columns, rows), all ranks do the same at the same tim
     flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
               n flows share each link of that direction. So these n links are replaced by one link with 1 / n of the bandwidth
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
-    steps     the schedule repeats the same steps for each peer. They are taken from the schedule of three ranks: the
-              steps for the first peer include the launch, and the steps for the second peer are used for all other
-              peers
+    steps     the schedule of three ranks gives the steps for the first peer, which include the launch, and for the second peer,
+              which are used for all other peers
 
 The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals the result of simulating
 every rank.
@@ -47,9 +46,8 @@ class Folded(Topology):
     """A torus as seen from rank 0: its four links represent the links of all ranks."""
 
     def paths(self, source: int, target: int) -> Paths:
-        """Return the routes between rank 0 and another rank.
-
-        A route has one link for each direction that it uses. This link replaces all links of the direction.
+        """Return the routes between rank 0 and another rank. A route has one link for each direction that it uses, in
+        place of all links of the direction.
         """
         found = self._paths.get((source, target))
         if found is None:
@@ -68,7 +66,9 @@ class Folded(Topology):
 
 
 def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
-    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks to displacement `by`."""
+    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks to the rank that is
+    `by` ranks away.
+    """
     up, down = by, -by % size
     if up == down and up and size > 2:
         return [(f"{name} +1", up), (f"{name} -1", down)]
@@ -129,7 +129,7 @@ def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simula
 
 
 def orbit_us(found: Simulated, model: Model) -> float:
-    """Return the time in us of a queued run. It equals the result of `weft.sim.run_us` if every rank were simulated."""
+    """Return the time in us of a queued run, as `weft.sim.run_us` does for a simulation of every rank."""
     sets = sum(
         one.times
         for lane in found.program.lanes
@@ -143,8 +143,8 @@ def orbit_us(found: Simulated, model: Model) -> float:
 class _Block(NamedTuple):
     """Consecutive steps of a lane (`weft.sim.vectorised.NumberedStep`) that the schedule repeats for each peer.
 
-    first: the steps for the first peer. other: the steps for each other peer. If `other` is empty, the schedule has the
-        steps `first` only once, for no particular peer.
+    first: the steps for the first peer.
+    other: the steps for each other peer. Empty if the steps `first` are not for a peer, so that they occur only once.
     """
 
     first: Sequence[NumberedStep]
@@ -229,7 +229,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the displacement opposite to `peer`: the rank at this displacement sees rank 0 at displacement `peer`."""
+        """Return the opposite displacement: from the rank at this displacement, rank 0 is at displacement `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:

@@ -56,7 +56,7 @@ class Simulated:
 
     @property
     def exposed_us(self) -> float:
-        """The exposed communication: the time in which a rank does not compute, for the rank where this is longest."""
+        """The exposed communication: the longest time, over all ranks, in which a rank does not compute."""
         busy = self._busy("matmul", "compute")
         return max(0.0, *(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items()))
 

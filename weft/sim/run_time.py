@@ -36,10 +36,9 @@ _STEPS_OF_PERMUTATION = 2
 
 
 def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.inf) -> float:
-    """Return the time of one run in microseconds; infinite if the first simulated run takes longer than
-    `most_us`.
+    """Return the time of one run in microseconds; infinite if the first simulated run takes longer than `most_us`.
 
-    The schedule is not checked: it must be verified or from a weft builder.
+    The schedule must be verified or from a weft builder: it is not checked here.
     """
     if mode == "single":
         us = simulate(schedule, model, mode=mode, trusted=True, most_us=most_us).end_us
@@ -52,10 +51,10 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
 
 
 def dynamic_steps(schedule: Schedule) -> int:
-    """Return the number of copies, `Tiles` steps and collectives with dynamic sizes.
+    """Return the number of copies, `Tiles` steps and collectives with dynamic sizes, as an unfused run launches them.
 
-    Consecutive `Tiles` steps with equal kernels count as at most two steps. The serial schedule has such a step for each
-    source rank, to sort the rows from this rank. But an unfused run sorts the rows from all ranks at once, in two steps.
+    Consecutive `Tiles` steps with equal kernels count as at most two. The serial schedule sorts the rows from each
+    source rank in such a step, but an unfused run sorts the rows from all ranks in two.
     """
     held = {contents.buffer for contents in schedule.contents}
     if not held:
@@ -90,9 +89,9 @@ def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
 def reading_host_us(schedule: Schedule, model: Model) -> float:
     """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes.
 
-    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. A step with a dynamic size
-    takes `Model.host_late_us`. If the CPU must wait for sizes before it issues later steps (`Schedule.stops_host`), such a
-    step takes the CPU time of `TORCH_CALLS` torch calls instead.
+    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. A step with a dynamic
+    size takes `Model.host_late_us`, or the CPU time of `TORCH_CALLS` torch calls if the CPU must read sizes before it
+    issues later steps (`Schedule.stops_host`).
     """
     if not schedule.reads_on_host:
         return 0.0

@@ -1,10 +1,9 @@
 """Scarce resources, and the groups of lanes that can slow each other down.
 
 A resource is scarce if all lanes together, each with its largest use, would use more than the whole resource. Other
-resources never affect speeds, and are dropped. A part is a group of lanes that scarce resources connect, directly or through
-other lanes. Lanes of different parts never slow each other down, so the speeds of each part are computed separately. If
-every rank is simulated, there is usually one part per rank. Without parts, the simulator's work (events times lanes) would
-grow with the square of the number of ranks.
+resources never affect speeds, and are dropped. A part is a group of lanes that scarce resources connect, directly or
+through other lanes. Lanes of different parts never slow each other down, so the speeds of each part are computed
+separately. This makes the simulation of many ranks faster: usually each rank is a part.
 """
 
 from __future__ import annotations

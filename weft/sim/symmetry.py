@@ -1,14 +1,12 @@
 """Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
 The sizes in a step must be equal on all ranks, but the counters of signals may have different indices. For each rank r
-there must be a one-to-one map from the counters of rank 0 to the counters of rank r. Take a step in which every rank
-sets a signal of the rank at distance d. In this step rank -d increments a counter of rank 0, and rank r - d increments a
-counter of rank r. The map must relate these two counters:
+there must be a one-to-one map from the counters of rank 0 to the counters of rank r, with which all sets and waits
+agree. For example, every rank sets a signal of the rank at distance d in the same step. Then rank -d increments a
+counter of rank 0, rank r - d increments a counter of rank r, and the map must relate these two counters.
 
-    counter of rank 0  ->  counter of rank r
-
-All waits must be consistent with this map. The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` shows if
-their links are equal too. The caller of `lower` knows if all ranks begin their runs at the same time.
+The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` shows if their links are equal too. The caller of
+`lower` knows if all ranks begin their runs at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from weft.sim.vectorised import ByRank, NumberedStep
 
 
 def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
-    """True if the steps of all ranks are rotationally symmetric. See the top of this file."""
+    """True if the steps of all ranks are rotationally symmetric (see the top of this file)."""
     different = list({item.same: item for item in items}.values())
     if not all(map(_is_alike, different)):
         return False
@@ -44,9 +42,8 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance to the rank that has it, index) for each signal that `item` sets.
-
-    The distance must be the same on all ranks.
+    """Yield (signal, distance to the rank that has it, index) for each signal that `item` sets. The distance must be
+    the same on all ranks.
     """
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks
@@ -56,15 +53,14 @@ def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
 
 
 def _identity(place: ByRank) -> int:
-    """Return a dict key for `place`, the index of a signal on all ranks: the id of an array, or ~place for an int.
-
-    An int is never negative, so the keys of arrays and ints never collide.
+    """Return a dict key for `place`, the index of a signal on all ranks: the id of an array, or ~place (negative,
+    unlike an id) for an int.
     """
     return ~place if isinstance(place, int) else id(place)
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """True if ranks differ only by a renaming of the counters of one signal.
+    """True if the counters of one signal on different ranks differ only by a renaming.
 
     sets: for each step that sets the signal: (distance to the rank that has it, index on each rank).
     waits: for each step that waits for the signal: its index on each rank.

@@ -1,7 +1,7 @@
 """The cost of a kernel that computes all tiles of a step: GEMMs of tiles, segments of experts, copies and pooling.
 
-Consecutive tiles find a shared operand in the cache, so a kernel costs less than the sum of its tiles
-(`weft.sim.costs`).
+It is less than the sum of the costs of the tiles (`weft.sim.costs`), because consecutive tiles find a shared operand in
+the cache.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Rates(NamedTuple):
     """The properties of a kernel on which the costs of its tiles depend.
 
     compute, memory: the kernel's compute rate and memory rate, divided by the rates that weft's kernels reach.
-    whole: True if the kernel does not cut the step's tiles: one compute unit computes each.
-    sources: the number of ranks whose rows the kernel puts into the same tiles, if an expert has few rows from each rank.
-        If each tile has rows from one rank only, `sources` is 1.
+    whole: True if one compute unit computes each tile of the step, so that the kernel does not cut tiles.
+    sources: the number of ranks whose rows may be in the same tile, if an expert has few rows from each rank; otherwise
+        1.
     found: the share of row reads of a pooling kernel that the cache supplies.
     least_part: `TileKernel.least_part`.
     """
@@ -103,12 +103,10 @@ def cost_of_tiles(
 ) -> Cost:
     """Return the cost of one kernel for all tiles of a step.
 
-    The kernel takes as long as its busiest resource needs, because enough tiles run concurrently to hide latencies. It
-    takes at least as long as its longest tile alone.
+    The kernel takes as long as its busiest resource needs, and at least as long as its longest tile alone.
 
     parts: the work of the tiles: (a step of a tile, its operands, number of tiles with this step and these operands).
-    read_bytes: the bytes that matmuls read from this rank's memory. Each byte counts once, because consecutive tiles find a
-        shared operand in the cache.
+    read_bytes: the bytes that matmuls read from this rank's memory. A byte counts once, even if several tiles read it.
     of_kernel: the kernel's properties, from `rates(kernel, model)`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
@@ -154,9 +152,8 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts` as they are, or merged if the segments of experts have few rows.
-
-    Merging combines an expert's segments of rows from all `sources` ranks into one segment.
+    """Return `parts`. If the segments of experts have few rows, merge the segments of all `sources` ranks for the same
+    expert.
     """
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)
@@ -170,9 +167,9 @@ def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
 
 
 def _tile(model: Model, links: Links, splits: int, a: Operand, *more: Operand) -> Cost:
-    """Return the cost of a tile. One compute unit computes it, or `splits` units compute a part of K each.
+    """Return the cost of a tile, without reads of operands from the rank's own memory.
 
-    Reads of operands from the rank's own memory are not included.
+    splits: the number of compute units that compute the tile, a part of K each.
     """
     *factors, out = more
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
@@ -189,10 +186,9 @@ def _tile(model: Model, links: Links, splits: int, a: Operand, *more: Operand) -
 
 
 def _segment(model: Model, links: Links, *operands: Operand) -> Cost:
-    """Return the cost of the GEMM of one expert's segment of rows.
+    """Return the cost of the GEMM of one expert's segment of rows, without reads from the rank's own memory.
 
-    Reads from the rank's own memory are not included: `cost_of_tiles` counts them once for the whole kernel. The model
-    caches the costs of segments whose operands are all local, because uneven routing has many segments of few sizes.
+    The model caches the costs of segments with local operands, because uneven routing has many segments of few sizes.
     """
     key = (_segment, operands)
     found: Cost | None = model.costs.get(key)

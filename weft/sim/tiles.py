@@ -1,7 +1,7 @@
 """Evaluation of a kernel's tiles for many ranks at once: operand sizes, `Set` steps, and bytes read.
 
-A kernel may have thousands of tiles on each of dozens of ranks. The sizes and offsets of most operands repeat from tile
-to tile, or are equal on all ranks. Each distinct value is evaluated once, and the tiles that have it are counted.
+A kernel may have thousands of tiles on each of dozens of ranks, but most sizes and offsets repeat from tile to tile or
+from rank to rank. Each distinct value is evaluated once, and the tiles that have it are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class SetBy(NamedTuple):
 
     signal, distance, place: the counter: element `place` of the signal, on the rank at `distance`.
     times: the number of increments.
-    first, last: where the tiles that increment the counter begin and end, as fractions of all tiles.
+    first, last: the begin of the first tile that increments the counter, and the end of the last, as fractions of all
+        tiles.
     """
 
     signal: str
@@ -45,8 +46,8 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """A summary of a kernel's tiles on one rank.
 
-    parts: (index of a step in `Tiles.work`, sizes, number of tiles) for all sizes with which tiles execute the step. sizes:
-        the rows and columns of each operand, and the distance to the rank that has it.
+    parts: (index of a step in `Tiles.work`, sizes, number of tiles that execute the step with these sizes). The sizes
+        are the rows and columns of each operand, and the distance to the rank that has it.
     sets: the increments of counters by all tiles.
     read_bytes: the bytes that matmuls read from the rank's own memory. A region that several tiles read counts once.
     """
@@ -59,8 +60,7 @@ class Tiled(NamedTuple):
 def is_uneven(step: Tiles) -> bool:
     """True if an expression in the body depends on both the tile and the rank that executes the step.
 
-    An expression for a peer is converted to the distance from the executing rank to the peer, so it always depends on the
-    executing rank. If it also depends on the tile, the result is True.
+    Expressions for a peer become distances from the executing rank, so they always depend on the rank.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -78,11 +78,10 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Tiles that represent all tiles of a kernel.
+    """Tiles that represent all tiles of a kernel, because every tile has the same values of given expressions as one of
+    them, on every rank.
 
-    For every tile there is a representative for which the given expressions have the same values, on every rank.
-
-    at: the tile indices of the representatives.
+    at: the indices of these tiles.
     times: the number of tiles that each represents.
     last: the end of the last tile that each represents, as a fraction of all tiles.
     """
@@ -93,12 +92,11 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """Find tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an operand's
-    rows.
+    """A search for tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an
+    operand's rows.
 
-    Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. For other
-    expressions, the values of their subexpressions that do not depend on the rank are compared. If these values are
-    equal for two tiles, the expressions are equal for both tiles on every rank.
+    Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. Otherwise, two
+    tiles are equivalent if all subexpressions that do not depend on the rank have equal values for both.
     """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:
@@ -107,7 +105,7 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """The largest number of tiles for which `Tables` evaluates an expression; used to limit memory."""
+        """The largest number of tiles for which `Tables` evaluates an expression. Callers use it to limit memory."""
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]
@@ -145,7 +143,7 @@ class DifferentTiles:
 
 
 def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Return a label for each of `count` rows. Rows that are equal in all columns have equal labels."""
+    """Return a label for each of `count` rows, which is equal for rows that are equal in all columns."""
     found = np.zeros(count, np.int64)
     for column in columns:
         if (column == column[0]).all():
@@ -168,9 +166,9 @@ def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
 class Tables:
     """The sizes, `Set` steps and bytes read of a kernel's tiles, evaluated for several ranks at once.
 
-    These ranks have the same number of tiles. Buffers that determine dynamic sizes, such as tables of counts, have the
-    same expected contents on these ranks. So most expressions have the same values on all these ranks. Then the tiles
-    with each value are counted once for all ranks, and the counts are sorted once.
+    These ranks must have the same number of tiles. Buffers that determine dynamic sizes, such as tables of counts, must
+    have the same expected contents on all of them. Then most expressions have the same values on all these ranks, and
+    are counted once.
     """
 
     def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:
@@ -197,11 +195,11 @@ class Tables:
         ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """Return a list with an entry for each rank, or one entry if all ranks are equal.
+        """Return, for each rank, a sorted list of (values of the expressions `numbers`, number of tiles with these
+        values). If all ranks are equal, return one such list.
 
-        An entry is a sorted list of (values of the expressions `numbers`, number of tiles with these values). `numbers` has
-        three expressions for each region: its rows, its columns and the rank that has it. The value of the third is
-        replaced by the distance from the executing rank to this rank.
+        `numbers` has three expressions for each region: its rows, its columns and the rank that has it. In the result,
+        that rank is replaced by its distance from the executing rank.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
@@ -214,10 +212,8 @@ class Tables:
         return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """Return the increments of counters by `step` in all tiles: a list for each rank, or one list if all ranks are equal.
-
-        Tiles run in order. So if only the first tiles increment a counter, it has its final value when these tiles have
-        ended.
+        """Return the increments of counters by `step` in all tiles: a list for each rank, or one list if all ranks are
+        equal.
         """
         (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []
@@ -240,11 +236,10 @@ class Tables:
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
-        """Return (table, representatives). table: the values of the expressions `numbers`, [expressions, ranks,
-        representatives].
+        """Return (table, representatives). The table has the values of the expressions `numbers` for representative
+        tiles: [expressions, ranks, representatives]. The second dimension is 1 if all ranks have the same values.
 
-        The second dimension is 1 if all ranks have the same values. ranks: the slice of `numbers` whose values are
-        ranks; these values are replaced by distances.
+        ranks: the slice of `numbers` whose values are ranks. In the table they are distances.
         """
         tiles = self._different.of(numbers)
         columns = [self._column(number, tiles.at) for number in numbers]
@@ -268,8 +263,8 @@ class Tables:
         return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
-        """Return the bytes that matmuls read from the rank's own memory, for each rank; one number if all ranks are
-        equal.
+        """Return, for each rank, the bytes that matmuls read from the rank's own memory. If all ranks are equal, return
+        one number.
         """
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):

@@ -2,8 +2,7 @@
 access.
 
 An expression is evaluated once, with the array of all ranks as the variable `rank`. A result that is equal on all ranks
-is stored as one number. So for n steps and W ranks the time grows with the number of different expressions, not with n
-* W.
+is stored as one number. So the time grows with the number of different expressions, not with steps x ranks.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class NumberedStep(NamedTuple):
     numbers: for each operand, the number of rows and columns, and the distance to the rank that has the operand.
     tiled: the summary of the tiles of each rank, if the step has tiles.
     signal, place: the name and index of the signal that the step sets or waits for.
-    distance: for a `Set` step: the distance to the rank that has the signal; otherwise None.
-    awaited: for a `Wait` step: the number of sets that it waits for; otherwise None.
+    distance: for a `Set` step, the distance to the rank that has the signal; otherwise None.
+    awaited: for a `Wait` step, the number of sets that it waits for; otherwise None.
     previous: True if a `Wait` step waits for the sets of the previous run.
-    same: a number that identifies the other fields: items with the same number differ only in their origin.
+    same: a number that is equal for items that differ only in their origin.
     carried: True if a kernel that starts at an earlier step also runs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
     """
@@ -78,9 +77,9 @@ class NumberedStep(NamedTuple):
 
 
 class _Known:
-    """A cache of evaluated steps, shared by schedules for the same ranks with the same contents of buffers.
-
-    The candidates for a problem share most of their steps."""
+    """A cache of evaluated steps, shared by schedules for the same ranks with the same contents of buffers, such as a
+    problem's candidates.
+    """
 
     def __init__(self, values: list[Values]) -> None:
         self.values = values
@@ -100,9 +99,8 @@ class _Known:
 
 
 class Numbers:
-    """The steps of one schedule with their expressions evaluated for all ranks.
-
-    The results are sizes, and distances to the ranks whose memory the steps access.
+    """The steps of one schedule with their expressions evaluated for all ranks: sizes, and distances to the ranks whose
+    memory the steps access.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -220,9 +218,9 @@ class Numbers:
         return numbers
 
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return a list over distances 0, 1, ...: the number of rows that each rank sends to the rank at this distance.
+        """Return, for distances 0, 1, and so on, the number of rows that each rank sends to the rank at this distance.
 
-        indices: for each destination rank 0, 1, ..., the expression for the number of rows that are sent to it.
+        indices: for each destination rank, the expression for the number of rows that are sent to it.
         """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [
@@ -315,7 +313,7 @@ def _distinct_contents(
     """Number the distinct contents that the schedule expects in buffers. Return (numbers, buffers).
 
     numbers: {expected contents of a buffer on a rank: their number}.
-    buffers: for each buffer with expected contents: (name, number of its contents on rank 0, 1, ...).
+    buffers: for each buffer with expected contents: (name, the number of its contents on each rank).
     """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}

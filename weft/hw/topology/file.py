@@ -43,8 +43,7 @@ _MEANING = {
 
 def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
     """Return (shape, sizes) of a topology's name: ("torus", (16, 8)) for `torus:16x8`, ("torus", ()) for `torus`.
-
-    Return ("", ()) for a name that is no shape. Raise `ValueError` for wrong sizes.
+    Return ("", ()) for any other name. Raise `ValueError` for wrong sizes.
     """
     shape, colon, _ = str(name).partition(":")
     if shape not in SHAPES:
@@ -53,9 +52,8 @@ def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
 
 
 def ranks_of(name: str | Path) -> int | None:
-    """Return the number of ranks that a topology's name requires; None for a name that requires no number.
-
-    A name with sizes requires a number, such as 128 for `torus:16x8`. So does an InfraGraph file.
+    """Return the number of ranks that a topology requires, such as 128 for `torus:16x8`; None if any number is allowed.
+    InfraGraph files require the number of their xpus.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
@@ -113,7 +111,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
 
 
 def _machines_with(key: str) -> str:
-    """Return the end of an error text: the machine files that have a number for `key`; "" if no file has one."""
+    """Return the end of an error text, with the machine files that have a number for `key`; "" if there are none."""
     found = [name for name in known_machines() if key in load_machine(name).quantities]
     return f" ({', '.join(found)})" if found else ""
 

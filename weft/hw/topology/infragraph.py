@@ -32,7 +32,7 @@ _UNITS = {"Gbps": 125.0, "GBps": 1000.0, "ms": 1e3, "us": 1.0, "ns": 1e-3}  # in
 
 
 class Spread(Topology):
-    """A topology in which a flow spreads over all routes that are equally short and equally fast, up to `MOST_ROUTES`."""
+    """A topology in which a flow spreads over up to `MOST_ROUTES` routes that are equally short and equally fast."""
 
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
         if source == target:
@@ -68,7 +68,7 @@ def _quickness(route: Route) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Graph:
-    """The links of one cluster. To get its topology, call the object with the number of ranks."""
+    """The links of one cluster. Call the object with the number of ranks to get the topology."""
 
     links: tuple[Link, ...]
 

@@ -3,8 +3,8 @@
 Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a
 link. The latency of a route is the sum of its links' latencies.
 
-A route has as few links as possible. If several routes are equally short, links that are earlier in the list are
-preferred. A topology with another rule overrides `Topology._found`, as a torus does.
+A route has as few links as possible. Of several equally short routes, the one whose links are earlier in the list is
+used. A topology with another rule overrides `Topology._found`, as a torus does.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Paths(NamedTuple):
 class Topology:
     """The links between `ranks` ranks. Without links, transfers take no time.
 
-    dims: the sizes of a grid of ranks, such as (GPUs per host, hosts). All lines along a dimension have equal links.
-        Ranks are numbered along the first dimension first. Collectives may use one dimension after the other.
+    dims: the sizes of a grid of ranks, such as (GPUs per host, hosts), if collectives may use one dimension after the
+        other. All lines along a dimension have equal links. The first dimension is the fastest in the numbering of
+        ranks.
     """
 
     ranks: int
@@ -116,8 +117,8 @@ class Topology:
         """The smallest p such that the topology is unchanged if each rank r is renamed to r + p; `ranks` if there is no
         smaller p.
 
-        p is 1 if the topology looks the same from all ranks. The renaming maps each route to the route between the
-        renamed ranks, over equally fast links of the same kinds.
+        p is 1 if the topology looks the same from all ranks. Unchanged means that each route is renamed to the route
+        between the renamed ranks, over equally fast links of the same kinds.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)
@@ -125,8 +126,8 @@ class Topology:
     def _is_same(self, turn: int) -> bool:
         """True if the topology is unchanged when each rank r is renamed to r + `turn`.
 
-        The renaming must map each link to an equally fast link of the same kind. The links must also be in the same
-        order on each rank, so that each rank selects the same one of several shortest routes.
+        Each link must be renamed to an equally fast link of the same kind. The order of links must not change either,
+        because it selects one of several shortest routes.
         """
         moved: dict[int, int] = {}  # switch -> rotated switch
         for link in self.links:
@@ -166,7 +167,7 @@ class Wiring:
         return replace(self, numbers=tuple(n * factor if name.endswith("bytes_per_us") else n for name, n in pairs))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with faster links, if needed, so that each rank's links have at least this bandwidth."""
+        """Return the wiring with at least this bandwidth for the links of a rank (the builder's first number)."""
         if not self.numbers:
             return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))

@@ -1,13 +1,12 @@
-"""The registry of topologies.
+"""The registry of topologies. A topology is one file in `weft/hw/topology/shapes/`, which is imported automatically.
 
-This example registers a topology of cliques, which are groups of directly linked GPUs. Users can then write
-`--topology clique`, with 4 GPUs in each clique, or `--topology clique:8x4`, with 8 cliques of 4 GPUs:
+This example registers cliques: groups of directly linked GPUs. Users can then write `--topology clique`, with 4 GPUs in
+each clique, or `--topology clique:8x4`, with 8 cliques of 4 GPUs:
 
     @shape((*PAIRS, "clique.gpus"), ("cliques", "clique.gpus"), {"clique.gpus": Quantity(4, ...)})
     def clique(ranks: int, bytes_per_us: float, latency_us: float, gpus: int) -> Topology: ...
 
-`PAIRS` are the keys of the bandwidth and the latency of a direct link. A topology is one file in
-`weft/hw/topology/shapes/`, which is imported automatically.
+`PAIRS` are the keys of the bandwidth and the latency of a direct link.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ _Builder = TypeVar("_Builder", bound=Callable[..., Topology])
 
 @dataclass(frozen=True)
 class Shape:
-    """A registered topology. Its name is the name of the builder.
+    """A registered topology, with the name of its builder.
 
     keys: the keys, in machine and topology files, of the numbers that the builder takes after `ranks`.
-    sizes: the meaning of each size in a name such as `clique:8x4`: a word, such as "cliques", or one of `keys`. For one of
-        `keys`, the size is the number that the builder gets. The product of the sizes is the number of ranks.
-    given: numbers by key, for users who pass only the name of the topology, and no file with these numbers.
+    sizes: the meaning of each size in a name such as `clique:8x4`, as a word ("cliques") or one of `keys`. In the
+        second case, the builder gets the size as the number of this key. The product of the sizes is the number of
+        ranks.
+    given: default numbers by key, for users who pass only the name of the topology.
     """
 
     builder: Callable[..., Topology]

@@ -1,13 +1,14 @@
-"""A simulation of one HBM2 channel, DRAM command by DRAM command: its bandwidth for the accesses of a GEMM and of a ring.
+"""A simulation of one HBM2 channel, DRAM command by DRAM command: its bandwidth for the accesses of a GEMM and of a
+ring.
 
-The simulator of the memory controller (`run`) serves a channel's queue at one effective rate, derived from the paper's
+The simulator of the memory controller (`run`) serves a channel's queue at one rate, derived from the paper's
 reduce-scatters. This module checks this rate, and the time of a near-memory update, against DRAM timings. It models
 banks with open rows, the longer delay between columns of a bank group, the bus turnaround from reads to writes, and a
 FR-FCFS controller that writes in batches.
 
 Timings, queues and address bits are taken from Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
-Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
-Compute & Collectives" uses the same source, and adds CCDWL.
+Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap
+of Compute & Collectives" uses the same source, and adds CCDWL.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _pieces(op: Op, count: int, length: int, seed: int) -> list[Access]:
 
 
 def _mixed(*streams: list[Access]) -> list[Access]:
-    """Interleave streams: take the accesses to 256 bytes from each stream, in rotation."""
+    """Interleave streams: take 256 bytes of accesses from each stream in turn."""
     found, run = [], CHUNK // ATOM
     for i in range(0, max(map(len, streams)), run):
         for stream in streams:

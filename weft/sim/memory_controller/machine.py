@@ -61,7 +61,7 @@ class TrackingGpu(Quantities):
         return replace(self, quantities=changed)
 
     def scaled(self, key: str, factor: float) -> TrackingGpu:
-        """Return this GPU with the value of `key` multiplied by `factor`. Counts are rounded."""
+        """Return this GPU with the value of `key` multiplied by `factor`, and rounded if it is a count."""
         value = self.quantities[key].value * factor
         return self.with_values(
             {key: max(1, round(value)) if self.quantities[key].unit == "1" and value >= 4 else value}
@@ -75,7 +75,7 @@ class TrackingGpu(Quantities):
 
 @cache
 def t3_gpu() -> TrackingGpu:
-    """Return the paper's GPU. The paper's link bandwidth, 150 GB/s, is interpreted as 75 GB/s in each direction."""
+    """Return the paper's GPU. Its link bandwidth of 150 GB/s is interpreted as 75 GB/s in each direction."""
     data = tomllib.loads(files(__package__).joinpath("t3.toml").read_text())
     quantities = {
         f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()
@@ -91,7 +91,8 @@ def t3_gpu() -> TrackingGpu:
 def other_reading() -> TrackingGpu:
     """Return the paper's GPU with links of 150 GB/s in each direction.
 
-    The memory bandwidth is doubled too: `t3_gpu` derives it from the link bandwidth and from percentages in section 6.1.1.
+    Its memory bandwidth is twice that of `t3_gpu`, because it is derived from the link bandwidth and from percentages
+    in section 6.1.1.
     """
     gpu = t3_gpu()
     return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})

@@ -1,8 +1,7 @@
 """Simulations of the memory controller: a GEMM alone, a GEMM fused with a ring, and the ring's collectives alone.
 
-An output map defines the destination of each tile of the GEMM: a row of the map is a tile, in the order of computation.
-So maps from which GPU schedules are built, such as `ring_reduce_scatter(gemm.tiles(gpu), world)`, can be simulated here
-too.
+An output map defines the destination of each tile of the GEMM, with a row for each tile in the order of computation.
+GPU schedules are built from the same maps, such as `ring_reduce_scatter(gemm.tiles(gpu), world)`.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4 and 5.
 """
@@ -29,7 +28,7 @@ BYTES_PER_ELEMENT = 2
 
 @dataclass(frozen=True, slots=True)
 class HardwareGemm:
-    """x [tokens, k] @ w [k, features] in fp16, tile by tile."""
+    """The GEMM x [tokens, k] @ w [k, features] in fp16, computed tile by tile."""
 
     tokens: int
     features: int
@@ -50,7 +49,7 @@ class HardwareGemm:
         return BYTES_PER_ELEMENT * self.tokens * self.features
 
     def grid(self, gpu: TrackingGpu) -> tuple[int, int]:
-        """Return (rows of tiles, columns of tiles)."""
+        """Return (number of rows of tiles, number of columns of tiles)."""
         return -(-self.tokens // gpu.count("gemm.tile_tokens")), -(-self.features // gpu.count("gemm.tile_features"))
 
     def tiles(self, gpu: TrackingGpu) -> int:
@@ -59,9 +58,7 @@ class HardwareGemm:
 
     def order(self, gpu: TrackingGpu) -> list[tuple[int, int]]:
         """Return (row, column) of each tile in the order of computation: block by block of `gemm.raster_columns`
-        columns.
-
-        With `gemm.raster_turns`, every second block is computed from the last row to the first.
+        columns. With `gemm.raster_turns`, every second block is computed from the last row to the first.
         """
         (rows, columns), wide = self.grid(gpu), gpu.count("gemm.raster_columns")
         found = []
@@ -76,13 +73,14 @@ class HardwareGemm:
 class ControllerRun:
     """The result of a simulation. Times are in us. Bytes count reads and writes of the GPU's memory.
 
-    us: the time of the last access. gemm_us: the time at which the last work-group ended; 0 without a GEMM.
+    us: the time of the last access.
+    gemm_us: the time at which the last work-group ended; 0 without a GEMM.
     busy: the fraction of time in which memory was busy.
-    tracker_most: the maximum number of tracker entries in use. tracker_stall_us: the time in which a work-group waited
-        for an entry.
+    tracker_most: the maximum number of tracker entries in use.
+    tracker_stall_us: the time in which a work-group waited for an entry.
     threshold: the queue length above which MCA (the paper's arbitration) held the ring back; 0 if it never did.
-    intensity: the fraction of the first stage in which memory served the GEMM; MCA derives its threshold from this fraction.
-        In the first stage the compute units run their first work-groups, and the ring sends nothing.
+    intensity: the fraction of the first stage in which memory served the GEMM; MCA derives its threshold from this
+        fraction. In the first stage the compute units run their first work-groups, and the ring sends nothing.
     waiting_most: the maximum number of the ring's bytes that waited for the controller.
     bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
     """
@@ -127,19 +125,21 @@ def fused(
     """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs.
 
     A tile that the map sends with `remote_map` goes over the link. The GPU's memory adds all other tiles to the partial
-    sums there. If a tile has a `dma_map`, the tracker counts the updates of each piece (`weft.sim.memory_controller`), and
-    the last update starts the copy. The peer sends the same bytes as this GPU at the same time, and they arrive after the
-    link's latency. If the map has several targets, there is a link to each target, and the links share `link.bandwidth`.
-    If the map has no `dma_map`, the tracker is not used.
+    sums there. If a tile has a `dma_map`, the tracker counts the updates of each piece (`weft.sim.memory_controller`),
+    and the last update starts the copy. The peer sends the same bytes as this GPU at the same time, and they arrive
+    after the link's latency. If the map has several targets, there is a link to each target, and the links share
+    `link.bandwidth`.
 
     output: the reduce-scatter's map, which defines the destination of each tile (`weft.builders.output_map`).
     arbitration: the order of the GEMM's and the ring's accesses: alternating ("round_robin"), the GEMM's first
         ("compute_first"), or the paper's policy ("mca").
-    own_writes: the order of the GEMM's own stores and reads. bin_us: see `alone`.
-    coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less exact.
+    own_writes: the order of the GEMM's own stores and reads.
+    bin_us: see `alone`.
+    coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less
+        exact.
 
-    Raise `ValueError` if the arbitration is unknown, or if the map's rows differ from the number of tiles. Also raise
-    it if ranks differ by more than their position in the ring.
+    Raise `ValueError` if the arbitration is unknown, if the map's rows differ from the number of tiles, or if ranks
+    differ by more than their position in the ring.
     """
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
@@ -156,7 +156,7 @@ def fused_on_all(
 ) -> list[ControllerRun]:  # fmt: skip
     """Simulate a GEMM fused with a reduce-scatter on all ranks, and return the result of each rank.
 
-    outputs: the output map of each rank. Unlike in `fused`, these may differ.
+    outputs: the output map of each rank. They may differ.
     """
     routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
     setups = [
@@ -192,7 +192,7 @@ def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_
     """Write the destinations of a rank's tiles into `setup`, and return `setup`.
 
     routes: the destinations of all ranks' tiles.
-    one_for_all: True to simulate only this rank. Its sends then represent the sends of an identical peer.
+    one_for_all: True if only this rank is simulated, so that its sends also represent the sends of an identical peer.
     """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
@@ -224,11 +224,11 @@ def reduce_scatter(
 ) -> ControllerRun:
     """Simulate a ring reduce-scatter of `total` bytes on each rank, without a GEMM.
 
-    In each step of the ring, a kernel reads the rank's own chunk and the arrived chunk, and sends the sum to the next rank. In
-    the last step, the kernel writes the sum to memory instead.
+    In each step of the ring, a kernel reads the rank's own chunk and the arrived chunk, and sends the sum to the next
+    rank. In the last step, the kernel writes the sum to memory instead.
 
-    near_memory: True if memory adds instead of a kernel, and copies send each piece when it has been added. units: the
-        compute units of the kernel; 0 for no limit.
+    near_memory: True if memory adds in place of the kernel, and copies send each piece when it has been added.
+    units: the compute units of the kernel; 0 for no limit.
     """
     return _ring(total, world, gpu, copies=1 if near_memory else 2, update=near_memory, units=units)
 

@@ -1,4 +1,4 @@
-"""One file for each topology. weft imports all files here. Each file registers its topology (`weft.hw.topology.shape`)."""
+"""One file for each topology, which registers it (`weft.hw.topology.shape`). weft imports all files here."""
 
 import importlib
 import pkgutil

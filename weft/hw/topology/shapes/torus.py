@@ -33,7 +33,7 @@ def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
     """Return each shortest way along a ring of `ring` ranks to the rank at `distance`, as (sign, step, number of
     links).
 
-    sign, step: "+1" and 1 for the direction of ascending ranks, "-1" and -1 for the other direction.
+    sign, step: "+1" and 1 in the direction of ascending ranks, "-1" and -1 in the other direction.
     """
     up, down = distance % ring, -distance % ring
     if up == down and up and ring > 2:
