@@ -1,9 +1,8 @@
 """Checks on the CPU that an input matches the tables. Errors give the table, the feature, the value and the fix.
 
-Shapes, dtypes, devices and names are checked in every call before anything is written, so these checks take only
-microseconds. Checks of tensor contents are separate functions: `check_offsets` reads every offset of CPU tensors. On
-GPUs the kernel checks offsets. The kernels also count ids out of range, and `first_bad_index` then finds the first of
-them.
+Every call checks shapes, dtypes, devices and names before anything is written, in a few microseconds. Contents of
+tensors are checked separately: `check_offsets` reads every offset of CPU tensors. On GPUs the kernel checks offsets.
+Kernels count ids out of range, and `first_bad_index` then finds the first of them.
 """
 
 from __future__ import annotations
@@ -50,12 +49,13 @@ def check_jagged(
     weights: Sequence[torch.Tensor] | torch.device,
     tables: Hashable = None,
 ) -> CheckedInput:
-    """Check one rank's input of the global batch, and its tables, without reading their contents. Raise `ValueError` if
-    they do not match the sharding.
+    """Check one rank's input and tables against the sharding, without reading their contents. Raise `ValueError` if
+    they do not match.
 
-    jagged: the input. Its offsets have a block of bags for each key, or for each local slot in column order if it has
-        no keys. Keys of other ranks' tables are skipped.
-    batch_sizes: None to divide the global batch evenly; the first ranks get the remainder.
+    jagged: the input, with the samples of all ranks. Its offsets have a block of bags for each key, or for each local
+        slot in column order if it has no keys. Keys of other ranks' tables are skipped.
+    batch_sizes: the number of samples of each rank. None: divide the global batch evenly; the first ranks get the
+        remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
     tables: the layouts and addresses of the tables, to store in the result.
@@ -139,8 +139,9 @@ def no_tables_on(device: torch.device) -> str:
 
 
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """Return, for each local slot of `rank` (see `CheckedInput`), the index of its feature in `keys`. Raise
-    `ValueError` if a feature is missing.
+    """Return, for each local slot of `rank` (see `CheckedInput`), the index of its feature in `keys`.
+
+    Raise `ValueError` if a feature is missing.
     """
     block_of_key = {key: block for block, key in enumerate(keys)}
     slots: tuple[Slot, ...] = sharding.local_slots(rank)
@@ -157,9 +158,7 @@ def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
-    """Raise `ValueError` unless all offsets of a CPU input are at least 0, ascend, and do not exceed the number of
-    values.
-    """
+    """Raise `ValueError` unless all offsets of a CPU input ascend, from at least 0 to at most the number of values."""
     offsets, batch = jagged.offsets, checked.global_batch
     if offsets.numel() == 0:  # a rank without features
         return
@@ -195,8 +194,9 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
 def check_contents(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, options: EmbeddingOptions
 ) -> None:
-    """Raise `ValueError` for invalid offsets of a CPU input. If the options refuse bad ids, raise it also for ids out
-    of range; this check waits for a GPU.
+    """Raise `ValueError` for invalid offsets of a CPU input.
+
+    If the options refuse bad ids, also raise it for ids out of range; this check waits for a GPU.
     """
     if jagged.values.device.type == "cpu":
         check_offsets(jagged, sharding, rank, checked)
@@ -205,8 +205,10 @@ def check_contents(
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:
-    """Return the error text for an id out of range. slot: index among the local slots of `rank` (see `CheckedInput`).
-    position: index in the bag.
+    """Return the error text for an id out of range.
+
+    slot: the index among the local slots of `rank` (see `CheckedInput`).
+    position: the index in the bag.
     """
     where = sharding.local_slots(rank)[slot]
     table = sharding.tables[where.table]
@@ -222,7 +224,7 @@ def first_bad_index(
 ) -> str | None:
     """Return the error text for the first id out of range, by feature and then by sample; None if all ids are in range.
 
-    The function reads all ids of this rank's features, on any device, so only error paths and tests use it.
+    The function reads all ids of this rank's features, which is slow on a GPU.
     """
     batch = checked.global_batch
     for number, (slot, block) in enumerate(zip(sharding.local_slots(rank), checked.key_of_slot, strict=True)):
@@ -243,8 +245,9 @@ def first_bad_index(
 
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
-    """Raise `ValueError` unless values, offsets and weights are one-dimensional tensors with valid dtypes, on `device`,
-    and each value has a weight.
+    """Raise `ValueError` unless values, offsets and weights are one-dimensional tensors with valid dtypes on `device`.
+
+    If there are weights, each value must have one.
     """
     device_of_all = device or getattr(jagged.values, "device", None)
     for name, tensor, dtypes in (
@@ -287,8 +290,9 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
     """Return the global batch size: the number of bags of each feature. Raise `ValueError` if the numbers do not match.
 
-    blocks: the number of features in the input. named: "feature" or "key", for error texts. sizes: the batch sizes, if
-        they were passed.
+    blocks: the number of features in the input.
+    named: the word for a feature in error texts, "feature" or "key".
+    sizes: the batch sizes, if they were passed.
     """
     bags = jagged.offsets.numel() - 1
     known = jagged.stride if sizes is None else sum(sizes)
@@ -333,7 +337,7 @@ def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, ra
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return a text with at most 20 of the names."""
+    """Return a text with the first names, at most 20."""
     listed = list(dict.fromkeys(names))
     rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
     return (", ".join(map(repr, listed[:20])) or "none") + rest

@@ -61,6 +61,8 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
+    number: the number of the forward call. CPU ranks compare it, so that all run backward of the same call. 0 under
+        torch.compile and in dispatch modes.
     tables: the tensors that backward updates; None without an optimizer.
     sparse: without an optimizer, True if backward returns sparse COO gradients.
     factor, deterministic: as in `FusedUpdate`.
@@ -86,7 +88,7 @@ class ForwardCall:
 
     @property
     def adds_each(self) -> bool:
-        """True if a GPU may add each id's gradient to its row with atomic adds.
+        """True if a GPU may add each id's gradient to its row with atomic adds, without sorting ids.
 
         This needs fp32 tables, `deterministic=False`, and SGD without weight decay, clipping or `nonfinite="skip"`.
         """
@@ -111,8 +113,8 @@ class ForwardCall:
             )
 
     def require_values_of_forward(self) -> None:
-        """Raise `WeftError` if the tables have changed since forward. Gradients of per-sample weights need the values
-        of forward.
+        """Raise `WeftError` if the tables have changed since forward, because gradients of per-sample weights need
+        their old values.
         """
         assert self.tables is not None
         if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
@@ -123,7 +125,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before they exchange gradients."""
+        """The text that ranks compare before they exchange gradients, besides `number`."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -136,8 +138,9 @@ class ForwardCall:
 
 
 class Collected(NamedTuple):
-    """The input of a call in `accumulate()`, and the gradients of the vectors that this rank pooled, [global batch,
-    columns of its tables].
+    """The input and the gradients of a call in `accumulate()`, kept for a later update.
+
+    The gradients are of the vectors that this rank pooled: [global batch, columns of its tables].
     """
 
     of: ForwardCall
@@ -150,9 +153,7 @@ COLLECTED: dict[int, list[Collected]] = {}
 
 
 def joined_calls(calls: list[Collected]) -> Collected:
-    """Return several calls as one call, whose samples are those of the first call, then of the second, and so on. The
-    CPU waits for the device.
-    """
+    """Return several calls as one call with the samples of all of them, in order. The CPU waits for the device."""
     first = calls[0].of
     slots, batch = range(len(first.checked.key_of_slot)), sum(call.of.checked.global_batch for call in calls)
     lengths: list[torch.Tensor] = []
@@ -176,7 +177,7 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the position in the values where the ids of each feature begin, and the end of the last feature's ids."""
+    """Return the position in the values at which each feature's ids begin, and the end of the last feature's ids."""
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

@@ -3,8 +3,8 @@
     row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
     z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
 
-The function `mix` is a bijection of 64-bit words, so only the modulus can map two ids to the same row. Negative ids
-(and uint64 hashes stored as int64) are read as two's complement. int32 ids are sign-extended first.
+The function `mix` is a bijection of 64-bit words, so only the modulus can map two ids to the same row. int32 ids are
+sign-extended to int64, whose bits are read as uint64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MULTIPLIERS = (
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the logical right shift of an int64 tensor that is read as uint64. (torch's >> copies the sign bit.)"""
+    """Return the logical right shift of an int64 tensor that is read as uint64: torch's >> would copy the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -23,8 +23,8 @@ class JaggedInput(NamedTuple):
     """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys or
     None.
 
-    stride: B, if the container knows it, otherwise None. Required if T = 0. whole: True if bags must cover all of
-        `values`, because the container has lengths and no offsets.
+    stride: B, if the container knows it, otherwise None. Required if T = 0.
+    whole: True if bags must cover all of `values`, because the container has lengths and no offsets.
     """
 
     keys: tuple[str, ...] | None
@@ -68,15 +68,15 @@ class KeyedJaggedTensor:
     lengths: the number of ids in each bag, [T * B] int32 or int64. Without offsets, bags begin at the first value, and
         must cover all values.
     offsets: the position in `values` where each bag begins, and the end of the last bag, [T * B + 1] int32 or int64.
-        They may begin above 0 and end before N, for a slice of a larger batch that shares its values. Pass lengths,
+        They may begin above 0 and end before N, so that a part of a batch can share the batch's values. Pass lengths,
         offsets, or both. If you pass both, they must describe the same bags.
     stride: the number of samples, B. Required only if there are no keys.
 
-    Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sums of lengths of
-    a local batch are checked. The caller must ensure that bags are valid.
+    Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sum of a local
+    batch's lengths is checked, and the caller must ensure that bags are valid.
 
-    Only `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy or wait for a GPU, at their
-    first use.
+    At their first use, `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy from a GPU and
+    wait for it. Nothing else does.
 
     Raises `ValueError` for duplicate keys and for sizes that do not match, and `TypeError` for keys that are not strings
     and values that are not tensors. `[key]` raises `KeyError`. Pooling checks dtypes and contents.
@@ -191,9 +191,7 @@ class KeyedJaggedTensor:
         return self._given_lengths
 
     def offsets_or_none(self) -> torch.Tensor | None:
-        """Return the offsets that were passed to the constructor. None if only lengths were passed; bags then cover all
-        of `values`.
-        """
+        """Return the offsets that were passed to the constructor; None if only lengths were passed."""
         return self._given_offsets
 
     def stride(self) -> int:
@@ -213,8 +211,8 @@ class KeyedJaggedTensor:
         return [end - begin for begin, end in pairwise(self.offset_per_key())]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """Return a copy with only the keys numbered `indices`, in that order. Raises `ValueError` for an index below 0
-        or of at least T.
+        """Return a copy with only the keys numbered `indices`, in that order. Raises `ValueError` for an index outside
+        0 .. T - 1.
         """
         for i in indices:
             if not 0 <= i < len(self._keys):
@@ -273,8 +271,8 @@ class KeyedJaggedTensor:
 class KeyedTensor:
     """Dense columns by name. `values` is [B, sum(length_per_key)]; the columns of key t begin at `offset_per_key()[t]`.
 
-    Nothing is copied: `[key]` and `to_dict` return views. Raises `ValueError` for duplicate keys, for negative lengths,
-    and if the lengths do not sum to the number of columns. `[key]` raises `KeyError`.
+    `[key]` and `to_dict` return views. Raises `ValueError` for duplicate keys, for negative lengths, and if the lengths
+    do not sum to the number of columns. `[key]` raises `KeyError`.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
@@ -357,10 +355,10 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise an error unless `features` is a KeyedJaggedTensor with one batch size for all keys.
+    """Raise an error unless `features` is a KeyedJaggedTensor with one batch size for all keys, and valid lengths or
+    offsets.
 
-    Also raise an error if its lengths or offsets are invalid. On CPU, raise an error if both are given and describe
-    different bags.
+    On CPU, also raise an error if both are given and describe different bags.
     """
     if type(features) is KeyedJaggedTensor:
         lengths = given_lengths = features.lengths_or_none()

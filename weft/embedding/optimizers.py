@@ -1,7 +1,7 @@
 """Optimizers that update embedding tables during backward: their formulas, hyperparameters and states.
 
-A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates
-that row at once. No gradient of the table is stored, and other rows cost nothing. w is a row, and g its gradient,
+A batch reads a small part of a table. So backward sums the gradient of each row that the batch has read, and updates
+that row at once. No gradient of the whole table is stored, and other rows cost nothing. w is a row, and g its gradient,
 summed over the batch:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
@@ -15,10 +15,9 @@ summed over the batch:
                             w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
     PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number per row
 
-t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`.
-States are float32 for tables of any dtype, and updates are computed in float32. The formulas are those of FBGEMM's
-exact optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient. Each device has one
-implementation: `csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
+t is the number of updates by the optimizer, not of the row. Rows that a batch does not read keep m and v, as in
+`torch.optim.SparseAdam`. States are float32 for tables of any dtype, and updates are computed in float32. The formulas
+are those of FBGEMM's exact optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class EmbeddingOptimizer:
 
     @functools.cached_property
     def numbers(self) -> dict[str, float]:
-        """The hyperparameters in the formula of the optimizer, without the learning rate."""
+        """The hyperparameters in the optimizer's formula, without the learning rate."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
 
     @property
@@ -136,10 +135,7 @@ class EmbeddingOptimizer:
 
     @property
     def counts(self) -> bool:
-        """True if the optimizer's formula has bias corrections, which depend on the number of updates.
-
-        The random bits of stochastic rounding depend on this number with every optimizer (`seed_of_update`).
-        """
+        """True if the optimizer's formula uses the number of updates, for bias corrections."""
         return False
 
 

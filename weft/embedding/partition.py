@@ -1,7 +1,6 @@
 """Shardings of tables. A collection may mix table-wise, column-wise, row-wise and data-parallel tables.
 
-`EmbeddingSharding` and `weft.embedding_all_to_all` treat each part as a separate table, so they do not depend on the
-kind of sharding.
+`EmbeddingSharding` and `weft.embedding_all_to_all` treat each part as a separate table.
 
     TableWise      one part with the whole table
     ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
@@ -11,7 +10,7 @@ kind of sharding.
                    its row. That rank pools its rows, and the sample's rank sums the partial vectors in the order of rows
     DataParallel   no parts: every rank has the table, and pools its own samples. Gradients are all-reduced
 
-Each part of a row-wise table reads a separate input feature, which contains only the ids of the part's rows.
+For each part of a row-wise table there is a separate input feature, which contains only the ids of the part's rows.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class TablePart:
     columns: int
 
     def name_in(self, table: EmbeddingBagConfig) -> str:
-        """Return the name of the part: the table's name, followed by the ranges of rows and columns if the part is not
-        the whole table.
+        """Return the name of the part: the table's name, and if it is not the whole table, its ranges of rows and
+        columns.
         """
         rows = f"{self.row}:{self.row + self.rows}" if self.rows < table.num_embeddings else ":"
         columns = f", {self.column}:{self.column + self.columns}" if self.columns < table.embedding_dim else ""
@@ -109,11 +108,11 @@ class TablePart:
 class Partition:
     """The sharding of each table, equal on all ranks.
 
-    hash: True to hash ids to rows of the whole table. With row-wise tables, ids are hashed before they are sent,
-        because the row determines the owner.
+    hash: True to hash ids to rows of the whole table. Ids of row-wise tables are hashed before they are sent, because
+        the row determines the owner.
 
     Raises `ValueError` for a rank out of range, for a row-wise table with two parts on one rank, and if there are no
-    tables. Also raises `ValueError` if the columns of parts do not sum to the table's columns.
+    tables. Also raises `ValueError` if the columns of a table's parts do not sum to the table's columns.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -168,9 +167,7 @@ class Partition:
 
     @cached_property
     def parts(self) -> tuple[TablePart, ...]:
-        """The parts of all tables except data-parallel tables. They are in table order; parts of one table are in the
-        order of rows or columns.
-        """
+        """The parts of all tables except data-parallel tables, in the order of tables, then of rows or columns."""
         found = []
         for number, (table, sharding) in enumerate(zip(self.tables, self.shardings, strict=True)):
             rows, dim, ranks = table.num_embeddings, table.embedding_dim, self._ranks(sharding)
@@ -211,8 +208,7 @@ class Partition:
     def sharding(self) -> EmbeddingSharding | None:
         """The sharding in which each part is a table; None if all tables are data-parallel.
 
-        Parts of row-wise tables have pooling "sum". If the table's pooling is "mean", the sample's rank divides the
-        sum.
+        Parts of row-wise tables have pooling "sum". For pooling "mean", the sample's rank divides the sum.
         """
         if not self.parts:
             return None
@@ -234,7 +230,7 @@ class Partition:
 
     @cached_property
     def replicated(self) -> EmbeddingSharding | None:
-        """The data-parallel tables, as the tables of a group of one rank; None if there are none."""
+        """The data-parallel tables as a sharding for one rank; None if there are none."""
         tables = tuple(self.tables[number] for number in self.replicated_tables)
         return EmbeddingSharding(tables, (0,) * len(tables), 1) if tables else None
 
@@ -245,14 +241,12 @@ class Partition:
 
     @property
     def fuses_replicated(self) -> bool:
-        """False if data-parallel tables have `fused=False`, and so get gradients even if the collection has an
-        optimizer.
-        """
+        """False if data-parallel tables have `fused=False`, and so get gradients instead of updates in backward."""
         return DataParallel(fused=False) not in self.shardings
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. The field `rank` of these slots has no meaning."""
+        """The blocks of output columns, in column order. Ignore the field `rank` of these slots."""
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 
     def describe(self) -> str:

@@ -1,13 +1,13 @@
 """Placement of tables on ranks: balance the work of ranks, and keep the tables of a rank adjacent.
 
-The slowest rank determines the time. So the placement minimises the largest sum of
-`EmbeddingBagConfig.bytes_per_sample` over a rank's tables, in two steps. First, longest-processing-time-first assigns
-each table, the most expensive first, to the least loaded rank. The result is within 4/3 of the optimum (Graham, "Bounds
-on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
+The slowest rank determines the time. A table's cost is `EmbeddingBagConfig.bytes_per_sample`, a rank's load the sum of
+its tables' costs. The placement minimises the largest load in two steps. First, each table, the most expensive first,
+is assigned to the least loaded rank. The result is within 4/3 of the optimum (Graham, "Bounds on Multiprocessing Timing
+Anomalies"). Then tables of the most loaded rank are moved to other ranks, or swapped with their tables.
 
-Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So a contiguous split,
-in which each rank owns adjacent tables, is used if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of
-equal cost are exchanged between ranks, so that more tables of a rank are adjacent.
+Adjacent tables have adjacent output columns, which are sent in longer slices with fewer signals. So each rank gets a
+run of adjacent tables if that costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are exchanged
+between ranks, so that more tables of a rank are adjacent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def place_tables(
 
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
     """Return `given` as a tuple with an entry for each table, in table order. Raise `ValueError` if it does not match
-    the tables. what: the argument's name, for error texts.
+    the tables.
+
+    what: the argument's name, for error texts.
     """
     if isinstance(given, str) or not isinstance(given, Sized) or not isinstance(given, Iterable):
         raise ValueError(f"{what}={given!r}: give a list with one entry per table, in order, or a dict by table name")
@@ -102,10 +104,10 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign each table, the most expensive first, to the rank with the lowest cost so far. Return the rank of each
-    table.
+    """Assign each table, the most expensive first, to the rank with the lowest cost so far; on a tie, with the least
+    memory.
 
-    On a tie, the rank with the least memory gets the table.
+    Return the rank of each table.
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
     load, held = np.zeros(world_size), np.zeros(world_size)
@@ -118,10 +120,8 @@ def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np
 
 
 def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
-    """Repeatedly move a table away from the most loaded rank, or swap two tables, while this lowers the larger load of
-    the two ranks.
-
-    The function changes `ranks` in place.
+    """Change `ranks` in place: move a table of the most loaded rank to another rank, or swap it, while that lowers the
+    larger load of the two ranks.
     """
     for _ in range(10 * len(costs)):
         load = np.bincount(ranks, costs, world_size)
@@ -143,8 +143,8 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """Return the rank of each table in the most even split into contiguous runs; None if in every split some rank's
-    load exceeds `limit`.
+    """Return the rank of each table in the most even split into runs of adjacent tables; None if a load must exceed
+    `limit`.
 
     The most even split has the smallest sum of squared loads.
     """
@@ -172,8 +172,9 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Permute tables of equal cost and memory so that a rank's tables are adjacent. Return the ranks of the tables.
-    Loads stay equal.
+    """Return the ranks of the tables after exchanges of equal tables, so that more tables of a rank are adjacent.
+
+    Tables are equal if their cost and memory are equal, so loads do not change.
     """
     dealt = ranks.copy()
     kinds: dict[tuple[float, float], list[int]] = {}

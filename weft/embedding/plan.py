@@ -8,8 +8,8 @@ at a time. A CPU thread takes a block of samples. The transport determines what 
     direct   vectors that are stored directly into the memory of the sample's rank, without a flag for each unit. On GPUs the
              size of a unit follows from the bytes of a bag, not from `slice_size` (`weft.runtime.cuda.embedding_kernel`)
 
-Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`). The same schedule is verified
-and simulated. Each of its steps that runs in tiles names the kernel and the kernel's parameters (`kernel_of`).
+Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), which is also verified and
+simulated. Its `Tiles` steps name the kernel and the kernel's parameters (`kernel_of`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 class EmbeddingPlan:
     """The options and the division of work of an embedding_all_to_all.
 
-    Plans must be equal on all ranks. So in every call, ranks compare the text `said`, which lists a plan's properties.
+    Plans must be equal on all ranks. So in every call, ranks compare the text `said`.
     """
 
     sharding: EmbeddingSharding
@@ -54,7 +54,7 @@ class EmbeddingPlan:
 
     @cached_property
     def text(self) -> dict[str, str]:
-        """The properties of the plan that must be equal on all ranks, by name, as short texts for error messages."""
+        """{property: its value} of all properties that must be equal on all ranks, as short texts for error messages."""
         tables = {
             f"table {number}": f"{t.name} [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of "
             f"{', '.join(t.feature_names)} on rank {rank}"
@@ -75,15 +75,14 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """The addresses and layouts of the tables that each rank last checked (`weft.runtime.layouts`), by rank.
-
-        Unchanged tables are not checked again, because checking 64 tables takes longer than launching the kernel.
+        """{rank: addresses and layouts of the tables that it last checked} (`weft.runtime.layouts`). Unchanged tables
+        are not checked again.
         """
         return {}
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """The layouts of tables and states that recent backward calls have found valid, by rank."""
+        """{rank: layouts of tables and states that recent backward calls have found valid}."""
         return {}
 
     @cached_property
@@ -107,8 +106,8 @@ class EmbeddingPlan:
         return self.options.slice_size
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
-        """Return the slices into which `rank` divides the vectors of a sample: runs of adjacent columns, of at most
-        `slice_size` vectors each.
+        """Return the slices into which `rank` divides the vectors of a sample: adjacent columns of at most `slice_size`
+        vectors.
         """
         return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
@@ -118,7 +117,7 @@ class EmbeddingPlan:
 
     @cached_property
     def candidates(self) -> dict[str, Transport]:
-        """The transports to choose from for transport="auto", by the names of their schedules, such as "put[slice_size=8]"."""
+        """{name of a schedule, such as "put[slice_size=8]": its transport}, for the choice by transport="auto"."""
         given = (
             [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
         )
@@ -153,18 +152,19 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Describe a call with one sample per rank, for builders of schedules. Larger batches use the same kernels."""
+    """Return the problem of a call with one sample per rank. Larger batches use the same kernels."""
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int], zipf: float | None = None) -> EmbeddingAllToAll:
-    """Describe a call with these batch sizes, for functions that build schedules.
+    """Return the problem of a call with these batch sizes, for builders such as
+    `weft.builders.embedding_all_to_all.direct`.
 
-    For example, pass the result to `weft.builders.embedding_all_to_all.direct`.
+    The mean number of rows per bag follows from `sharding.rows_read` (default: one row).
 
-    batch_sizes: the number of samples of each rank. The mean number of rows per bag follows from `sharding.rows_read`
-        (default: one row). zipf: the exponent of Zipf's law for ids, 0 for uniform ids; None: unknown; predictions then
-        assume that no row is in a cache.
+    batch_sizes: the number of samples of each rank.
+    zipf: the exponent of Zipf's law for ids; 0 for uniform ids. None: unknown, so predictions assume that no row is in
+        a cache.
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()

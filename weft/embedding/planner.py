@@ -5,8 +5,9 @@ sum of two lower bounds, for its memory and for its links:
 
     time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
 
-B is the number of samples per rank, W the number of ranks. A table has r rows read per sample, F features, D columns of
-e bytes, and s bytes of states per row. Ids have 8 bytes. Then the bytes are
+B is the number of samples per rank, W the number of ranks. Per sample, r rows of a table are read. The table has F
+features, D columns of e bytes, and s bytes of optimizer states per row. Ids have 8 bytes. The bytes for each kind of
+sharding are
 
     bytes       of memory                                             on the links, in forward and backward
     whole       W B r (D e + 2 (D e + s)) + 2 W B F D e               2 (W - 1) B (F D e + 8 r)
@@ -14,12 +15,12 @@ e bytes, and s bytes of states per row. Ids have 8 bytes. Then the bytes are
     rows        share W B r (D e + 2 (D e + s)) + 2 W B F D e         2 (W - 1) B (F D e + 8 r share)
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4      2 (W - 1) / W rows (D + 1) 4
 
-share is the fraction of the table's ids that the part gets. With `rows`, the rank of a sample also reads a vector of
-each part, and sums these vectors. A replicated table has a dense gradient: for each of its rows D float32 numbers and a
+share is the fraction of the table's ids that are in the part. With `rows`, the rank of a sample also reads a vector of
+each part, and sums these vectors. A replicated table has a dense gradient: for each row, D float32 numbers and a
 float32 flag.
 
-The model ignores duplicate ids, caches, and overlap of the two terms. Tables are placed one after the other, the most
-expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others
+The model ignores duplicate ids, caches, and overlap of memory and links. Tables are placed one after the other, the
+most expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others
 fixed, until nothing improves.
 """
 
@@ -53,9 +54,9 @@ class Load:
 class TablePlan:
     """A sharding of all tables. Print it for a report.
 
-    placement: the value for the argument `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: each table's
-        load on each rank. refused: for each table, the shardings that did not fit together with the other tables, with
-        the reason.
+    placement: the value for the argument `placement` of `weft.nn.ShardedEmbeddingBagCollection`.
+    loads: each table's load on each rank.
+    refused: for each table, the kinds of sharding that did not fit together with the other tables, with the reason.
     """
 
     partition: Partition
@@ -198,7 +199,9 @@ class _Costs:
         return Load(rows * (vector + states), memory / self.memory + 2 * wire / self.link)
 
     def sum_of_parts(self, table: EmbeddingBagConfig, parts: int) -> float:
-        """Return the seconds in which a sample's rank sums partial vectors and copies their gradient."""
+        """Return the seconds in which a sample's rank sums a row-wise table's partial vectors, and copies their
+        gradient.
+        """
         vectors = self.samples * len(table.feature_names) * table.embedding_dim * table.dtype.itemsize
         return 2 * (parts + 1) * vectors / self.memory
 
@@ -249,8 +252,8 @@ def _chosen(
     tables: Sequence[EmbeddingBagConfig], choices: Sequence[Sequence[_Choice]], world: int, memory: float | None,
     kinds: Sequence[Kind], costs: _Costs,
 ) -> tuple[list[_Choice], tuple[tuple[str, ...], ...]]:  # fmt: skip
-    """Return the chosen sharding of each table, and for each table the kinds of sharding that did not fit, with the
-    reason.
+    """Return (the chosen sharding of each table, for each table the kinds of sharding that did not fit, with the
+    reason).
     """
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)
@@ -309,8 +312,9 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return a text about the rank that lacks the most memory for `choice`. nbytes: the bytes of other tables on each
-    rank.
+    """Return a text about the rank that lacks the most memory for `choice`.
+
+    nbytes: the bytes of other tables on each rank.
     """
     over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
     rank = over.index(max(over))

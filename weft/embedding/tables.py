@@ -1,8 +1,8 @@
 """Descriptions of embedding tables without tensors: their sizes, their owner ranks, and their output columns.
 
 In table-wise sharding, each table is whole on one rank. The output has one row per sample, and one block of columns (a
-`Slot`) per feature of each table, in the order of the tables. The order of columns does not depend on the owners. Ranks
-compare the `fingerprint` of their `EmbeddingSharding`, because it must be equal on all ranks.
+`Slot`) per feature of each table, in the order of the tables. `EmbeddingSharding` must be equal on all ranks, so ranks
+compare its `fingerprint`.
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ class EmbeddingBagConfig:
         return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
 
     def bytes_per_sample(self, rows_read: float | None = None) -> float:
-        """Return the bytes that pooling one sample moves: it reads rows, ids, and one offset per feature, and writes
-        one vector per feature.
+        """Return the bytes that pooling one sample moves: rows, ids, and per feature one offset and one output vector.
 
         rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per
             feature).
@@ -168,7 +167,7 @@ class EmbeddingBagConfig:
 
 
 def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) for each option of `config` that is set and that `EmbeddingBagConfig.of` does not
+    """Yield (name, value, default) for each option of `config` that is set, but that `EmbeddingBagConfig.of` does not
     read.
     """
     defaults = dict.fromkeys(vars(config)) if hasattr(config, "__dict__") else {}
@@ -193,7 +192,7 @@ def _is_uniform(init_fn: Any, bounds: tuple[float, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One block of output columns: `feature`, pooled from table number `table` by `rank`, with `dim` columns from
+    """One block of output columns: `feature`, pooled from table number `table` by `rank`, in `dim` columns from
     `column` on.
 
     `key` is the block's name in the output: the feature, or "feature@table" if several tables use the feature.
@@ -298,8 +297,8 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash in [0, 2**62) of all fields except `rows_read`, for comparison between ranks: it is the same in every
-        process.
+        """A hash in [0, 2**62) of all fields except `rows_read`, the same in every process, for comparison between
+        ranks.
         """
         canonical = json.dumps([self.world_size, self.rank_of_table, self._numbers])
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
@@ -352,7 +351,7 @@ class EmbeddingSharding:
         return "\n".join(lines)
 
     def _runs_text(self, indices: Sequence[int]) -> str:
-        """Return table names as text. Runs of three or more adjacent tables become "first .. last"."""
+        """Return table names as text, in which runs of three or more adjacent tables are "first .. last"."""
         words = []
         for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
             names = [self.tables[index].name for _, index in run]
@@ -377,8 +376,8 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Return the runs of adjacent output columns that one rank pooled, in column order. A run (rank, first, end) is the
-    columns [first, end) of the vectors that `rank` pooled.
+    """Return (rank, first, end) of each run of adjacent output columns [first, end) that one rank pooled, in column
+    order.
     """
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []

@@ -17,8 +17,7 @@ class Training(NamedTuple):
 
     states: the optimizer's states, as in `FusedUpdate.tensors`.
     learning_rate, step, factor, deterministic: as in `FusedUpdate`.
-    anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires a
-        gradient.
+    anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires one.
     optimizer: the optimizer as JSON (`EmbeddingOptimizer.written`), or "".
     """
 

@@ -15,8 +15,8 @@ from weft.words import kind
 class FusedUpdate:
     """An optimizer with its states for the tables of one rank. Pass it as `update` to `weft.embedding_all_to_all`.
 
-    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on the tables' device.
-    The update reads the tensor when it runs.
+    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on the tables' device,
+    which the update reads when it runs, also in a CUDA graph.
 
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
@@ -40,7 +40,10 @@ class FusedUpdate:
         deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        """device: the device of the states, for a rank without tables."""
+        """Create the states.
+
+        device: the device of the states, for a rank without tables.
+        """
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         if isinstance(weights, torch.Tensor):
@@ -78,7 +81,7 @@ class FusedUpdate:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All states, table by table. The list is shared: do not change it."""
+        """All states, table by table, as a shared list: do not change it."""
         states = self.states
         if self._flat[0] is not states:  # each call with gradients reads the list
             self._flat = states, [state for of_table in states for state in of_table.values()]

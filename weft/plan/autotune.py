@@ -1,8 +1,7 @@
 """Autotuning: run the most promising candidates, and choose the fastest by the slowest rank's times.
 
-Candidates alternate, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median. Times
-are cached in memory and on disk. The cache key consists of the machine, the versions, and the schedules of users'
-builders, because such builders change without a new version of weft.
+Candidates run in turn, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median.
+Times are cached in memory and on disk, for the same machine, versions, and schedules of users' builders.
 
 Either all ranks measure, or no rank measures. So cached times are used only if all ranks have them.
 """
@@ -36,7 +35,8 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the candidates to run: the `count` with the fastest predictions, and all candidates of the builders in `_ALWAYS`.
+    """Return the candidates to run: the `count` with the shortest predicted times, and always those of the builders
+    serial and gather.
 
     Candidates that round at every step (`Row.rough`) do not count among the fastest. In mode "graph", neither do
     candidates that cannot be captured.
@@ -62,7 +62,8 @@ def autotune(
 
     Args:
         run: a function that all ranks call together. It runs a candidate and returns the time on this rank in us.
-        agree: a function that all ranks call together. It returns the maximum of each number over all ranks.
+        agree: a function that all ranks call together, with a list of numbers. It returns the maximum of each number
+            over all ranks.
         machine: the name under which times are cached, such as `weft.plan.machine.machine_name()` or the device's name.
         rounds: how often each candidate runs.
     """
@@ -84,7 +85,7 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return cached times, {candidate: us}, that any process has measured on this machine with the installed versions."""
+    """Return {candidate: time in us} of all cached times for `problem` on this machine, with the installed versions."""
     if not _known and not store.any_of("autotune"):  # the common case is fast: without cached times, no key is computed
         return {}
     key = _key(problem, machine, mode)
@@ -118,10 +119,10 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`.
+    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`; None if serial was not
+    measured.
 
-    Return None if serial was not measured. If nothing was measured in mode "graph", return the times of mode "queued"
-    for it. The work is the same, and in both modes the CPU does not delay the device.
+    If nothing was measured in mode "graph", return the times of mode "queued", which does the same work.
     """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:

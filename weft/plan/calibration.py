@@ -61,7 +61,7 @@ class Measure(Protocol):
         """Return the CPU time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of each of several consecutive copies of `count` bytes to a peer by copy engine.
+        """Return the time of one of several consecutive copies of `count` bytes to a peer by copy engine.
 
         All ranks copy at the same time.
         """
@@ -115,7 +115,7 @@ class Calibration:
     beside: tuple[tuple[str, float, float], ...] = ()  # kind of copy, GEMM's time over its time alone, copies' bytes/us
 
     def apply(self, model: Model) -> Model:
-        """Return `model` with these numbers. Raise `ValueError` if the numbers belong to another number of ranks, or
+        """Return `model` with these numbers. Raise `ValueError` if they were measured with another number of ranks, or
         are implausible.
         """
         if model.world_size != self.world_size:
@@ -173,8 +173,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    Raises `ValueError` if the calibration was made with other versions than the installed versions, and
-    `UnreadableError` if its file is broken. Both texts give the fix.
+    Raises `ValueError` if other versions made the calibration, and `UnreadableError` if its file is broken. Both texts
+    give the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
@@ -187,10 +187,10 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure the quantities of a machine model on this machine. All ranks must make this call, and get the same results.
+    """Measure the numbers of a machine model on this machine. All ranks must make this call, and get the same results.
 
     Args:
-        base: the model from the machine file, used to skip GEMMs that take more than 20 ms.
+        base: the model from the machine file, by which GEMMs that take more than 20 ms are skipped.
         budget_s: the time in seconds after which no GEMM is started. The coarse grid is always measured.
         say: a function that is called with the name of the next measurement.
     """
@@ -214,11 +214,11 @@ def calibrate(
 
 
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
-    """Return (m, n, k, dtype) of the points of a grid.
+    """Return (m, n, k, dtype) of the GEMMs on grid `level`, in random order, so that an unfinished level covers the
+    whole range of sizes.
 
     Sizes grow by a factor of 4 at level 0, and by a factor of 2 at level 1. Level 2 adds 1.5 times the sizes of level
-    1. GEMMs that take more than 20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers the
-    whole range of sizes.
+    1. GEMMs that take more than 20 ms or 4 GiB are omitted.
     """
     axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
     points = [
@@ -284,12 +284,12 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Measure how much concurrent copies slow down a GEMM.
+    """Measure how much concurrent copies slow down a GEMM: the largest with M = N = K that takes at most 20 ms.
 
-    The GEMM is the largest with M = N = K that takes at most 20 ms. Return (slowdowns, {GEMM: its time in us without copies}).
+    Return (slowdowns, {GEMM: its time in us without copies}).
 
-    slowdowns: for each kind of copy ("dma", "kernel"), a tuple of the kind, the GEMM's time over its time without
-        copies, and the copies' rate in bytes/us.
+    slowdowns: (kind of copy, GEMM's time over its time without copies, rate of the copies in bytes/us) for the kinds
+        "dma" and "kernel".
     """
     say("a GEMM concurrent with copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])

@@ -63,12 +63,12 @@ A limit is needed because a service may call every sequence length, and each cho
 
 
 class NoOverlapWarning(UserWarning):
-    """An operator runs without overlap although overlap is possible."""
+    """An operator runs without overlap, although schedules with overlap exist."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The planner's choice of a schedule for `problem` in `mode`, with its reason and the results of all candidates."""
+    """The planner's choice for `problem` in `mode`: the schedule, the reason, and the results of all candidates."""
 
     problem: Problem
     mode: Mode
@@ -105,14 +105,14 @@ def choose(
     Args:
         mode: the kind of run: "queued", "graph" or "single" (`weft.plan.predict`).
         pinned: the name of the candidate to take. Default: the name from `weft.plan.use`. "heuristic" takes the
-            schedule that FiCCO's heuristic chooses for the model's machine, if it supports `problem`. "autotune" pins
-            nothing.
+            schedule of FiCCO's heuristic, if it supports `problem`. "autotune" pins nothing.
         measured: {candidate: time in us}, including serial. Only these candidates are considered.
         among: the names of the candidates to consider. Default: all.
-        near: True if the choice also applies to nearby sizes. The warning then mentions this.
+        near: True if the choice also applies to nearby sizes. The warning then says so.
 
-    Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise `ValueError` for
-    an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not support `problem`.
+    Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise
+    `ValueError` for an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not
+    support `problem`.
     """
     pinned = pinned or pin.pinned()
     if pinned == pin.HEURISTIC:
@@ -233,7 +233,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return the margin by which the time of `row` must be shorter than serial's, as a fraction of serial's time."""
+    """Return the fraction of serial's time by which `row` must be faster than serial to be chosen."""
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder in ("chunked", "tracked"):
@@ -242,12 +242,11 @@ def _clearly(row: Row) -> float:
 
 
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
-    """Return the margin by which the time of `row` must be shorter than serial's, in us.
+    """Return by how many us `row` must be faster than serial to be chosen.
 
-    Usually the margin protects against prediction errors, because serial is the safe choice. If in serial the CPU waits
-    for sizes, and in `row` it does not, serial is not safe: in a loop of calls the device would wait for the CPU. On
-    H100s these waits took 7% of the time (MxNxK = 1204x14336x30336, 32 experts). So serial's CPU time is subtracted
-    from the margin.
+    The margin protects against prediction errors. It is reduced by serial's CPU time if only serial makes the CPU wait
+    for sizes, because the device then waits for the CPU. On H100s this took 7% of the time (1204x14336x30336, 32
+    experts).
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -270,9 +269,8 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """Return a note on the fastest candidate that was rejected because of its CPU time.
-
-    Return "" if no such candidate is faster than the chosen schedule.
+    """Return a note on the fastest candidate that was rejected because of its CPU time; "" if none is faster than the
+    chosen schedule.
     """
     if serial is None or chosen.us is None:
         return ""
@@ -288,10 +286,9 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the CPU time of `row` is longer than each of these: its own device time, serial's device time and serial's CPU time.
+    """True if the CPU time of `row` is longer than its device time, and than serial's CPU and device times.
 
-    In a loop of such calls the CPU would always delay the device, so the loop would be slower than a loop of serial
-    calls.
+    In a loop of such calls the device would always wait for the CPU, so the loop would be slower than with serial.
     """
     longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
     return row is not serial and not row.reads_on_host and row.host_us > longest_us
@@ -300,9 +297,8 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    A prediction may be wrong by `CLEARLY_US`. So return False if `CLEARLY_US` is more than the fraction `SPARED` of
-    serial's time. If weft's kernels compute the GEMMs of `row`, the error may be larger. Then serial's CPU time must
-    also be more than half of its device time.
+    Return False if a prediction error of `CLEARLY_US` would be more than the fraction `SPARED` of serial's time. If
+    weft's kernels compute the GEMMs of `row`, serial's CPU time must also be more than half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None
@@ -311,9 +307,8 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (row, reason): the simplest of the rows whose times are about as short as the time of `fastest`.
-
-    If times are measured, the row is `fastest`. The reason is a phrase.
+    """Return (row, reason): the simplest of the rows that are about as fast as `fastest`; `fastest` itself if times are
+    measured.
     """
     if measured:
         return fastest, "is the fastest"
@@ -355,10 +350,12 @@ _warned = False
 
 
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
-    """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules exist.
+    """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules
+    exist.
 
-    mode: None if the choice is the same in all modes. reason: the reason of the choice. near: True if the choice was
-        made for sizes near `problem`, which itself may never have been called.
+    mode: None if the choice is the same in all modes.
+    reason: the reason of the choice.
+    near: True if the choice was made for a nearby size, not for a call of `problem` itself.
     """
     global _warned
     if _warned or env.quiet() or not problem.has_work:

@@ -1,4 +1,4 @@
-"""A closed-form model of FiCCO's schedules: formulas of the machine's numbers, without simulation or thresholds.
+"""A closed-form model of FiCCO's schedules: formulas with the machine's numbers, without simulation or thresholds.
 
 A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
 
@@ -11,9 +11,9 @@ A rank sends the pieces of its shard one after the other, so piece s has arrived
 Until the last piece has arrived, steps take `slowdown` times as long, because copies use the same resources. All
 numbers are from the machine file; none is fitted to schedules or GEMMs.
 
-The formulas do not include the memory bandwidth that copies and GEMMs share, or the signals by which ranks free buffers
-between calls. On eight MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two
-schedules' times by less. docs/studies/ficco.md compares the choices.
+The formulas ignore that copies and GEMMs share memory bandwidth, and the signals that free buffers between calls. On
+eight MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by
+less. docs/studies/ficco.md compares the choices.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
 """
@@ -50,7 +50,10 @@ _EIGHT = tuple(
 
 
 def closed_form_pick(problem: AllGatherMatmul, model: Model) -> str:
-    """Return the name of the FiCCO schedule that is fastest by the formulas. Raise the errors of `closed_form_us`."""
+    """Return the name of the FiCCO schedule that is fastest by the formulas.
+
+    Raise `ValueError` under the conditions of `closed_form_us`.
+    """
     times = closed_form_us(problem, model)
     return min(times, key=lambda name: times[name])
 
@@ -96,8 +99,8 @@ def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
 
 
 class _Clock:
-    """The current time of a rank's compute lane. Until `busy_until`, when all copies have ended, work takes `slowdown`
-    times as long.
+    """The time on a rank's compute lane. Until all copies have ended, at `busy_until`, work takes `slowdown` times as
+    long.
     """
 
     def __init__(self, busy_until: float, slowdown: float) -> None:
@@ -140,6 +143,7 @@ def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, u
 def _moves_us(model: Model, parts: int, counts: Sequence[int]) -> float:
     """Return the total time in us of copy kernels within a GPU, one after the other.
 
-    counts: for each kernel, the bytes of each part that it copies. parts: the number of parts of each kernel.
+    parts: the number of parts that each kernel copies.
+    counts: for each kernel, the bytes of a part.
     """
     return sum(model.launch_us + 2 * parts * count / model.hbm_bytes_per_us for count in counts)

@@ -56,7 +56,9 @@ class Comparison:
     """{name: simulated schedule}; empty if one rank of a torus represents all ranks."""
 
     def simulated(self, name: str) -> Simulated:
-        """Return one run of the schedule `name`, with its timeline. Raise `ValueError` if it was not simulated."""
+        """Return one simulated run of the schedule `name`, with its timeline. Raise `ValueError` if the schedule was
+        not simulated.
+        """
         return simulate(self._schedule(name), self.model, mode=self.mode, trusted=True)
 
     def chakra(self, name: str, prefix: str = "weft") -> Trace:
@@ -90,9 +92,7 @@ class Comparison:
         ]  # fmt: skip
 
     def left_out(self) -> list[str]:
-        """Return lines on the schedules that have no time. Each line has a reason and the schedules to which it
-        applies.
-        """
+        """Return lines on the schedules that have no time, one for each reason."""
         by_reason: dict[str, list[str]] = {}
         for row in self.rows:
             if row.us is None:
@@ -123,7 +123,7 @@ def comparison(
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
     schedules: the names of the schedules to simulate in addition to serial. Default: all schedules that calls may use.
-    written: the names of schedules whose traces the caller will write. They are simulated too.
+    written: the names of schedules that are simulated too, because the caller will write their traces.
 
     More than `MOST_RANKS` ranks are supported only for embeddings on a torus (`weft.sim.orbits`).
 
@@ -163,9 +163,7 @@ def comparison(
 
 
 def _hosts_of(model: Model, ranks: int) -> int:
-    """Return the number of hosts of the topology, if each host has the same number of ranks, and at least two.
-    Otherwise return 0.
-    """
+    """Return the number of hosts of the topology; 0 unless each host has the same number of ranks, at least two."""
     dims = model.wiring.of(ranks).dims
     return dims[1] if model.wiring.builder is hosts and dims and dims[0] > 1 else 0
 

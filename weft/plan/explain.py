@@ -1,9 +1,9 @@
 """The explanation of a choice as text: candidates, predicted and measured times, losses, and the reason.
 
-Losses (`weft.sim.losses`) are the factors by which times grow in a queued run; 1 means no loss. `DIL` is the loss from
-decomposing an operation, `CIL` the loss from contention with concurrent work. `exposed` is the time in which a rank has
-nothing to compute. The terms are from "Design Space Exploration of DMA based Finer-Grain Compute Communication
-Overlap", IV.
+Losses (`weft.sim.losses`) are factors by which the time of work grows in a queued run; 1 means no loss. `DIL` is the
+loss from cutting an operation into pieces, `CIL` the loss from contention with concurrent work. `exposed` is the time
+in which a rank has nothing to compute. The terms are from "Design Space Exploration of DMA based Finer-Grain Compute
+Communication Overlap", IV.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ranks.
 
 @dataclass(frozen=True)
 class Explanation:
-    """The planner's choice, with the machine and the heuristic's pick. `explain` returns it as a `str`."""
+    """The planner's choice, with the machine and the heuristic's choice. `explain` returns it as a `str`."""
 
     choice: Choice
     machine: Machine
@@ -219,9 +219,9 @@ def explain(
         mode: the kind of run whose time is predicted: "queued", "graph" or "single" (`weft.plan.predict`).
         options: the operator's own options. `weft plan OP --help` lists them.
 
-    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, and for a size below 1. Also
-    raise it if M or `experts` is not divisible by `ranks`. For MoE operators, mode "graph" needs the option `bounded`:
-    otherwise the CPU reads sizes, which a graph cannot capture.
+    Raise `ValueError` for an unknown operator, machine, topology, dtype, mode or option, for a size below 1, and if M
+    or `experts` is not divisible by `ranks`. For MoE operators, mode "graph" needs the option `bounded`: otherwise the
+    CPU reads sizes, which a graph cannot capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -255,8 +255,7 @@ def problem_on_machine(
     op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None, mode: Mode,
     most: int = MOST_RANKS, **options: Any,
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
-    """Return the machine, its model, notes on the sources of its numbers, and the problem. Raise the errors of
-    `explain`.
+    """Return (machine, its model, notes on the sources of its numbers, problem). Raise the errors of `explain`.
 
     most: the largest number of ranks. More than `MOST_RANKS` ranks are possible only if all ranks do the same.
     """

@@ -3,15 +3,15 @@
 Without measurements, the model computes the time of a GEMM by a formula, corrected at measured grid points. Between
 grid points the formula is wrong by up to 30%. So on GPUs, the first call with weights of a new shape times their GEMMs
 (`ladder`, `measure`): with the call's rows, with half the rows, a quarter, and so on. All ranks use the slowest rank's
-times (`learn`). The choices for all sizes with these weights use a model that includes the times (`informed`).
+times (`learn`). Choices for these weights, with any number of rows, then use a model with these times (`informed`).
 
-"autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). With these times, a
-schedule whose GEMMs were not timed may be predicted to be the fastest. So there is a second round of timing.
+"autotune" also times the smaller GEMMs of schedules that are predicted to be fast (`wanted`). With the new times, other
+schedules may be predicted to be fast, so their GEMMs are timed in a second round.
 
-Schedules are chosen for sustained work. An idle GPU starts at a higher clock, which its power limit lowers after 10 to
-20 ms. So if any GEMM is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a
-millisecond. In sustained work the clock is even lower: long GEMMs, and the pieces into which they are cut, are assumed
-to take `Model.sustained` times the measured time.
+Schedules are chosen for sustained work, in which the power limit lowers a GPU's clock after 10 to 20 ms. So if any GEMM
+is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a millisecond. In
+sustained work the clock is even lower: long GEMMs, and the pieces into which they are cut, are assumed to take
+`Model.sustained` times the measured time.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
     """Return the undivided GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
-    From the times of these GEMMs, the model derives the times for all sizes of the problem family. Return () if weft's
-    own kernels compute the GEMMs.
+    Return () if weft's own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
@@ -59,8 +58,8 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """Return the GEMMs to measure for `problem`: the undivided GEMMs, then the GEMMs of the schedules with the fastest
-    predictions.
+    """Return the GEMMs to measure for `problem`: the undivided GEMMs, then those of the schedules with the shortest
+    predicted times.
 
     Return () if weft's own kernels compute all GEMMs.
     """
@@ -87,8 +86,8 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return ({GEMM: time in us}, remaining budget in us). GEMMs that exceed the budget are skipped.
 
-    Each GEMM has a warm-up call. If any GEMM is predicted to take more than 200 us, the first GEMM warms up for 15 ms.
-    The predicted time also determines the number of timed calls of a GEMM:
+    Before each GEMM there is a warm-up call. Before the first GEMM there are 15 ms of warm-up calls if any GEMM is
+    predicted to take more than 200 us. The number of timed calls of a GEMM depends on its predicted time:
 
     - more than 3 ms: 2 calls
     - up to 3 ms: as many calls as fit into 3 ms, but at least 3 and at most 50
@@ -121,10 +120,7 @@ def measured_here(machine: str) -> Mapping[MatmulShape, float]:
 
 
 def informed(model: Model, machine: str) -> Model:
-    """Return `model` with the times that this process has measured.
-
-    The function returns the same object until new times are measured, because choices are cached by model object.
-    """
+    """Return `model` with the times that this process has measured: the same object until new times are measured."""
     here = measured_here(machine)
     if not here:
         return model
@@ -138,8 +134,7 @@ def informed(model: Model, machine: str) -> Model:
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
     """Return {GEMM: its time in sustained work}, given measured times.
 
-    In sustained work, a long GEMM takes `sustained` times its measured time. The same holds for the pieces of a long
-    GEMM, because they run back to back.
+    Long GEMMs, and the pieces of long GEMMs, take `sustained` times the measured time.
     """
     alike: dict[
         tuple[object, ...], list[tuple[int, float]]

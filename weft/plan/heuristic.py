@@ -5,10 +5,10 @@
     2MNK > 5 threshold      hetero-unfused-1D
     between                 hetero-fused-1D
 
-2MNK is the paper's combined metric: op-to-byte ratio times memory traffic. The paper's threshold is the machine's
-op-to-byte ratio times its memory bandwidth, which is the peak rate. The metric is in FLOP and the threshold in FLOP/s,
-and the paper does not give the time that converts between them. weft takes this time from `heuristic.threshold` in the
-machine file. So the heuristic compares the GEMM's time at the peak rate with a fixed time.
+2MNK is the paper's combined metric: op-to-byte ratio times memory traffic, in FLOP. The paper's threshold is the
+machine's peak rate, in FLOP/s: its op-to-byte ratio times its memory bandwidth. The paper does not give the time that
+converts FLOP/s to FLOP. weft takes this time from `heuristic.threshold` in the machine file. So the heuristic compares
+the GEMM's time at the peak rate with a fixed time.
 
 `schedule="heuristic"` runs the chosen schedule (`pick_here`). If the heuristic chooses none, or its choice does not
 support the problem, the planner's choice applies.
@@ -38,9 +38,8 @@ _PAPERS = "mi300x"
 def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the chosen schedule; None if the heuristic does not cover this operator.
 
-    As in the paper, the schedule has W steps for W ranks, and copies by copy engine. If the problem has dynamic sizes
-    that the CPU does not read, the schedule copies by kernel instead. The schedule may not support the problem;
-    `pick_here` checks this.
+    As in the paper, the schedule has W steps for W ranks, and copies by copy engine; by kernel if the CPU does not read
+    dynamic sizes. It may not support the problem, which `pick_here` checks.
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops
@@ -58,9 +57,8 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
-    """Return (schedule, "") for the machine of this name, or (None, reason).
-
-    The reason says why the heuristic has no choice, or why its choice does not support `problem`.
+    """Return (schedule, "") for the machine of this name; (None, reason) if the heuristic has no choice, or its choice
+    does not support `problem`.
     """
     try:
         pick = static_pick(problem, _machine(machine_name))

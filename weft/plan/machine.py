@@ -1,5 +1,5 @@
 """The name of this machine and the installed versions. Measured numbers are valid only for the same machine and
-versions. The module does not import torch.
+versions.
 """
 
 from __future__ import annotations

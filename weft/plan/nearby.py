@@ -1,8 +1,8 @@
 """Choices that nearby sizes share. A new M with known weights then costs a table lookup or a few simulations.
 
-The sizes of a problem family (`Problem.family`) are grouped into buckets of half an octave. A schedule is chosen for the middle
-size of each bucket. If serial is faster than this schedule at the first size that is called, a schedule is chosen for that size
-instead.
+The sizes of a problem family (`Problem.family`) are grouped into buckets of half an octave: from s to sqrt(2) * s. A
+schedule is chosen for the middle size of each bucket. If serial is faster than this schedule at the size of the first
+call, a schedule is chosen for that size instead.
 
 For the first bucket of a family all candidates are considered. For other buckets, only two groups of candidates are
 considered: the fastest of the first bucket, and the candidates that are promising at any size
@@ -45,8 +45,7 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest in the first mode, the other modes take it too, without planning. The
-    times of a run in different modes differ by only a few microseconds.
+    If a long schedule is clearly the fastest in the first mode, the other modes take it without planning.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -82,11 +81,13 @@ def typical(problem: Problem) -> Problem:
 
 
 def between(known: Mapping[int, T], here: int) -> T | None:
-    """Return the choice of the nearest planned buckets below and above bucket `here`, if both have the same; otherwise
+    """Return the choice of the nearest planned buckets below and above bucket `here`, if both are the same; otherwise
     None.
 
-    known: {bucket: its choice}. If the times of two schedules are linear in the number of rows, the faster schedule
-        changes at most once. So buckets between two buckets with the same choice have this choice too.
+    known: {bucket: its choice}.
+
+    If times are linear in the number of rows, the faster of two schedules changes at most once. So buckets in between
+    have the same choice.
     """
     below = max((one for one in known if one <= here), default=None)
     above = min((one for one in known if one >= here), default=None)
@@ -100,8 +101,8 @@ def names_near(
 ) -> tuple[str, ...]:
     """Return the name of the schedule for `problem` in each of `modes`.
 
-    base: the model without the GEMM times that this process has measured. Choices are cached by `base` instead of
-        `model`, so they stay cached when more GEMMs are timed.
+    base: the model without the GEMM times that this process has measured. Choices are cached by `base`, so they stay
+        cached when more GEMMs are timed.
     itself: True to choose for exactly this size, not for its bucket.
     """
     family, base = problem.family[0], base or model
@@ -130,7 +131,7 @@ def names_near(
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
     """Return the name of the schedule for `problem`, given the `choice` for the middle size of its bucket.
 
-    If serial is faster than the chosen schedule at this size, choose among `contenders` for this size instead.
+    If serial is faster than this choice, choose among `contenders` for exactly this size instead.
     """
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:

@@ -7,8 +7,8 @@ A pin applies to this thread (or asyncio task) until the block ends. It does not
 runs in other threads. All ranks must pin the same schedule. `weft.plan.explain` lists the names. You may change the
 numbers in a name (`weft.builders.named`).
 
-In place of a name, two rules can be given. "autotune" uses the schedule that is measured to be the fastest. "heuristic"
-uses the schedule of FiCCO's static heuristic.
+Two words stand for rules instead of a name: "autotune" uses the schedule that is measured to be the fastest, and
+"heuristic" the schedule of FiCCO's static heuristic.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ pinned_around: Callable[[], str | None] = _pinned.get
 
 
 def pinned(given: object = None) -> str | None:
-    """Return the name of the pinned schedule: `given`, or if `given` is None, the name in the innermost enclosing
-    `use`.
+    """Return the name of the pinned schedule: `given`, or if None, the name in the innermost enclosing `use`.
 
     given: an operator's `schedule` argument. Raise `ValueError` if it is neither a string nor None.
     """

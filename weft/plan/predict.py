@@ -8,13 +8,12 @@ A prediction depends on the mode:
 
 If the CPU reads sizes in every run, a run takes at least the CPU time to issue it.
 
-Every schedule is built, but not every schedule is simulated. A run takes at least as long as the steps of any lane,
-each timed alone. A single run takes at least the CPU time of all steps. Schedules are simulated in the order of this
-lower bound. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far. Equal schedules with
-different names are simulated once.
+Every schedule is built, but not every schedule is simulated. A lower bound of a run's time is the time of its longest
+lane, with each step timed alone. For a single run, the CPU time of all steps is another bound. Schedules are simulated
+in ascending order of their bounds. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far.
+Equal schedules with different names are simulated once.
 
-The schedules of the latest problem are cached, because a problem is usually planned several times: for calls and for
-graphs, before and after its GEMMs are measured.
+The schedules of the latest problem are cached.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ call).
 class Row:
     """The results for one candidate.
 
-    If there is no predicted time, `why_not` has the reason: the candidate has no schedule for the problem, or cannot be
-    the fastest.
+    If it has no predicted time, `why_not` has the reason: it does not support the problem, or cannot be the fastest.
     """
 
     candidate: Candidate
@@ -125,13 +123,12 @@ class Row:
 
         Costs are multiples of the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes,
         each step (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more.
-        These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
-        6ab48730).
+        Steps with dynamic sizes are issued from Python, and each takes `Model.host_late_us`.
 
-        Today's file has 84 other shapes for which a schedule other than serial was chosen. The measured ratio of their
-        CPU time to serial's is 0.83 to 1.07 times the predicted ratio (medians of five operators). The measured times
-        are 1.5 to 2.5 times the predicted times. Steps with dynamic sizes are issued from Python, and each takes
-        `Model.host_late_us`.
+        These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
+        6ab48730). On 84 other shapes in that file's present version, measured times are 1.5 to 2.5 times the predicted
+        times. But the ratio to serial's CPU time is measured as 0.83 to 1.07 times its prediction (medians of five
+        operators).
         """
         if self.model is None:
             return 0.0
@@ -153,7 +150,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step and the sizes of its operands, without offsets: what determines the step's cost."""
+    """A step with the sizes of its operands, but without offsets: all that determines the step's cost."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -163,8 +160,8 @@ class _Priced:
 class _Built:
     """A candidate with its schedule. If it has no schedule, `row.why_not` has the reason.
 
-    lanes: for each lane of rank 0, {step with the sizes of its operands: number of occurrences}. even: True if sizes
-        are known to be equal on all ranks.
+    lanes: for each lane of rank 0, {step with the sizes of its operands: number of occurrences}.
+    even: True if sizes are known to be equal on all ranks.
     """
 
     row: Row
@@ -176,8 +173,8 @@ class _Built:
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0, most_us: float = math.inf) -> float:
     """Return the time of one run in us, but at least `at_least_us`.
 
-    `run_us` simulates one run in mode "single", and two consecutive runs in the other modes. If the first simulated run
-    takes longer than `most_us`, stop the simulation and return infinity.
+    In mode "single", one run is simulated, otherwise two consecutive runs. If the first run takes longer than
+    `most_us`, stop the simulation and return infinity.
     """
     return max(at_least_us, run_us(schedule, model, mode, most_us))
 
@@ -185,8 +182,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    The predicted times of a GEMM's pieces may sum to less, because short GEMMs are measured at a higher clock. In a run
-    the pieces are not faster than the GEMM.
+    Pieces of a GEMM are not faster in a run, even if their predicted times sum to less, because short GEMMs are
+    measured at a higher clock.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -209,7 +206,8 @@ def predicted_rows(
 ) -> tuple[list[Row], dict[str, Schedule]]:
     """Return (a row for each candidate, {name: schedule}).
 
-    needed: the names of candidates to simulate in any case. among: the names of candidates to consider; default: all.
+    needed: the names of candidates to simulate in any case.
+    among: the names of candidates to consider. Default: all.
     every: True to simulate all candidates that fit in memory, even if they cannot be the fastest.
     """
     built = [
@@ -240,8 +238,8 @@ def _built(
 ) -> list[_Built]:
     """Build the candidates in `among` (default: all that calls may use) and in `needed`.
 
-    If candidates have equal schedules, only the first keeps its schedule. Schedules of users' builders are checked,
-    because the simulator computes times even for inconsistent steps.
+    Of candidates with equal schedules, only the first keeps its schedule. Schedules of users' builders are checked,
+    because the simulator does not notice inconsistent steps.
     """
     outside = outside_builders(type(problem))
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
@@ -273,9 +271,7 @@ def _built(
 
 
 def _quick_key(schedule: Schedule) -> tuple:
-    """Return a cheap hash key: equal schedules have equal keys, and different schedules rarely do.
-
-    Hashing a whole large schedule would take as long as building it."""
+    """Return a cheap hash key: equal schedules have equal keys, and different schedules rarely do."""
     ends = tuple(
         (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
     )
@@ -321,18 +317,15 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
 
 
 def _stages(step: Step) -> bool:
-    """True if the step is a kernel that sends or signals while it computes (`Row.stages`).
-
-    The tiles of such a kernel compute and copy, or multiply and set signals.
-    """
+    """True if the step is a kernel that sends or signals while it computes (`Row.stages`)."""
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 
 
 class _Counts:
-    """The number of occurrences of each distinct step in the lanes of rank 0. Steps on empty regions are not counted.
+    """The number of occurrences of each distinct step in the lanes of rank 0, without steps on empty regions.
 
-    Steps that differ only in offsets are not distinct, so a large schedule has few distinct steps.
+    Steps that differ only in offsets are not distinct.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -406,8 +399,8 @@ def _times(
 ) -> dict[str, float | str]:
     """Return {name: time in us, or the reason for not simulating the candidate}.
 
-    A candidate is not simulated if its lower bound is far above the best time so far. In mode "graph", the best time
-    for capturable candidates is that of a capturable candidate.
+    A candidate is not simulated if its lower bound is far above the best time so far. In mode "graph", the bounds of
+    capturable candidates are compared only with times of capturable candidates.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
@@ -451,11 +444,10 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound on the time of a run, in us.
+    """Return a lower bound on the time of a run, in us: that of `_lanes_us`, and in mode "single" the CPU time of all
+    steps.
 
-    The bound is the time of the longest lane's steps, each alone. In mode "single", it is at least the CPU time of all
-    steps. For more than `_MANY_RANKS` (8) ranks, it is at least the time of the bytes on the links and, if the CPU reads
-    sizes, the CPU time of the run.
+    For more than `_MANY_RANKS` ranks, the CPU time of a run is another bound if the CPU reads sizes.
     """
     assert built.schedule is not None
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
@@ -471,16 +463,13 @@ more simulation time than it costs. With fewer ranks, more candidates are simula
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Return a lower bound on the time of a run, in us: the time of the steps of rank 0's longest lane, each alone.
+    """Return a lower bound on the time of a run, in us: the time of rank 0's longest lane, with each step timed alone.
 
     Latencies of copies by kernel are not included, because one kernel may do several copies.
 
-    For more than `_MANY_RANKS` ranks, the bound is also at least the time for which a resource, such as a rank's links,
-    is busy. Each rank has one resource of each kind, and steps of rank 0 may also use resources of other ranks.
-
-    If sizes are equal on all ranks (`built.even`), all ranks behave alike. So the average busy time of a kind of
-    resource is the sum of all uses of this kind by rank 0, on any rank. Otherwise only rank 0's uses of its own
-    resources are summed.
+    For more than `_MANY_RANKS` ranks, another bound is the time for which a resource of a rank, such as its links, is
+    busy. If all ranks behave alike (`built.even`), the uses of peers' resources by rank 0 equal the uses of rank 0's
+    resources by peers, so they count too.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

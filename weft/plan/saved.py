@@ -23,7 +23,8 @@ def load(
 ) -> S | None:
     """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
 
-    what: the kind of file, such as "calibration", for the file's name and error texts. checks: a check for each field.
+    what: the kind of file, such as "calibration", for the file's name and error texts.
+    checks: a check for each field.
     fix: the advice at the end of error texts.
 
     Raise `UnreadableError` if the file is broken or belongs to another machine, and `ValueError` if other versions are
@@ -73,7 +74,7 @@ def none_or(check: Check) -> Check:
 
 
 def rows_of(*cells: Check) -> Check:
-    """Return a check for a list of rows. Each row must be a list whose elements pass the checks `cells`, one for each."""
+    """Return a check for a list of rows, in which element i of each row must pass `cells[i]`."""
 
     def check(found: Any) -> bool:
         return isinstance(found, list) and all(

@@ -55,9 +55,7 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The measured numbers. A field is None if there was no time to measure it. `apply` inserts the numbers into a
-    model.
-    """
+    """The measured numbers. A field is None if there was no time to measure it."""
 
     machine: str
     world_size: int
@@ -73,10 +71,9 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base` with the measured numbers that are close to its derived numbers, and lists of used and dropped
-        numbers.
+        """Return `base`, a model of derived numbers, with the measured numbers that are close to the derived numbers.
 
-        base: a model of derived numbers.
+        The result also lists the used and the dropped numbers.
         """
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
@@ -142,8 +139,9 @@ def sizes_for(base: Model) -> ProbeSizes:
 
 
 def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure the numbers of a `SelfCalibration`, the most important first. Start no measurement after `budget_s`
-    seconds. All ranks must make this call.
+    """Measure the numbers of a `SelfCalibration`, the most important first. All ranks must make this call.
+
+    budget_s: the time in seconds after which no measurement is started.
     """
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}
@@ -177,7 +175,7 @@ def adopt(found: SelfCalibration) -> None:
 
 
 def save(found: SelfCalibration) -> None:
-    """Save these numbers for other processes, if the cache folder is writable. Call it on one rank only."""
+    """Save these numbers for other processes, if the cache folder is writable. Call this function on one rank only."""
     store.keep(store.path_of(WHAT, found.machine, found.world_size), asdict(found))
 
 

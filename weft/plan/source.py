@@ -70,7 +70,7 @@ def _self_calibrated(machine: Machine, base: Model, ranks: int) -> tuple[Model, 
 
 
 def _dated(day: str) -> str:
-    """Return a text with the date and its age."""
+    """Return a text with the date `day` and its age."""
     try:
         age = (datetime.now(UTC).date() - date.fromisoformat(day)).days
     except ValueError:

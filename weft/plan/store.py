@@ -45,7 +45,7 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if a file of the kind `what` exists, for any machine. Fast, because every first call of a shape needs it."""
+    """True if a file of the kind `what` exists, for any machine."""
     try:
         folder = os.fspath(env.cache_dir())
         return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)
@@ -55,7 +55,9 @@ def any_of(what: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
-    """Return the first word of each file name in `folder`. changed_ns: its modification time, which is part of the cache key."""
+    """Return the first word of each file name in `folder`. changed_ns: the folder's modification time, so that the
+    cache notices new files.
+    """
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)
 

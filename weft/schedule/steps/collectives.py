@@ -18,14 +18,14 @@ _REDUCING = ("reduce_scatter", "all_reduce")
 class Collective(Step):
     """A collective of torch.distributed over all ranks. All ranks must call their collectives in the same order.
 
-    all_gather      `dst` is the concatenation of all ranks' `src` along rows
-    all_to_all      `src` is split along rows, one block for each rank; the block for a rank has as many rows as that rank's
-                    `dst`. `dst` is the concatenation of the received blocks along columns
-    exchange        the first sent[0] rows of `src` are sent to rank 0, the next sent[1] rows to rank 1, and so on. `dst` is
-                    the received[0] rows from rank 0, then the received[1] rows from rank 1, and so on
-    reduce_scatter  the sum of all ranks' `src` is split along rows: its first rows are the `dst` of rank 0, the next rows the
-                    `dst` of rank 1, and so on
-    all_reduce      `dst` is the sum of all ranks' `src`
+        all_gather      `dst` is the concatenation of all ranks' `src` along rows
+        all_to_all      `src` is split along rows, one block for each rank; the block for a rank has as many rows as that rank's
+                        `dst`. `dst` is the concatenation of the received blocks along columns
+        exchange        `src` has sent[0] rows for rank 0, then sent[1] rows for rank 1, and so on. `dst` has received[0] rows
+                        from rank 0, then received[1] rows from rank 1, and so on
+        reduce_scatter  the sum of all ranks' `src` is split along rows: its first rows are the `dst` of rank 0, the next rows
+                        the `dst` of rank 1, and so on
+        all_reduce      `dst` is the sum of all ranks' `src`
 
     If CPU ranks are on several hosts, gathers and reductions run within each host and then between hosts
     (`weft.runtime.two_levels`).
