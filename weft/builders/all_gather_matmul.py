@@ -12,8 +12,8 @@ There, cutting the GEMM would not help, because each piece would read all weight
 
 **shard.**
 
-    to peers: for each peer: wait until the peer has read the previous run's shard; put the shard into its `box`; set `arrived`
-    compute:  the rows of y from this rank's shard; then for each other shard: wait for `arrived`; its rows of y; set `credit`
+    to peers   for each peer: wait until the peer has read the previous run's shard; put the shard into its `box`; set `arrived`
+    compute    multiply this rank's shard; then for each peer: wait for `arrived`; multiply the peer's shard; set `credit`
 
 A rank's `box` is the symmetric buffer into which its peers put their shards. `arrived` tells the rank that a peer's
 shard is in its box. `credit` tells the peer that its shard has been read.

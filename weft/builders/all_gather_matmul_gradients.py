@@ -6,8 +6,8 @@ weights' gradients overlap with the reduce-scatter of x's gradient.
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines move the data of both exchanges. A rank computes its peers' rows of x's gradient, its own rows, and the
               weights' gradients, in this order, and reduces the arrived parts at the end. With add=gemm, which needs a
-              single weight, a rank computes its own rows last, and their GEMM accumulates into the arrived parts in
-              place of a reduction kernel
+              single weight, a rank computes its own rows last, by a GEMM that accumulates into the arrived parts, so that
+              no reduction kernel is needed
 
 GEMMs are cut by rank, but not into chunks. Parts are reduced as in a reduce-scatter (`weft.builders.partial_products`).
 """

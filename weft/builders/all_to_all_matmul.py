@@ -296,7 +296,9 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the set which tells the peer `distance` places after this rank that part `chunk` is in its inbox."""
+        """Append the set that tells the peer `distance` places after this rank in the ring that part `chunk` has
+        arrived.
+        """
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)
 

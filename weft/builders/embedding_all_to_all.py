@@ -129,8 +129,8 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
     """Pool slices into staging areas, and copy them from there to peers. The arguments are those of `direct`.
 
-    The schedule declares a staging area for each slice. The kernel needs one only for each slice that it pools at the
-    same time.
+    The schedule declares a staging area for each slice. The kernel allocates fewer, as many as it uses at the same
+    time.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size, p.found_in_cache)
@@ -213,8 +213,8 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Create the only lane with the sets of `ready`, which allow other ranks to write to this rank's output. Return
-        the lane.
+        """Create the schedule's only lane, and append the sets of `ready`, which allow other ranks to write to this
+        rank's output. Return the lane.
         """
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):

@@ -1,14 +1,14 @@
 """GEMM + MoE combine: after a dispatch, multiply each row by its expert's weights and send it back to the rank of its token.
 
     h         the rows that a rank has received, sorted by local expert, then by source rank
-    counts    two stacked tables [ranks, experts]: the rows of h from each rank for each local expert; below them, this rank's
-              tokens for each expert of each rank
+    counts    two stacked tables of numbers, [ranks, experts] each: the rows of h from each rank for each local expert; below, the
+              tokens of this rank for each expert of each rank
     y         the results for this rank's tokens, sorted by expert of all ranks. The rows from one rank are one block
 
 Each rank computes all sizes from its own two tables: the number of rows that it sends to each rank, and the place of
 each block of its result. So ranks exchange no sizes before the GEMMs. If the tables of two ranks contradicted each
 other, some rows would stay unwritten. So ranks send their tables with the results, and a receiver fills a peer's rows
-with NaN if their tables differ (`weft.schedule.steps.Agree`).
+with NaN if the peer's table contradicts its own (`weft.schedule.steps.Agree`).
 
 One grouped GEMM kernel has a group of rows for each (source rank, expert). It reads rows of h in place and writes the
 rows for one rank contiguously. Two orders of computation overlap with the exchange:

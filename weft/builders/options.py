@@ -109,7 +109,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types in a union, with None last; for another annotation, a tuple of the annotation."""
+    """Return the types in a union, with None last. For another annotation, return a tuple with only the annotation."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -138,9 +138,9 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return (builder, values of its parameters) for a name of a listed candidate.
+    """Return (builder, values of its parameters) for the candidate `name`.
 
-    (None, None) stands for an unknown builder, and None in place of the values for values that are not listed.
+    The builder is None if it is unknown. The values are None if one of them is not registered.
     """
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)

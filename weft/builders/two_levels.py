@@ -22,10 +22,10 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
 
     compute     multiply the rows in chunks, into `products`
     add         when all ranks of this host have multiplied a chunk: add their products of the part that this rank owns
-    rail        two hosts: send this sum. More hosts: cut it by hosts, and send the others' pieces
-    add         add what arrives from the other hosts, with bias and residual
-    back, take  more than two hosts: send the piece's sum along the rail, and take the other pieces
-    from peers  copy the parts of the ranks of this host
+    rail        with two hosts: send this sum along the rail. With more: cut it into a piece per host, and send each host its piece
+    add         add the arrived sums or pieces, with bias and residual
+    back, take  with more than two hosts: send the total of this host's piece along the rail; receive those of the other pieces
+    from peers  copy the parts that the other ranks of this host own
 
 Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives.
 Only CPU ranks run these schedules: GPUs have no messages (docs/hosts.md).
@@ -216,11 +216,13 @@ builder(MatmulReduceScatter, hosts=(2,), chunks=(1, 2, 4))(_matmul_reduce_scatte
 
 
 class _Owned:
-    """The rows that each rank owns in an all-reduce: a part of each chunk of rows of y, cut into `pieces` pieces.
+    """The division of an all-reduce's rows among ranks: each rank owns a part of each chunk of rows, cut into `pieces`
+    pieces.
 
     The ranks of a rail own the same rows. The last parts and pieces of a chunk may have fewer rows than the others.
 
-    chunks: (first, count) of the rows of each chunk. rows: the largest number of rows of a piece of each chunk, summed over chunks.
+    chunks: (first, count) of the rows of each chunk.
+    rows: the number of rows of a buffer that holds one piece of each chunk.
     """
 
     def __init__(self, p: MatmulAllReduce, grid: _Grid, chunks: list[tuple[int, int]], pieces: int) -> None:
@@ -229,31 +231,37 @@ class _Owned:
         self._begins, self.rows = offsets(self._sizes), sum(self._sizes)
 
     def in_y(self, y: Buffer, c: int, owner: Index, at: Index = RANK) -> Region:
-        """Return the rows of chunk c that `owner` owns, in a buffer [m, n] of rank `at`."""
+        """Return the rows of chunk c that rank `owner` owns, as a region of the buffer y [m, n] on rank `at`."""
         return y.part(rows=(self._first(c, owner, 0), self._count(c, owner)), at=at)
 
     def part(self, buffer: Buffer, c: int, owner: Index) -> Region:
-        """Return the rows of chunk c that `owner` owns, in its buffer [pieces * rows, n]."""
+        """Return the rows of chunk c that rank `owner` owns, as a region of its buffer [pieces * rows, n]."""
         return buffer.part(rows=(self._pieces * self._begins[c], self._count(c, owner)), at=owner)
 
     def piece(self, buffer: Buffer, c: int, number: Index, at: Index = RANK) -> Region:
-        """Return a piece of `part` for the rows that this rank owns, in the buffer of rank `at`."""
+        """Return piece `number` of this rank's rows of chunk c, as a region of the buffer [pieces * rows, n] on rank
+        `at`.
+        """
         first = self._pieces * self._begins[c] + number * self._sizes[c]
         return buffer.part(rows=(first, self._count(c, RANK, number)), at=at)
 
     def received(self, buffer: Buffer, c: int, number: Index, host: Index, at: Index = RANK) -> Region:
-        """Return the place for the piece that `host` sends, in the buffer [hosts * rows, n] of rank `at`."""
+        """Return the region into which `host` sends piece `number` of chunk c, in the buffer [hosts * rows, n] on rank
+        `at`.
+        """
         return buffer.part(rows=(host * self.rows + self._begins[c], self._count(c, RANK, number)), at=at)
 
     def following(self, o: PartialProducts, c: int, number: Index) -> list[Region]:
-        """Return the regions of bias and residual for a piece of this rank's rows."""
+        """Return the regions of bias and residual for piece `number` of this rank's rows of chunk c."""
         return o.following((self._first(c, RANK, number), self._count(c, RANK, number)))
 
     def _first(self, c: int, owner: Index, number: Index) -> Index:
         return self.chunks[c][0] + (owner % self._near * self._pieces + number) * self._sizes[c]
 
     def _count(self, c: int, owner: Index, number: Index | None = None) -> Index:
-        """Return the number of rows of a piece; of all pieces if `number` is None."""
+        """Return the number of rows of piece `number` of `owner`'s rows of chunk c; of all its pieces if `number` is
+        None.
+        """
         size, count, pieces = self._sizes[c], self.chunks[c][1], 1
         if number is None:
             size, number = size * self._pieces, 0
@@ -264,10 +272,13 @@ class _Owned:
 
 
 def _matmul_all_reduce(p: MatmulAllReduce, *, hosts: int, chunks: int) -> Schedule:
-    """GEMM + all-reduce. chunks: the number of GEMMs, and of messages to each peer (twice as many for more than two hosts).
+    """GEMM + all-reduce in two levels.
 
-    With two hosts, both ranks of a rail send their sum. Each adds the same two numbers, so they get the same bits. With more
-    hosts, each rank of a rail reduces one piece and sends the result. Otherwise a rank would send its sum to every other host.
+    chunks: the number of GEMMs, and of messages to each peer (twice as many for more than two hosts).
+
+    With two hosts, the two ranks of a rail exchange their sums, and both add the same two numbers, so they get the same
+    bits. With more hosts, each rank of a rail reduces one piece and sends the result, so that no rank sends its whole
+    sum to every other host.
     """
     grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
     d, result, pieces = o.d, Result(o, p), 1 if hosts == 2 else hosts

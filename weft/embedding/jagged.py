@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
     batch's lengths is checked, and the caller must ensure that bags are valid.
 
     At their first use, `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy from a GPU and
-    wait for it. Nothing else does.
+    wait for it. Other methods do neither.
 
     Raises `ValueError` for duplicate keys and for sizes that do not match, and `TypeError` for keys that are not strings
     and values that are not tensors. `[key]` raises `KeyError`. Pooling checks dtypes and contents.

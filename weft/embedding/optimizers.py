@@ -13,7 +13,7 @@ summed over the batch:
     Adam                    m = beta1 * m + (1 - beta1) * g
                             v = beta2 * v + (1 - beta2) * g * g
                             w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-    PartialRowwiseAdam      the same with v = beta2 * v + (1 - beta2) * mean(g * g), one number per row
+    PartialRowwiseAdam      as Adam, with v = beta2 * v + (1 - beta2) * mean(g * g), one number per row
 
 t is the number of updates by the optimizer, not of the row. Rows that a batch does not read keep m and v, as in
 `torch.optim.SparseAdam`. States are float32 for tables of any dtype, and updates are computed in float32. The formulas

@@ -1,7 +1,7 @@
 """The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
 
-A **unit** consists of some vectors of one sample. All samples are divided into the same units. A Triton program takes one unit
-at a time. A CPU thread takes a block of samples. The transport determines what a unit is:
+A **unit** consists of some vectors of one sample. All samples are divided into units in the same way. A Triton program
+takes one unit at a time. A CPU thread takes a block of samples. The transport determines what a unit is:
 
     put      a **slice** of up to `slice_size` vectors with adjacent output columns. It is sent to the sample's rank as one
              contiguous copy, followed by a flag for the receiver

@@ -9,15 +9,15 @@ B is the number of samples per rank, W the number of ranks. Per sample, r rows o
 features, D columns of e bytes, and s bytes of optimizer states per row. Ids have 8 bytes. The bytes for each kind of
 sharding are
 
-    bytes       of memory                                             on the links, in forward and backward
+    kind        bytes read and written in memory                      bytes on the links, in forward and backward
     whole       W B r (D e + 2 (D e + s)) + 2 W B F D e               2 (W - 1) B (F D e + 8 r)
     columns     as for whole, with the columns of the part            as for whole, with the columns of the part
     rows        share W B r (D e + 2 (D e + s)) + 2 W B F D e         2 (W - 1) B (F D e + 8 r share)
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4      2 (W - 1) / W rows (D + 1) 4
 
 share is the fraction of the table's ids that are in the part. With `rows`, the rank of a sample also reads a vector of
-each part, and sums these vectors. A replicated table has a dense gradient: for each row, D float32 numbers and a
-float32 flag.
+each part, and sums these vectors. A replicated table has a dense gradient: for each of its `rows` rows, D float32
+numbers and a float32 flag.
 
 The model ignores duplicate ids, caches, and overlap of memory and links. Tables are placed one after the other, the
 most expensive first, each where the slowest rank's time stays shortest. Then each table is placed again with all others

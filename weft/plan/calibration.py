@@ -190,7 +190,7 @@ def calibrate(
     """Measure the numbers of a machine model on this machine. All ranks must make this call, and get the same results.
 
     Args:
-        base: the model from the machine file, by which GEMMs that take more than 20 ms are skipped.
+        base: the model from the machine file. GEMMs that take more than 20 ms on this model are skipped.
         budget_s: the time in seconds after which no GEMM is started. The coarse grid is always measured.
         say: a function that is called with the name of the next measurement.
     """

@@ -245,8 +245,8 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
     The margin protects against prediction errors. It is reduced by serial's CPU time if only serial makes the CPU wait
-    for sizes, because the device then waits for the CPU. On H100s this took 7% of the time (1204x14336x30336, 32
-    experts).
+    for sizes, because with serial the device then waits for the CPU. On H100s this took 7% of the time
+    (1204x14336x30336, 32 experts).
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:

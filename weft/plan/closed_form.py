@@ -7,9 +7,10 @@ A rank sends the pieces of its shard one after the other, so piece s has arrived
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival
 
-`step(s)` is the time of the step's GEMMs by the wave model (`Model.matmul`), plus the time of its gathers and scatters.
-Until the last piece has arrived, steps take `slowdown` times as long, because copies use the same resources. All
-numbers are from the machine file; none is fitted to schedules or GEMMs.
+`end(s)` is the time at which s steps have ended. `step(s)` is the time of the step's GEMMs by the wave model
+(`Model.matmul`), plus the time of its gathers and scatters. Until the last piece has arrived, steps take `slowdown`
+times as long, because copies use the same resources. All numbers are from the machine file; none is fitted to schedules
+or GEMMs.
 
 The formulas ignore that copies and GEMMs share memory bandwidth, and the signals that free buffers between calls. On
 eight MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by

@@ -12,8 +12,6 @@ Every schedule is built, but not every schedule is simulated. A lower bound of a
 lane, with each step timed alone. For a single run, the CPU time of all steps is another bound. Schedules are simulated
 in ascending order of their bounds. A schedule is skipped if its bound exceeds `HOPELESS` times the best time so far.
 Equal schedules with different names are simulated once.
-
-The schedules of the latest problem are cached.
 """
 
 from __future__ import annotations
@@ -126,9 +124,9 @@ class Row:
         Steps with dynamic sizes are issued from Python, and each takes `Model.host_late_us`.
 
         These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
-        6ab48730). On 84 other shapes in that file's present version, measured times are 1.5 to 2.5 times the predicted
-        times. But the ratio to serial's CPU time is measured as 0.83 to 1.07 times its prediction (medians of five
-        operators).
+        6ab48730). On the 84 other shapes in that file's present version, measured times are 1.5 to 2.5 times the
+        predicted times. The measured ratio to serial's CPU time is 0.83 to 1.07 times the predicted ratio (medians of
+        five operators).
         """
         if self.model is None:
             return 0.0

@@ -121,17 +121,17 @@ def launches(
     dynamic_units: the number of compute units that a copy holds if its size depends on `held`.
     may_answer: a function that returns True for (first, end) if the sets in steps[first:end] may be delayed until the
         last of these steps is issued. If so, the launch includes the waits after these sets.
-    tiles_go_on: assume that a tile kernel also sets the signals after its step, and that it computes the tiles of the
-        next step if `TileKernel.continues`. Only the simulator passes True. The GPU compiler launches a kernel for each
-        step, and the stream sets the signals.
+    tiles_go_on: True to assume that a tile kernel also sets the signals after its step, and computes the tiles of the
+        next step if `TileKernel.continues`. Only the simulator passes True: on GPUs each step has its own kernel, and
+        the stream sets the signals.
     """
     found: list[Launch] = []
     kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
 
     def behind(at: int, kind: type[Step], local: bool = False) -> int:
-        """Return the first position from `at` on whose step is not a signal of type `kind` (`Set` or `Wait`).
+        """Skip signals of type `kind` (`Set` or `Wait`) from position `at` on, and return the next position.
 
-        Signals within the rank are such signals only if `local` is True.
+        Signals within the rank are skipped only if `local` is True.
         """
         while at < len(steps) and (local or crossing[at]) and isinstance(steps[at], kind):
             at += 1

@@ -10,9 +10,9 @@ After a lane has sent rows to a rank, the signals that the lane sets at this ran
 the signal. A lane's messages to one rank arrive in order, so a signal arrives after the rows that were sent before it.
 Signals to ranks on other hosts are always messages.
 
-`verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and the
-`Receive` waits for. So before a rank reads received rows, it must wait for a signal that the same lane sent after the rows. A
-signal of another lane, or a signal that a third rank passes on, may arrive before the rows.
+`verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and
+the `Receive` waits for. Before a rank reads received rows, it must wait for a signal that the sending lane sent after
+the rows. A signal of another lane, or a signal that a third rank passes on, may arrive before the rows.
 """
 
 from __future__ import annotations

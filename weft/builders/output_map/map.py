@@ -125,10 +125,11 @@ class OutputMap:
         return self._with(Entry("remote_map", chunk, to, op))
 
     def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
-        """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the extended map.
+        """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the
+        extended map.
 
-        after: one for this rank's GEMM, if it computes the chunk, plus one for each rank that sends the chunk to this
-        rank.
+        after: the number of writes and updates to wait for. This rank's GEMM makes one, if it computes the chunk, and
+            each rank that sends the chunk to this rank makes one.
         """
         if not isinstance(after, int) or after < 1:
             raise ValueError(

@@ -90,8 +90,8 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) for each lane of a peer that allows `rank` to fill the peer's slots
-        again.
+        """Return (index of the credit signal, lane) for each of a peer's lanes that allow `rank` to fill the peer's
+        slots again.
 
         distance: the distance in the ring from `rank` to the peer.
         """
@@ -124,7 +124,7 @@ class SharedMemory:
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes which read the slot last that (rank, place) has for its source number `nth`."""
+        """Return the lanes that are the last to read the slot for source number `nth` of (rank, place)."""
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]

@@ -170,8 +170,8 @@ class Routes:
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the node under which properties of (rank, place) are stored: if ranks are alike, the same chunk of
-        rank 0.
+        """Return the node under which properties of (rank, place) are stored: the corresponding chunk of rank 0 if
+        ranks are alike.
         """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 

@@ -353,8 +353,8 @@ def _check_reads(
     """Add to `faults` the reads of elements that no step has written earlier in the same run.
 
     A write counts as earlier unless it certainly happens after the read; `_check_races` reports unordered pairs. An
-    update also reads its elements. For it, another update counts as earlier only if that update certainly happens
-    before.
+    update also reads its elements. For an update, other updates count as earlier only if they certainly happen before
+    it.
 
     where: the buffer and its rank, for error texts. found: the accesses to the buffer. common: [accesses, accesses],
         True where two accesses have a common element.

@@ -29,8 +29,8 @@ def forked(
     """Return (the schedule with added signals, the evaluated lanes of each rank, the buffers that omitted tiles write).
 
     most: the maximum number of tiles of a step that become lanes. If a step has more tiles, the first, the last, every
-        k-th tile between them, and their neighbours become lanes. The other tiles are omitted, and waits wait for fewer
-        sets: only for those of tiles that remain.
+        k-th tile between them, and their neighbours become lanes. The other tiles are omitted, and waits count only the
+        sets of the remaining tiles.
     ranks: the ranks whose lanes are returned; None for all ranks.
     """
     ranks = range(schedule.world_size) if ranks is None else ranks

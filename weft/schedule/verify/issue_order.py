@@ -1,8 +1,8 @@
 """A deadlock-free order in which one CPU thread issues the steps of all lanes of a rank.
 
 Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks
-everything that is issued after it, on any lane. Suppose that each of two ranks issues a wait for the other before its
-set for the other. Then both hang, even if wait and set are on different lanes.
+everything that is issued after it, on any lane. Suppose that two ranks each issue a wait for the other's set before
+their own set. Then both hang, even if wait and set are on different lanes.
 
 To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the
 first round in which all sets that it waits for have been made. A set for the same rank counts at once; a set for
