@@ -155,8 +155,8 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
-            f"rows={sizes}: pass a number from 0 to 2**40 for each of {counted(world_size, 'rank')}. The number of rank "
-            f"{rank} must be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
+            f"rows={sizes}: pass a number from 0 to 2**40 for each of {counted(world_size, 'rank')}. rows[{rank}] must "
+            f"be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
 

@@ -213,7 +213,7 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     (
         "rows",
         [3, 5],
-        "rows=(3, 5): pass a number from 0 to 2**40 for each of 2 ranks. The number of rank 1 must be 4",
+        "rows=(3, 5): pass a number from 0 to 2**40 for each of 2 ranks. rows[1] must be 4",
     ),
     ("rows", [-4, 4], "rows=(-4, 4): pass a number from 0 to 2**40"),
     ("rows", [1 << 41, 4], "pass a number from 0 to 2**40 for each of 2 ranks"),

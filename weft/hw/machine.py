@@ -51,7 +51,9 @@ class Machine:
     def number(self, key: str, units: tuple[str, ...] = ("1",)) -> float:
         """Return the number `key` in SI units.
 
-        Raise `KeyError` if it is missing, and `ValueError` if its unit is not in `units`, with the fix in the machine file."""
+        Raise `KeyError` if it is missing, and `ValueError` if its unit is not in `units`. The errors say what to change
+        in the machine file.
+        """
         if key not in self.quantities:
             raise KeyError(
                 f"{self.name}: add {key} to its machine file: the simulator needs it (see weft/sim/machines.py)"

@@ -1,6 +1,6 @@
 """TorchRec's `EmbeddingBagCollection` with sharded tables and weft's fused pooling and all-to-all.
 
-    input="local_batch":   features of all tables for this rank's samples -> InputDist -> as below
+    input="local_batch":   features of all tables for this rank's samples -> InputDist -> as for "global_batch"
     input="global_batch":  features of this rank's tables for all samples -> fused pooling and all-to-all
 
 With both, a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
@@ -459,7 +459,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Make what depends on the tables' dtype and device: the operator's arguments and the input distribution.
+        """Make the operator's arguments and the input distribution, which depend on the tables' dtype and device.
         Conversions call this method again (`_apply`).
         """
         self.sharding, self.device = sharding, device

@@ -63,8 +63,9 @@ class ShardedEmbeddingCollection(TrainedTables):
     the row. The owner sums all gradients of a row in a fixed order, in float32. So equal inputs give equal bits. With
     an `optimizer`, backward updates the tables. Set the learning rate in `fused_optimizer.param_groups[0]["lr"]`.
 
-    The parameters are `embeddings.<table>.weight`, or "<table>[rows, columns]" for a part. A rank has only its own
-    parts. Initial values depend only on the first rank's default generator and on the table, not on the placement.
+    The parameters are `embeddings.<table>.weight`. For a part of a table, <table> is a name such as "table[rows,
+    columns]". A rank has only its own parts. Initial values depend only on the first rank's default generator and on
+    the table, not on the placement.
 
     tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, all with the same
         `embedding_dim` and dtype.

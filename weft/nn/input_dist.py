@@ -47,8 +47,8 @@ class _Layout:
     """The order in which the features of inputs with these `keys` are sent.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: the index tensor that gathers the headers for all destinations from this rank's own header, which has
-        the counts of all features.
+    header_index: the index in this rank's own header (which has the counts of all features) of each number in the
+        headers that it sends.
     """
 
     keys: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""The operator to which torch.compile traces a call of an embedding module with input="local_batch", without gradients.
+"""The operator that torch.compile puts into the graph for a call of an embedding module with input="local_batch" and
+without gradients.
 
 The number of received ids and the batch sizes of other ranks are known only at run time. The shape of the result
 depends on neither, so torch.compile can trace the call. With gradients, the module makes an eager call, which breaks

@@ -209,10 +209,10 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """Return the result y. With `norm` return (norm(y), y): the input and the residual of the next layer.
 
-        residual: a tensor of the result's shape, which is added to the result.
-        norm: a norm over the hidden dimension. With `sequence_dim=None`, norm and residual are fused with the
-            all-reduce under two conditions. The residual has the dtype of the parameters. The norm is an `nn.RMSNorm`
-            with a weight, an eps and no hooks.
+        residual: a tensor of the result's shape, which is added to the result. With `sequence_dim=None`, a residual of
+            the parameters' dtype is fused with the all-reduce.
+        norm: a norm over the hidden dimension. With `sequence_dim=None`, an `nn.RMSNorm` with a weight, an eps and no
+            hooks is fused with the all-reduce, unless there is a residual of another dtype.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -297,7 +297,7 @@ def require(of: nn.Module, wrong: str) -> None:
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """True if the all-reduce after a layer with this weight [N, ...] can also apply `norm`."""
+    """True if the all-reduce of a layer with this weight [N, ...] can also apply `norm`."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]

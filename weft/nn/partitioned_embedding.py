@@ -257,6 +257,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Return the vectors of all tables in table order. Concatenate the columns of column-wise tables, and sum the
         vectors of row-wise parts.
 
+        of_parts, of_replicated: the pooled vectors of the parts, and of the data-parallel tables.
         lengths: for row-wise tables with mean pooling, the number of ids of each bag.
         """
         slots, order = self.partition.slots, self._order

@@ -2,7 +2,7 @@
 
     given        all features of this rank's samples
     parts        the features to send to the ranks of the parts. Whole tables and column-wise parts read the given features.
-                 Each part of a row-wise table reads a separate feature with the ids of its rows, relative to its first row
+                 Each part of a row-wise table reads a separate feature: the ids of its rows, counted from its first row
     replicated   the features of data-parallel tables, which this rank pools itself
 
 An id out of range is sent to the nearest part, which handles it as out of range. Within each part, the ids of a bag

@@ -45,7 +45,7 @@ class Prefetched:
             self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Send the ids, and return the results of `InputDist.__call__`, for work on the current stream.
+        """Send the ids, and return the results of `InputDist.__call__`, valid on the current stream.
 
         before_ids_leave: a function to call first, which may raise on all ranks.
         """

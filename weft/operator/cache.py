@@ -68,9 +68,9 @@ class Known(NamedTuple, Generic[E]):
     """The compiled operator for calls with one signature: they differ only in the contents and addresses of their
     tensors.
 
-    places: the tensor of a call that is each input buffer, as (buffer name, index of the call's field, index in the
-        field's list or None). None if `Operator.inputs` must make the buffers, because they are not all tensors of the
-        call.
+    places: for each input buffer, the tensor of a call that is this buffer, as (buffer name, index of the call's field,
+        index in the field's list or None). None if `Operator.inputs` must make the buffers, because they are not all
+        tensors of the call.
     differentiated: True if gradients are wanted.
     """
 

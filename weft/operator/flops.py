@@ -26,7 +26,9 @@ _formulas: dict[Any, Any] = {}
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register the FLOP formulas of `op` and of its backward, if that is an operator of torch's dispatcher."""
+    """Register the FLOP formula of `op`. If the backward of `op` is also an operator of torch's dispatcher, register
+    its formula too.
+    """
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:

@@ -51,10 +51,9 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return (True if this rank may measure links, the saved links or None). The second value is None on all ranks but
-    the first.
+    """Return (True if this rank may measure links, the saved links or None).
 
-    A rank may measure unless WEFT_SELF_CALIBRATION is 0.
+    With WEFT_SELF_CALIBRATION=0, the first value is False. Only the first rank looks for saved links.
     """
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None

@@ -33,7 +33,7 @@ _WHAT = "the gradient of a replicated parameter"
 
 
 def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch.Tensor:
-    """Return `parameter` with a gradient that is summed over the ranks of `group`.
+    """Return `parameter`, with a backward that sums its gradient over the ranks of `group`.
 
         F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
 

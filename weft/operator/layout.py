@@ -12,9 +12,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, of: str, reason: str) -> None:
-    """Warn that calls of the operator `of` copy the argument `name`. Warn once for each operator and argument, because
-    shapes may change in every call.
-    """
+    """Warn once, for each operator `of` and argument `name`, that calls copy the argument."""
     if (of, name) not in _warned:
         _warned.add((of, name))
         warn(f"{of}: {name} is copied in every call: its strides are {x.stride()}; {reason}")

@@ -160,9 +160,7 @@ def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, dea
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of the fastest of a few calls after a warm-up call, in microseconds. Slower calls are ignored,
-    because they include other work of a busy CPU.
-    """
+    """Return the time in microseconds of the fastest of a few calls after a warm-up call."""
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()

@@ -86,11 +86,10 @@ def all_gather_matmul(
     to seconds. Make the call and its backward before you capture a CUDA graph.
 
     Memory: the results, and symmetric memory of the size of A. On CPU all calls of a group share this memory until the
-        group is destroyed. On GPUs all calls that differ only in their number of rows share it. It grows to the largest
-        A. When it has grown, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured.
-        After it has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has
-        its own memory. Backward needs up to three times the size of A; on GPUs backward does not share the memory of
-        forward.
+        group is destroyed. On GPUs all calls that differ only in their number of rows share memory, which grows to the
+        largest A. Smaller buffers above 64 MiB are then freed, except buffers that a CUDA graph has captured. After the
+        memory has grown, make one more call before you capture. With uneven `rows`, each of the last 64 shapes has its
+        own memory. Backward needs up to three times the size of A, and on GPUs does not share the memory of forward.
 
     Differentiable once in A_shard and Bs. All ranks must enable gradients for the same inputs. Gradients are sums over
     ranks, not means.

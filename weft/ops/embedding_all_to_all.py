@@ -88,13 +88,12 @@ def embedding_all_to_all(
     batch_sizes: the number of samples of each rank. Default: the global batch divided evenly; the first ranks get the
         remainder.
     transport: how vectors are sent. "direct" stores each vector into the peer's memory. "put" sends slices of up to
-        `slice_size` vectors of a sample (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools
-        everything, calls NCCL's all-to-all, and reorders the columns. "auto" uses the transport with the shortest
-        predicted time on this GPU (`weft.plan.explain`). Calls with similar numbers of samples share one choice. On
-        CPU, and on GPUs without a performance model, "auto" is "direct". If ranks are on several hosts, weft uses
-        "serial" for every value.
-    slice_size: for "put", the number of vectors in a slice. For "direct" on CPU, only the number of adjacent vectors
-        that one span of `timeline` covers. "direct" on GPUs ignores slice_size.
+        `slice_size` vectors of a sample, each as one contiguous copy and a flag. "serial" pools everything, calls
+        NCCL's all-to-all, and reorders the columns. "auto" uses the transport with the shortest predicted time on this
+        GPU (`weft.plan.explain`). Calls with similar numbers of samples share one choice. On CPU, and on GPUs without a
+        performance model, "auto" is "direct". If ranks are on several hosts, weft uses "serial" for every value.
+    slice_size: for "put", the number of vectors in a slice (default: as many as fill about 2 KiB). For "direct" on CPU,
+        only the number of adjacent vectors that one span of `timeline` covers. "direct" on GPUs ignores slice_size.
     order: "remote_first" pools the samples of peers before this rank's own; "natural" pools samples in the order of the
         batch.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on

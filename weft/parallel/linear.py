@@ -7,8 +7,8 @@ tensors:
     ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
     RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
     RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
-    ColwiseParallel, input Replicate           GEMM + all-reduce, in backward
-      and output Replicate                     GEMM + all-gather          `weft.matmul_all_gather`
+    ColwiseParallel, input Replicate           backward: GEMM + all-reduce                      `weft.matmul_all_reduce`
+    ColwiseParallel, both Replicate            also in forward: GEMM + all-gather               `weft.matmul_all_gather`
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ColwiseParallel(TorchColwiseParallel):
 
     A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. The all-reduce
     overlaps if the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that
-    use it, and all-reduces the sum without overlap. If the input is a replicated ordinary tensor,
-    `output_layouts=Replicate()` and there is no bias, weft also gathers the output.
+    use it, and all-reduces the sum without overlap. With `output_layouts=Replicate()`, the all-gather of the output
+    overlaps if the layer has no bias and its input is a replicated ordinary tensor.
 
     torch's code runs
 

@@ -77,7 +77,9 @@ class Trace:
     scale: int
 
     def write(self, folder: Path) -> None:
-        """Write all files into `folder`; create it if needed. Raise `ValueError` if it contains traces of other ranks."""
+        """Write all files into `folder`; create it if needed. Raise `ValueError` if the folder contains traces of other
+        ranks.
+        """
         require_no_others(folder, "*.et", self.files)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():

@@ -35,7 +35,8 @@ class Use(NamedTuple):
 
         share    concurrent steps divide the resource max-min fairly
         hold     the step has this fraction for itself, even if other resources slow the step down
-        disturb  the step takes this fraction from steps that share the resource, in proportion to its speed. It is not slowed
+        disturb  the step takes this fraction from steps that share the resource, in proportion to its own speed, and is not
+                 slowed itself
     """
 
     how: How
@@ -299,9 +300,9 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective by the fastest algorithm.
+    """Return the cost of a collective by the fastest algorithm, which takes at least `us`.
 
-    us: the time at the measured rate of NCCL or RCCL, the least that the collective takes.
+    us: the time at the measured rate of NCCL or RCCL.
     memory: the bytes that the collective reads and writes.
     count: for an all-gather, the bytes of all shards; for other collectives, the bytes of one rank's input.
     """
@@ -336,9 +337,10 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 def pooling_cost(
     model: Model, links: Links, bags: Operand, tables: Operand, out: Operand, *, found: float = 0.0
 ) -> Cost:
-    """Return the cost of pooling: reading table rows, ids and offsets. found: the share of row reads that the cache supplies.
+    """Return the cost of pooling: reading table rows, ids and offsets. Memory is read in whole blocks, so a row that
+    begins or ends inside a block costs more.
 
-    Memory is accessed in blocks, and a row may begin or end inside a block.
+    found: the share of row reads that the cache supplies.
     """
     count = tables.rows * bags.cols  # of rows, each of another table or bag
     beyond = _BLOCK_BYTES - math.gcd(tables.bytes // max(1, count), _BLOCK_BYTES)

@@ -221,8 +221,8 @@ class _Lowering:
         """Return (owner, setter) for a signal from `rank` to the peer at `distance`.
 
         owner: the simulated rank that represents the peer.
-        setter: the rank from which the owner gets the same signal. The owner is at `distance` from it. It is `rank`
-            itself if the peer is simulated.
+        setter: the rank that sends the same signal to the owner, over the same distance. It is `rank` itself if the
+            peer is simulated.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
@@ -260,7 +260,7 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return the begin of the first and the end of the last of `tiles`, as fractions of the kernel's work.
+        """Return when the first of `tiles` begins and when the last of them ends, as fractions of the kernel's work.
 
         Tiles run in waves, one tile per compute unit, and begin and end with their wave. If the kernel's waves are not
         known, return the fractions `first` and `last` of `tiles`.

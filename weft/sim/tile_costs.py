@@ -152,8 +152,8 @@ def cost_of_tiles(
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts`. If the segments of experts have few rows, merge the segments of all `sources` ranks for the same
-    expert.
+    """Return `parts`. If the segments of experts have few rows, merge an expert's segments from all `sources` ranks
+    into one.
     """
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)

@@ -31,7 +31,7 @@ class SetBy(NamedTuple):
 
     signal, distance, place: the counter: element `place` of the signal, on the rank at `distance`.
     times: the number of increments.
-    first, last: the begin of the first tile that increments the counter, and the end of the last, as fractions of all
+    first, last: where the first tile that increments the counter begins, and where the last ends, as fractions of all
         tiles.
     """
 

@@ -62,10 +62,11 @@ def shape(
     sizes: tuple[str, ...] = ("ranks",),
     given: Mapping[str, Quantity] | None = None,
 ) -> Callable[[_Builder], _Builder]:
-    """Register the decorated function as a topology under the function's name. The arguments are those of `Shape`.
+    """Register the decorated function as a topology under the function's name.
 
-    numbers: the keys of the function's numbers. A key that is not yet legal in machine files becomes legal for whole
-        numbers.
+    numbers: the keys of the numbers that the function takes after `ranks` (`Shape.keys`). A key that is not yet legal
+        in machine files becomes legal for whole numbers.
+    sizes, given: as for `Shape`.
     """
 
     def register(builder: _Builder) -> _Builder:
