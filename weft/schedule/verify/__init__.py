@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
@@ -38,9 +37,11 @@ from weft.schedule.printing import describe
 from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Copy, Set, Step
+from weft.schedule.verify.boxes import overlapping
 from weft.schedule.verify.forked_tiles import forked, step_number
 from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
+from weft.schedule.verify.memory import Instance, accesses, hole_of_writes, races, unwritten
 from weft.schedule.verify.occupancy import occupancy_deadlock
 from weft.schedule.verify.well_formed import (
     Buffers,
@@ -180,38 +181,6 @@ def _check_collectives(faults: _Faults, schedule: Schedule, ranks: Sequence[Lane
         faults.add("collective", fault, event)
 
 
-class _StepAccess(NamedTuple):
-    at: int
-    buffer: str
-    box: Box
-    how: tuple[bool, bool, bool]
-    """Three bools: the access reads, writes, is an atomic update."""
-
-
-@dataclass(slots=True)
-class _Accesses:
-    """The accesses of all steps to one buffer of one rank, in lists with an entry for each access.
-
-    how: (reads, writes, is an atomic update) of each access, as bools.
-    """
-
-    events: list[int] = field(default_factory=list)  # numbers of events, in rising order
-    runs: list[int] = field(default_factory=list)
-    boxes: list[Box] = field(default_factory=list)
-    how: list[tuple[bool, bool, bool]] = field(default_factory=list)
-
-
-class _AccessArrays(NamedTuple):
-    """`_Accesses` as arrays, with an element or row for each access."""
-
-    events: np.ndarray
-    runs: np.ndarray
-    boxes: np.ndarray
-    reads: np.ndarray
-    writes: np.ndarray
-    updates: np.ndarray
-
-
 def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, compute_units: int) -> None:
     for number, lanes in occupancy_deadlock(happened, buffers, compute_units).items():
         event = happened.events[number]
@@ -230,37 +199,33 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
 
     sampled: the buffers that unchecked tiles also write. They are checked only for races.
     """
-    # The caller's tensors are new in every run, so each run has its own instance of them. Persistent buffers are
-    # instances of run 0.
-    instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
-    of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
-    for number, (run, rank, lane, step) in enumerate(happened.events):
-        for at, name, box, how in of_ranks[rank][lane][step]:
-            mine = buffers[at][name].role in ("symmetric", "scratch")
-            found = instances[at, name, 0 if mine else run]
-            found.events.append(number)
-            found.runs.append(run)
-            found.boxes.append(box)
-            found.how.append(how)
+    instances = accesses(happened, buffers)
     for (rank, name, _), found in instances.items():
-        where = f"{name}@{rank}"
-        table = _AccessArrays(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
-        if not table.writes.any() and buffers[rank][name].role == "input":
-            continue  # inputs that are only read have no races and no unwritten elements
-        common = _overlaps(table.boxes)
-        _check_races(faults, happened, where, table, common)
-        if buffers[rank][name].role != "input" and name not in sampled:
-            _check_reads(faults, happened, where, table, common)
+        where, role = f"{name}@{rank}", buffers[rank][name].role
+        for pair in races(found, happened):
+            a, b = (happened.events[found.events[n]] for n in pair)
+            does = ["writes" if found.writes[n] else "reads" for n in pair]
+            early = ", in different runs" if a.run != b.run else ""
+            text = (
+                f"race on {where}: the first step {does[0]} and the second {does[1]} the same elements{early}, and no signal "
+                "orders them"
+            )
+            faults.add("race", text, a, b)
+        if role != "input" and name not in sampled:
+            for read, box in unwritten(found, happened):
+                text = f"it reads {_text(where, box)}, which no step has written before in this run"
+                faults.add("nothing", text, happened.events[found.events[read]])
     for rank, of_rank in enumerate(buffers):
         for buffer in of_rank.values():
             if buffer.role == "output" and buffer.name not in sampled:
-                found = instances[rank, buffer.name, 1]
-                written = [box for box, (_, writes, _) in zip(found.boxes, found.how, strict=True) if writes]
-                if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
-                    faults.add(
-                        f"hole in {buffer.name}",
-                        f"output {_text(f'{buffer.name}@{rank}', hole)} is never written",
-                    )
+                whole = (0, cast(int, buffer.rows), 0, buffer.cols)
+                if hole := hole_of_writes(whole, instances.get(Instance(rank, buffer.name, 1))):
+                    text = f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
+                    faults.add(f"hole in {buffer.name}", text)
+
+
+def _text(name: str, box: Box) -> str:
+    return f"{name}[{box[0]}:+{box[1] - box[0]}, {box[2]}:+{box[3] - box[2]}]"
 
 
 def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
@@ -310,111 +275,11 @@ def _check_targets(faults: _Faults, lane: Event, parts: Mapping[int, Copy]) -> N
         if copy.dst.rows and copy.dst.cols:
             of_buffers[copy.dst.at, copy.dst.buffer].append(number)
     for (at, name), numbers in of_buffers.items():
-        common = np.triu(_overlaps(np.array([box_of(parts[number].dst) for number in numbers])), 1)
-        for a, b in np.argwhere(common)[:1]:
+        boxes = np.array([box_of(parts[number].dst) for number in numbers])
+        pairs = [pair for i, j in overlapping(boxes, boxes) for pair in np.stack([i, j], 1)[i < j].tolist()]
+        for a, b in sorted(pairs)[:1]:
             events = [lane._replace(step=numbers[one]) for one in (a, b)]
             text = (
                 f"race on {name}@{at}: consecutive copies by kernel write the same elements, and may run concurrently"
             )
             faults.add(f"parts {name}", text, *events)
-
-
-def _accesses(step: Step) -> list[_StepAccess]:
-    """Return the accesses of an evaluated step, except accesses to empty regions."""
-    every = [
-        _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
-        for region, reads, writes, updates in step.accesses()
-    ]
-    return [one for one in every if one.box[0] < one.box[1] and one.box[2] < one.box[3]]
-
-
-def _check_races(
-    faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
-) -> None:
-    writes, updates = found.writes, found.updates
-    conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # two updates may run in any order
-    i, j = np.triu(common & conflict, 1).nonzero()
-    first, second = found.events[i], found.events[j]
-    unordered = (first != second) & ~happened.each_before(first, second)
-    for pair in np.stack([i, j], 1)[unordered].tolist():
-        a, b = (happened.events[found.events[n]] for n in pair)
-        does = ["writes" if writes[n] else "reads" for n in pair]
-        early = ", in different runs" if a.run != b.run else ""
-        text = (
-            f"race on {where}: the first step {does[0]} and the second {does[1]} the same elements{early}, and no signal "
-            "orders them"
-        )
-        faults.add("race", text, a, b)
-
-
-def _check_reads(
-    faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
-) -> None:
-    """Add to `faults` the reads of elements that no step has written earlier in the same run.
-
-    A write counts as earlier unless it certainly happens after the read; `_check_races` reports unordered pairs. An
-    update also reads its elements. For an update, other updates count as earlier only if they certainly happen before
-    it.
-
-    where: the buffer and its rank, for error texts. found: the accesses to the buffer. common: [accesses, accesses],
-        True where two accesses have a common element.
-    """
-    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # access j may write elements that access i reads
-    number, other = found.events[i], found.events[j]
-    counts = (
-        (other != number)
-        & (found.runs[j] == found.runs[i])
-        & ~happened.each_before(number, other)
-        & (~(found.updates[i] & found.updates[j]) | happened.each_before(other, number))
-    )
-    i, j = i[counts], j[counts]
-    covered = np.zeros(len(found.reads), bool)
-    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # the common case: one step has written the whole region
-    for read in np.flatnonzero(found.reads & ~covered).tolist():
-        written = [_box(found.boxes[n]) for n in j[i == read]]
-        if hole := _hole(_box(found.boxes[read]), written):
-            text = f"it reads {_text(where, hole)}, which no step has written before in this run"
-            faults.add("nothing", text, happened.events[found.events[read]])
-
-
-def _overlaps(boxes: np.ndarray) -> np.ndarray:
-    """Return a bool array [n, n]: True where boxes i and j have a common element.
-
-    boxes: [n, 4]: the first row, the row after the last, the first column and the column after the last of each region.
-    """
-    row, end_row, col, end_col = boxes.T
-    rows = (row[:, None] < end_row) & (row < end_row[:, None])
-    return rows & (col[:, None] < end_col) & (col < end_col[:, None])
-
-
-def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """Return a bool array [n]: True where box inner[i] is inside box outer[i]. inner, outer: [n, 4], as in `_overlaps`."""
-    begins, ends = [0, 2], [1, 3]
-    return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
-
-
-def _box(row: np.ndarray) -> Box:
-    first, end, col, end_col = row.tolist()
-    return first, end, col, end_col
-
-
-def _hole(whole: Box, boxes: list[Box]) -> Box | None:
-    """Return a rectangle of `whole` that no box covers; None if the boxes cover `whole`."""
-    if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
-        return None
-    table = np.array([whole, *boxes])
-    rows = np.unique(np.clip(table[:, :2], whole[0], whole[1]))
-    cols = np.unique(np.clip(table[:, 2:], whole[2], whole[3]))
-    free = np.ones((len(rows) - 1, len(cols) - 1), bool)
-    for box in boxes:
-        row, end_row = np.searchsorted(rows, box[:2])
-        col, end_col = np.searchsorted(cols, box[2:])
-        free[row:end_row, col:end_col] = False
-    if not free.any():
-        return None
-    i, j = np.argwhere(free)[0]
-    return int(rows[i]), int(rows[i + 1]), int(cols[j]), int(cols[j + 1])
-
-
-def _text(name: str, box: Box) -> str:
-    return f"{name}[{box[0]}:+{box[1] - box[0]}, {box[2]}:+{box[3] - box[2]}]"

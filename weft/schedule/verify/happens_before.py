@@ -15,15 +15,18 @@ The ancestors of a step are the step itself and all steps that happen before it:
                       + if it is a collective: the ancestors of the collective on all ranks
 
 The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,
-which removes steps, until nothing changes. A set of steps is a Python integer with a bit for each step.
+which removes steps, until nothing changes.
+
+With a step, the ancestors contain all earlier steps of its lane. So a vector clock describes the ancestors: for each lane
+of all ranks, the number of its steps that are ancestors, counted over all runs. A union of sets is the maximum of their
+clocks. The steps that are in at least k sets are the k-th largest number for each lane.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, reduce
-from operator import and_
+from itertools import accumulate
 
 import numpy as np
 
@@ -52,86 +55,75 @@ class HappensBefore:
             )
         self._moves = [moves.of_ranks[event.rank][event.lane][event.step] for event in self.events]
         self._per_run = moves.per_run
+        begins = list(accumulate(map(len, ranks), initial=0))
+        lane_of = [begins[event.rank] + event.lane for event in self.events]
+        nth_of, lengths = [], [0] * begins[-1]
+        for lane in lane_of:
+            nth_of.append(lengths[lane])
+            lengths[lane] += 1
+        self._lane = np.array(lane_of, np.int64)  # among the lanes of all ranks
+        self._nth = np.array(nth_of, np.int64)  # the number of earlier events of the lane
         self._sets: dict[Counted, list[int]] = defaultdict(list)
         for number, move in enumerate(self._moves):
             for counter, times in move.sets:
                 self._sets[counter] += [number] * times
-        self._ancestors = [(1 << len(self.events)) - 1] * len(self.events)
+        self._of_one_lane = {counter: len({lane_of[n] for n in sets}) == 1 for counter, sets in self._sets.items()}
+        longest = np.min_scalar_type(max(lengths, default=0))
+        self._clocks = np.tile(np.array(lengths, longest), (len(self.events), 1))
         while self._narrow():
             pass
 
     def step(self, event: Event) -> Step:
         return self.ranks[event.rank][event.lane].steps[event.step]
 
-    def ancestors(self, number: int) -> int:
-        """Return the bit set of event `number` and all events that happen before it."""
-        return self._ancestors[number]
-
     def before(self, first: int, second: int) -> bool:
         """True if event number `first` happens before event number `second` in every execution."""
-        return first != second and bool(self._ancestors[second] >> first & 1)
+        return first != second and bool(self._clocks[second, self._lane[first]] > self._nth[first])
 
-    def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Return a bool array: element i is `before(first[i], second[i])`."""
-        found: np.ndarray = (first != second) & (self._bits[second, first >> 3] >> (first & 7) & 1).astype(bool)
+    def each_before(self, first: np.ndarray | int, second: np.ndarray | int) -> np.ndarray:
+        """Return a bool array: element i is `before(first[i], second[i])`. A number applies to all i."""
+        found: np.ndarray = (first != second) & (self._clocks[second, self._lane[first]] > self._nth[first])
         return found
-
-    @cached_property
-    def _bits(self) -> np.ndarray:
-        """The ancestors of all events as bit sets: uint8, [events, ceil(events / 8)]."""
-        width = -(-len(self.events) // 8)
-        whole = b"".join([steps.to_bytes(width, "little") for steps in self._ancestors])
-        return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
 
     def _narrow(self) -> bool:
         """Apply the equation at the top of this file to all events once. Return True if anything changed."""
-        changed = False
-        now = [[0] * len(lanes) for lanes in self.ranks]  # the ancestors of each lane's latest step
+        total = int(self._clocks.sum(dtype=np.int64))
+        # The clock of each lane's latest step.
+        now = [np.zeros((len(lanes), self._clocks.shape[1]), self._clocks.dtype) for lanes in self.ranks]
         run = [1] * len(self.ranks)
-        met: dict[tuple[int, int, int], int] = {}
+        met: dict[tuple[int, int, int], np.ndarray] = {}
 
         def begin(rank: int, in_run: int) -> None:
             if in_run > run[rank]:
-                now[rank] = [_union(now[rank])] * len(now[rank])
+                now[rank][:] = now[rank].max(0)
                 run[rank] = in_run
 
-        for number, (event, move) in enumerate(zip(self.events, self._moves, strict=True)):
+        places = zip(self._lane.tolist(), self._nth.tolist(), strict=True)
+        for number, (event, move, (lane, nth)) in enumerate(zip(self.events, self._moves, places, strict=True)):
             begin(event.rank, event.run)
-            past = now[event.rank][event.lane] | 1 << number
+            clock = now[event.rank][event.lane]
             if move.counter:
-                past |= self._ancestors_of_wait(event, move)
+                if (of_wait := self._clock_of_wait(event, move)) is not None:
+                    np.maximum(clock, of_wait, out=clock)
             elif move.nth is not None:
                 here = (event.run, event.lane, move.nth)
                 if here not in met:  # all ranks have reached the collective, and no rank has passed it
                     for rank in range(len(self.ranks)):
                         begin(rank, event.run)
-                    met[here] = _union([lanes[event.lane] for lanes in now])
-                past |= met[here]
-            changed |= past != self._ancestors[number]
-            self._ancestors[number] = now[event.rank][event.lane] = past
-        return changed
+                    met[here] = np.max([lanes[event.lane] for lanes in now], 0)
+                np.maximum(clock, met[here], out=clock)
+            clock[lane] = nth + 1
+            self._clocks[number] = clock
+        return int(self._clocks.sum(dtype=np.int64)) < total
 
-    def _ancestors_of_wait(self, event: Event, move: Move) -> int:
+    def _clock_of_wait(self, event: Event, move: Move) -> np.ndarray | None:
+        """Return the clock of the steps without which a wait cannot end. None: the wait needs no set."""
         assert move.counter
         assert move.wait
         sets = self._sets[move.counter]
-        count = len(sets) - needed(event.run, move.wait, self._per_run[move.counter]) + 1
-        if count > len(sets):
-            return 0  # the wait needs no set
-        if count == len(sets):
-            return reduce(and_, [self._ancestors[number] for number in sets])
-        if count == 1:
-            return _union([self._ancestors[number] for number in sets])
-        # in_some[k]: the steps that are ancestors of at least k of the sets that the loop has visited
-        in_some = [(1 << len(self.events)) - 1] + [0] * count
-        for number in sets:
-            for k in range(count, 0, -1):
-                in_some[k] |= in_some[k - 1] & self._ancestors[number]
-        return in_some[count]
-
-
-def _union(pasts: Sequence[int]) -> int:
-    result = 0
-    for past in pasts:
-        result |= past
-    return result
+        wanted = needed(event.run, move.wait, self._per_run[move.counter])
+        if wanted <= 0:
+            return None
+        if self._of_one_lane[move.counter]:  # the clocks of its steps rise
+            return self._clocks[sets[wanted - 1]]
+        return np.partition(self._clocks[sets], wanted - 1, 0)[wanted - 1]

@@ -30,8 +30,10 @@ the first run they wait for nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from weft.schedule.launches import Key, crosses, launches, setters
 from weft.schedule.regions import Buffer
@@ -44,15 +46,13 @@ class _Polling(NamedTuple):
     """A launch that polls.
 
     units: the number of compute units that the launch holds.
-    begun: the bit set of the events that happen before the launch begins.
-    wanted: the bit set of the events that the launch waits for, as defined at the top of this file.
+    before: the number of the event before the launch on its lane; None if the launch is the first of the run.
     last: the number of the launch's last event.
     """
 
     lane: int
     units: int
-    begun: int
-    wanted: int
+    before: int | None
     last: int
 
 
@@ -65,23 +65,46 @@ def occupancy_deadlock(
     buffers: for each rank, its buffers by name.
     """
     polling = _polling(happened, buffers, compute_units)
-    if not polling:
-        return {}
-    standing = {n: list[int]() for n, event in enumerate(happened.events) if happened.step(event).needs_unit}
+    standing = {place: list[int]() for place in polling}
+    for n, event in enumerate(happened.events):
+        if (event.run, event.rank) in standing and happened.step(event).needs_unit:
+            standing[event.run, event.rank].append(n)
     while True:
-        left: dict[int, list[int]] = {}
-        mask = sum(1 << n for n in standing)
-        for n in standing:
-            event, units = happened.events[n], defaultdict[int, int](int)
-            for one in polling.get((event.run, event.rank), ()):
-                may_be_open = not (one.begun >> n & 1 or happened.ancestors(n) >> one.last & 1)
-                if one.lane != event.lane and may_be_open and one.wanted & mask:
-                    units[one.lane] = max(units[one.lane], one.units)
-            if sum(units.values()) >= compute_units:
-                left[n] = sorted(units)
-        if len(left) == len(standing):
-            return left
+        every, held = np.array([n for here in standing.values() for n in here], np.int64), dict[int, list[int]]()
+        left = {place: list[int]() for place in standing}
+        for place, here in standing.items():
+            waiting = [one for one in polling[place] if _waits_for_any(happened, one, every)]
+            for n, lanes in _lanes_that_hold(happened, here, waiting, compute_units):
+                left[place].append(n)
+                held[n] = lanes
+        if len(held) == len(every):
+            return dict(sorted(held.items()))
         standing = left
+
+
+def _waits_for_any(happened: HappensBefore, one: _Polling, events: np.ndarray) -> bool:
+    """True if the launch waits for one of the events, as defined at the top of this file."""
+    is_ahead = happened.each_before(events, one.last)
+    if one.before is not None:
+        is_ahead &= (events != one.before) & ~happened.each_before(events, one.before)
+    return bool(is_ahead.any())
+
+
+def _lanes_that_hold(
+    happened: HappensBefore, events: list[int], polling: list[_Polling], compute_units: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (event, lanes) for each event that `polling`, launches of its rank and run, may keep from a compute unit."""
+    if not events or not polling:
+        return
+    numbers, lane = np.array(events), np.array([happened.events[n].lane for n in events])
+    units = np.zeros((len(events), 1 + max(one.lane for one in polling)), np.int64)
+    for one in polling:
+        may_be_open = (lane != one.lane) & ~happened.each_before(one.last, numbers)
+        if one.before is not None:
+            may_be_open &= ~happened.each_before(numbers, one.before)
+        units[may_be_open, one.lane] = np.maximum(units[may_be_open, one.lane], one.units)
+    for place in np.flatnonzero(units.sum(1) >= compute_units).tolist():
+        yield events[place], np.flatnonzero(units[place]).tolist()
 
 
 def _polling(
@@ -102,11 +125,8 @@ def _polling(
         for rank in (rank for rank, units in enumerate(most) if units >= compute_units):
             for i, of_lane in enumerate(polled[rank]):
                 for units, first, last in of_lane:
-                    begun = happened.ancestors(numbers[Event(run, rank, i, first - 1)]) if first else 0
-                    end = numbers[Event(run, rank, i, last)]
-                    found[run, rank].append(
-                        _Polling(i, units, begun, happened.ancestors(end) & ~(begun | 1 << end), end)
-                    )
+                    before = numbers[Event(run, rank, i, first - 1)] if first else None
+                    found[run, rank].append(_Polling(i, units, before, numbers[Event(run, rank, i, last)]))
     return found
 
 
