@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -340,26 +339,34 @@ def play_atomics() -> None:
 
 
 def play_replicated() -> None:
-    """Check the local gradients of data-parallel tables, with the flags of rows that were read."""
+    """Check the local gradients of data-parallel tables, and the flags of rows that were read, which sparse gradients need."""
     from weft.runtime import embedding_replicated as replicated
 
-    p = replace(problem(1, (8, 3, 16), 7), hash=False)
-    jagged = _input_of(Case(p), p, 0)
-    checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
-    of = ForwardCall(EmbeddingPlan(p.sharding, EmbeddingOptions()), 0, checked, None, 1.0, False)
-    upstream = torch.randn(7, p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
-    ends = jagged.offsets[::7].tolist()
-    spans = replicated.Spans(tuple(pairwise(ends)))
-    found = []
-    for device in _devices(replicated):
-        with device:
-            found.append(replicated.local_gradients(of, jagged, spans, upstream))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
-    exact = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
-    tables = replicated.of_tables(found[0], p.sharding)
-    for (grad, read), wanted, rows in zip(tables, exact, training.rows_read(p), strict=True):
-        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
-        assert torch.equal(read, rows)
+    shared = Problem(SHARED, (0, 0, 0), (7,))
+    for p, bad in ((problem(1, (8, 3, 16), 7), 0), (shared, 0), (shared, 2), (problem(1, (8, 3), 7, hash=True), 0)):
+        jagged = _input_of(Case(p, bad=bad), p, 0)
+        checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
+        plan = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash))
+        upstream = torch.randn(7, p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
+        rows = torch.cat(training.rows_read(p)).float()
+        exact = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
+        for sparse in (False, True):
+            of = ForwardCall(plan, 0, checked, None, 1.0, sparse)
+            found = []
+            for device in _devices(replicated):
+                with device:
+                    found.append(replicated.local_gradients(of, jagged, upstream, 5))
+            torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+            grads, flags = replicated.of_tables(found[0], p.sharding)
+            count = len(rows) if sparse else 0
+            assert len(found[0]) % 5 == 0
+            assert len(flags) - count < 5
+            assert not flags[count:].any()
+            if bad:  # torch would refuse the ids
+                continue
+            for grad, wanted in zip(grads, exact, strict=True):
+                torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
+            assert torch.equal(flags[:count], rows[:count])
 
 
 def _devices(module: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from weft.embedding.training import NOT_TRAINED, Training, check_module_options,
 from weft.embedding.update import FusedUpdate
 from weft.nn import local_batch
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
-from weft.nn.embedding_table import Table, first_values
+from weft.nn.embedding_table import Table, first_values, weights_of
 from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
@@ -369,12 +369,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         release(plan_in(*self._form), group=self.group, device=self._exchange_device(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the tables' parameters, without `nn.Module.__getattr__` if possible, because it is slow."""
-        bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
-        try:
-            return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
-        except KeyError:
-            return [bag.weight for bag in bags]
+        return weights_of(self.embedding_bags._modules.values())
 
     def _exchange_device(self) -> torch.device:
         return self._input_dist.device

@@ -34,7 +34,7 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
-from weft.nn.embedding_table import Table, filler_of
+from weft.nn.embedding_table import Table, filler_of, weights_of
 from weft.nn.id_bound import check_max_ids
 from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
 from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm, rows_or_zero
@@ -180,7 +180,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     def _all_weights(self) -> list[torch.Tensor]:
         """Return the weights of this rank's parts, followed by those of the data-parallel tables."""
-        return [cast(nn.EmbeddingBag, table).weight for table in self.embeddings.children()]
+        return weights_of(self.embeddings.children())
 
     def _weights(self) -> list[torch.Tensor]:
         return self._all_weights()[: len(self._own)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,19 @@ class Table(nn.EmbeddingBag):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             fill(self.weight, self._table, self._seed)
+
+
+def weights_of(tables: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the parameters of `tables`.
+
+    The function avoids `nn.Module.__getattr__`, which for all tables of a model takes longer than a kernel launch. It calls
+    `__getattr__` only if parameters were replaced.
+    """
+    tables = list(tables)
+    try:
+        return [table._parameters["weight"] for table in tables]  # type: ignore[misc]
+    except KeyError:
+        return [table.weight for table in tables]  # type: ignore[misc]
 
 
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:

@@ -31,7 +31,7 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
-from weft.nn.embedding_table import Table, filler_of
+from weft.nn.embedding_table import Table, filler_of, weights_of
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import agree_on_parts, check_input_options, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import Arranged, PartitionedInput
@@ -170,8 +170,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 weight.requires_grad_(requires_grad)
 
     def _replicated_weights(self) -> list[torch.Tensor]:
-        tables = [self.partition.tables[number].name for number in self.partition.replicated_tables]
-        return [cast(nn.EmbeddingBag, self.embedding_bags._modules[name]).weight for name in tables]
+        bags, tables = self.embedding_bags._modules, self.partition.tables
+        return weights_of([bags[tables[n].name] for n in self.partition.replicated_tables])
 
     # --- calls ---
 
@@ -208,7 +208,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if replicated is not None and checked is not None:
             step = None if parts is None or parts._update is None else parts._update.step
             trains = torch.is_grad_enabled() and (self._is_trained if self._optimizer is None else not self._is_frozen)
-            vectors, of_replicated = replicated.pooled(given.replicated, checked, given.spans, vectors, trains, step)
+            vectors, of_replicated = replicated.pooled(given.replicated, checked, vectors, trains, step)
         return self._output(vectors, of_replicated, given.lengths)
 
     def prefetch(self, features: Any) -> None:
@@ -262,8 +262,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """
         slots, order = self.partition.slots, self._order
         keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
-        if of_parts is not None and of_replicated is None and not lengths and order == [[n] for n in range(len(order))]:
-            return KeyedTensor(keys, dims, of_parts)
+        if not lengths and self._is_in_order and (of_parts is None or of_replicated is None):
+            return KeyedTensor(keys, dims, cast(torch.Tensor, of_replicated if of_parts is None else of_parts))
         pieces: list[torch.Tensor] = []
         for vectors, sharding in ((of_parts, self.partition.sharding), (of_replicated, self.partition.replicated)):
             if vectors is not None and sharding is not None:
@@ -275,6 +275,11 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 found = [_summed(found, lengths.get((slot.table, slot.feature)))]
             columns += found
         return KeyedTensor(keys, dims, torch.cat(columns, dim=1))
+
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """True if each block of output columns is one pooled vector, in the order of `_order`'s numbers."""
+        return self._order == [[number] for number in range(len(self._order))]
 
     @cached_property
     def _order(self) -> list[list[int]]:

@@ -33,14 +33,12 @@ class Arranged:
 
     parts: the features for the parts of sharded tables, on all ranks; None if all tables are data-parallel.
     replicated: the features for data-parallel tables; None if there are no such tables.
-    spans: for each key of `replicated`, the range [begin, end) of its ids in `replicated.values`.
     lengths: {(row-wise table with mean pooling, feature): the number of ids of each bag, [samples] float32}. The sums
         of the parts' vectors are divided by these numbers. An empty bag has 1, to avoid 0 / 0.
     """
 
     parts: KeyedJaggedTensor | None
     replicated: JaggedInput | None
-    spans: tuple[tuple[int, int], ...]
     lengths: dict[tuple[int, str], torch.Tensor]
     samples: int
 
@@ -74,7 +72,7 @@ class PartitionedInput:
             for feature in table.feature_names:
                 self.passed[partition.feature_of_part(part, feature)] = feature, rows
         of_tables = [partition.tables[number].feature_names for number in partition.replicated_tables]
-        self.replicated = list(dict.fromkeys(feature for features in of_tables for feature in features))
+        self.replicated = tuple(dict.fromkeys(feature for features in of_tables for feature in features))
 
     @property
     def is_needed(self) -> bool:
@@ -83,7 +81,8 @@ class PartitionedInput:
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:
         """Return the features for parts of sharded tables and for data-parallel tables. Raise `ValueError` for bad
-        input. The CPU waits for the device.
+        input. The CPU waits for the device, unless all tables are data-parallel and read all features in the given
+        order.
         """
         jagged = as_jagged(features)
         keys = jagged.keys
@@ -100,6 +99,8 @@ class PartitionedInput:
         elif jagged.weights is None:
             raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
         check_parts(jagged, device)
+        if self.partition.sharding is None and tuple(keys) == self.replicated:
+            return Arranged(None, jagged, {}, jagged.stride or 0)
         return _Arranging(self, jagged, {key: number for number, key in enumerate(keys)}).done()
 
 
@@ -128,9 +129,7 @@ class _Arranging:
             offsets = offsets_of(self.lengths[blocks].flatten())
             ids = torch.cat([self.ids[block] for block in blocks])
             weights = None if self.weights is None else torch.cat([self.weights[block] for block in blocks])
-            replicated = JaggedInput(tuple(of.replicated), ids, offsets, weights, self.batch)
-        sizes = [len(self.ids[self.block[feature]]) for feature in of.replicated]
-        spans = tuple((sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(len(sizes)))
+            replicated = JaggedInput(of.replicated, ids, offsets, weights, self.batch)
         if partition.sharding is not None:
             parts = self._of_parts()
         lengths = {
@@ -138,7 +137,7 @@ class _Arranging:
             for table, feature in of.row_wise
             if partition.tables[table].pooling == "mean"
         }
-        return Arranged(parts, replicated, spans, lengths, self.batch)
+        return Arranged(parts, replicated, lengths, self.batch)
 
     def _of_parts(self) -> KeyedJaggedTensor:
         of = self.of

@@ -23,6 +23,7 @@ from weft.runtime import embedding_replicated as runtime
 from weft.runtime.embedding_backward import device_code, nonfinite_tables, refuse_nonfinite
 from weft.runtime.embedding_rows import RowGradients
 from weft.runtime.embedding_unfused import pool_alone
+from weft.runtime.layouts import known_layout
 
 
 class ReplicatedTables:
@@ -64,13 +65,17 @@ class ReplicatedTables:
     def checked(self, jagged: JaggedInput | None) -> CheckedInput:
         """Return the checked input. Raise `ValueError` for bad input."""
         assert jagged is not None
-        checked = check_jagged(jagged, self.plan.sharding, 0, None, self.weights())
+        weights, plan = self.weights(), self.plan
+        with torch.no_grad():  # tables that require gradients have a layout, too
+            layout, is_known = known_layout(plan.checked_tables, 0, weights)
+        checked = check_jagged(jagged, plan.sharding, 0, None, weights[0].device if is_known else weights)
+        plan.checked_tables[0] = layout  # not kept in `checked`: the tables of a prefetched batch may move
         check_contents(jagged, self.plan.sharding, 0, checked, self.plan.options)
         return checked
 
     def pooled(
-        self, jagged: JaggedInput | None, checked: CheckedInput, spans: Sequence[tuple[int, int]], parts: torch.Tensor | None,
-        trains: bool, step: torch.Tensor | None,
+        self, jagged: JaggedInput | None, checked: CheckedInput, parts: torch.Tensor | None, trains: bool,
+        step: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts` unchanged, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
@@ -78,20 +83,17 @@ class ReplicatedTables:
 
         parts: the vectors of sharded tables. They pass through this autograd node so that its backward runs before
             theirs.
-        spans: for each key of `jagged`, the range [begin, end) of its ids in the values.
         trains: True if backward shall compute gradients or update tables.
         step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
             tables continue. None: they count their own updates.
         """
         assert jagged is not None
-        weights, sharding = self.weights(), self.plan.sharding
-        by_key = dict(zip(jagged.keys or (), spans, strict=True))
-        of_slots = runtime.Spans(tuple(by_key[slot.feature] for slot in sharding.slots))
-        keyless = jagged._replace(keys=None)
+        weights = self.weights()
         call = self._call(checked, trains, jagged.weights)
-        inputs = weights if trains and self.update is None else [weight.detach() for weight in weights]
+        keeps = (trains and self.update is None) or not torch.is_grad_enabled()
+        inputs = weights if keeps else [weight.detach() for weight in weights]
         anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
-        return _Pooled.apply(self, call, keyless, of_slots, step, parts, jagged.weights, anchor, *inputs)  # type: ignore[no-any-return]
+        return _Pooled.apply(self, call, jagged._replace(keys=None), step, parts, jagged.weights, anchor, *inputs)  # type: ignore[no-any-return]
 
     def _call(self, checked: CheckedInput, trains: bool, per_sample: torch.Tensor | None) -> ForwardCall:
         tables, update = None, self.update
@@ -178,10 +180,10 @@ def _require_finite(
 class _Pooled(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tables: ReplicatedTables, of: ForwardCall, jagged: JaggedInput, spans: runtime.Spans, step: Any,
+        ctx: Any, tables: ReplicatedTables, of: ForwardCall, jagged: JaggedInput, step: Any,
         parts: torch.Tensor | None, per_sample: torch.Tensor | None, anchor: torch.Tensor, *weights: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
-        ctx.tables, ctx.of, ctx.spans, ctx.step, ctx.has_parts = tables, of, spans, step, parts is not None
+        ctx.tables, ctx.of, ctx.step = tables, of, step
         kept = weights if of.tables is None else ()
         ctx.save_for_backward(jagged.values, jagged.offsets, per_sample, *kept)
         sharding = of.plan.sharding
@@ -204,18 +206,18 @@ class _Pooled(torch.autograd.Function):
         with together(f"backward of {tables.name}", tables.group, grad, tables.deadline_s):
             of.require_first()
             weights = kept if of.tables is None else of.tables.weights
-            if ctx.needs_input_grad[6]:
+            if ctx.needs_input_grad[5]:
                 if of.tables is not None:
                     of.require_values_of_forward()
                 of_per_sample = device_code(grad.device).gradients_of_weights(of, jagged, weights, grad.contiguous())
-            if of.tables is not None or any(ctx.needs_input_grad[8:]):
+            if of.tables is not None or any(ctx.needs_input_grad[7:]):
                 if of.tables is not None:
                     of.tables.require_intact(of.plan.sharding, 0)
                     if of.tables.optimizer.nonfinite == "raise":
                         _require_finite(tables, nonfinite_tables(of.plan.sharding, 0, grad), grad, of_parts)
-                flat = runtime.local_gradients(of, jagged, ctx.spans, grad)
+                flat = runtime.local_gradients(of, jagged, grad, tables.group.size())
                 of_weights = tables.reduce_and_update(of, flat, ctx.step)
-        return None, None, None, None, None, of_parts, of_per_sample, None, *of_weights
+        return None, None, None, None, of_parts, of_per_sample, None, *of_weights
 
 
 class _Rows(torch.autograd.Function):
@@ -251,7 +253,7 @@ class _Rows(torch.autograd.Function):
                     if of.tables.optimizer.nonfinite == "raise":
                         bad = [f"table {one.table.name!r}" for one in given if not one.grads.isfinite().all()]
                         _require_finite(tables, bad, grad, of_parts)
-                of_weights = tables.reduce_and_update(of, runtime.gradients_of_rows(given), ctx.step)
+                of_weights = tables.reduce_and_update(of, runtime.gradients_of_rows(of, given), ctx.step)
         return None, None, None, None, of_parts, None, *of_weights
 
 

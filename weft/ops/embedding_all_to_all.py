@@ -39,7 +39,7 @@ from weft.operator.select import Chosen
 from weft.operator.spec import Across, Operator
 from weft.runtime import embedding_backward
 from weft.runtime.embedding import executor_of
-from weft.runtime.layouts import layout_of
+from weft.runtime.layouts import known_layout
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.symm.groups import backend_device, group_of, rank_of, size_of
@@ -250,11 +250,7 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
-    layout = layout_of(weights)
-    before = plan.checked_tables.get(rank)
-    known = layout is not None and layout == before
-    if known:
-        layout = before  # the equal object from the cache already has its hash
+    layout, known = known_layout(plan.checked_tables, rank, weights)
     device = weights[0].device if known and weights else None
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:

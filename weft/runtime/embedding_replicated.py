@@ -1,7 +1,8 @@
 """Backward of data-parallel tables. Every rank has all these tables, pools its own samples, and gets the sum of all
 ranks' gradients.
 
-    dense      [rows, columns] float32 of each table: this rank's gradient; then a flag per row, 1 if this rank read it
+    dense      [rows, columns] float32 of each table: this rank's gradient. If the update or sparse gradients need to know
+               which rows were read, a flag per row follows, 1 if this rank read the row
     parts      by all_to_all_single, a rank gets all ranks' values for its range of elements, and sums them in the order of ranks
     reduced    the sums of all ranges, by all_gather
 
@@ -15,8 +16,7 @@ The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
-from weft.embedding.hashing import rows_of_hashes
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
 from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
@@ -32,47 +31,40 @@ from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The range (start, end) of each feature's ids in `JaggedInput.values`, as numbers on the CPU."""
-
-    of_slot: tuple[tuple[int, int], ...]
-
-
-def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's gradients of all tables, flattened and concatenated in float32. A flag for each row follows: 1 if
-    this rank has read the row.
+def local_gradients(of: ForwardCall, jagged: JaggedInput, grad: torch.Tensor, world: int) -> torch.Tensor:
+    """Return this rank's gradients of all tables, flattened and concatenated in float32. If `needs_flags`, a flag for each row
+    follows: 1 if this rank has read the row. Zeros follow, so that `reduced` can divide the result by `world`, the number of
+    ranks.
 
     grad: the gradient of this rank's pooled vectors, [samples, columns of all tables].
     """
-    device = device_code(grad.device)
+    device, tables = device_code(grad.device), of.plan.sharding.tables
     plain = replace(of, sparse=False, factor=1.0)
-    found = device.gradients_of_tables(plain, device.sorted_rows(plain, jagged), grad.contiguous(), torch.float32)
-    return torch.cat([*(dense.flatten() for dense in found), _rows_read(of, jagged, spans)])
+    shapes = [(table.num_embeddings, table.embedding_dim) for table in tables]
+    sizes = [rows * columns for rows, columns in shapes]
+    flags = sum(rows for rows, _ in shapes) if needs_flags(of) else 0
+    flat = torch.zeros(-(-(sum(sizes) + flags) // world) * world, dtype=torch.float32, device=grad.device)
+    of_tables = [one.view(shape) for one, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+    rows = device.sorted_rows(plain, jagged)
+    device.gradients_of_tables(plain, rows, grad.contiguous(), torch.float32, of_tables)
+    if flags:
+        flat[sum(sizes) : sum(sizes) + flags] = device.rows_read(plain, rows)
+    return flat
 
 
-def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tensor:
-    sharding, device = of.plan.sharding, jagged.values.device
-    sizes = [table.num_embeddings for table in sharding.tables]
-    bases = [0, *accumulate(sizes)]
-    of_slots = [(sizes[slot.table], bases[slot.table]) for slot in sharding.slots]
-    counts = torch.tensor([end - begin for begin, end in spans.of_slot], device=device)
-    total = sum(end - begin for begin, end in spans.of_slot)
-    of_ids = torch.tensor(of_slots, device=device).repeat_interleave(counts, 0, output_size=total)
-    ids, (rows, base) = torch.cat([jagged.values[begin:end] for begin, end in spans.of_slot]), of_ids.unbind(1)
-    row = rows_of_hashes(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
-    read = torch.zeros(bases[-1] + 1, dtype=torch.float32, device=device)
-    read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last flag is for ids out of range
-    return read[:-1]
+def needs_flags(of: ForwardCall) -> bool:
+    """Return True if backward must know which rows any rank has read: to update these rows, or to return sparse gradients."""
+    return of.tables is not None or of.sparse
 
 
-def gradients_of_rows(given: Sequence[RowGradients]) -> torch.Tensor:
+def gradients_of_rows(of: ForwardCall, given: Sequence[RowGradients]) -> torch.Tensor:
     """Return gradients and flags like `local_gradients`, for lookups without pooling.
 
     given: for each table, the gradient of each id that this rank has looked up.
     """
     dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
-    return torch.cat([*dense, *(_flags(one.ids, one.table.num_embeddings) for one in given)])
+    flags = [_flags(one.ids, one.table.num_embeddings) for one in given] if needs_flags(of) else []
+    return torch.cat([*dense, *flags])
 
 
 def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
@@ -92,7 +84,7 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
     what = f"gradients of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
     compare(of, f"backward of {what}", group, flat.device, deadline_s)
     each = -(-flat.numel() // world)
-    padded = torch.nn.functional.pad(flat, (0, world * each - flat.numel()))
+    padded = flat if flat.numel() == world * each else torch.nn.functional.pad(flat, (0, world * each - flat.numel()))
     turn = turn_on(group, flat.device, what, deadline_s)
     parts = torch.empty_like(padded)
     turn.run("all_to_all of rows", all_to_all_single, parts, padded, group=group)
@@ -117,16 +109,22 @@ def compare(
         compare_ranks(symm.communicator(group, device), what, of, deadline_s)
 
 
-def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradient of each table, [rows, columns], with a flag for each row: True if any rank has read the row.
+def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the gradient of each table, [rows, columns], and the rest of `flat`, which begins with the flags of the rows of
+    all tables if there are flags. The gradients share memory with `flat`.
 
     flat: the result of `reduced`.
     """
     shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
-    dense, read = flat.split([sum(rows * columns for rows, columns in shapes), sum(rows for rows, _ in shapes)])
-    grads = dense.split([rows * columns for rows, columns in shapes])
-    flags = (read > 0).split([rows for rows, _ in shapes])
-    return [(grad.view(shape), flag) for grad, shape, flag in zip(grads, shapes, flags, strict=True)]
+    sizes = [rows * columns for rows, columns in shapes]
+    grads = flat[: sum(sizes)].split(sizes)
+    return [grad.view(shape) for grad, shape in zip(grads, shapes, strict=True)], flat[sum(sizes) :]
+
+
+def _are_read(flags: torch.Tensor, sharding: EmbeddingSharding) -> tuple[torch.Tensor, ...]:
+    """Return for each table a flag for each row: True if any rank has read the row. flags: from `of_tables`."""
+    rows = [table.num_embeddings for table in sharding.tables]
+    return (flags[: sum(rows)] > 0).split(rows)
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
@@ -137,10 +135,10 @@ def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadli
     tables = of.tables
     assert tables is not None
     tables.require_intact(of.plan.sharding, of.rank)
-    given = []
-    for number, (config, (grad, is_read)) in enumerate(
-        zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True)
-    ):
+    given, sharding = [], of.plan.sharding
+    grads, flags = of_tables(flat, sharding)
+    of_rows = zip(sharding.tables, grads, _are_read(flags, sharding), strict=True)
+    for number, (config, grad, is_read) in enumerate(of_rows):
         rows = config.num_embeddings
         ids = torch.where(is_read, torch.arange(rows, device=flat.device), rows)
         given.append(RowGradients(config, number, ids, grad))
@@ -151,13 +149,17 @@ def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the gradient of each table in the table's dtype: dense, or with `of.sparse` a coalesced sparse COO tensor,
     for which the CPU waits for the device.
 
-    flat: the result of `reduced`.
+    flat: the result of `reduced`, which this function overwrites. Dense gradients share one allocation.
     """
+    sharding = of.plan.sharding
+    if not of.sparse:
+        if of.factor != 1.0:
+            flat *= of.factor
+        return of_tables(flat.to(sharding.dtype), sharding)[0]
+    grads, flags = of_tables(flat, sharding)
     found = []
-    for config, (grad, is_read) in zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True):
-        grad = (grad * of.factor).to(config.dtype)
-        if of.sparse:
-            at = is_read.nonzero().t()
-            grad = torch.sparse_coo_tensor(at, grad[at[0]], grad.shape, is_coalesced=True, check_invariants=False)
-        found.append(grad)
+    for config, grad, is_read in zip(sharding.tables, grads, _are_read(flags, sharding), strict=True):
+        at = is_read.nonzero().t()
+        values = (grad[at[0]] * of.factor).to(config.dtype)
+        found.append(torch.sparse_coo_tensor(at, values, grad.shape, is_coalesced=True, check_invariants=False))
     return found

@@ -6,7 +6,7 @@ One native call computes the key. With torch's API, each property of each tensor
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 
@@ -37,3 +37,11 @@ def layout_of(tensors: list[torch.Tensor]) -> Hashable:
         return READER.read(tensors, torch.is_grad_enabled())
     except RuntimeError:  # tensors without memory, such as those in a trace of torch.compile
         return None
+
+
+def known_layout(known: Mapping[int, Hashable], number: int, tensors: list[torch.Tensor]) -> tuple[Hashable, bool]:
+    """Return the key of `tensors` (`layout_of`), and True if `known[number]` is the same key, so that no check is needed."""
+    layout, before = layout_of(tensors), known.get(number)
+    if layout is None or layout != before:
+        return layout, False
+    return before, True  # the known object has already computed its hash

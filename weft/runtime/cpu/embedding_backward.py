@@ -105,18 +105,19 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, rece
 
 
 def gradients_of_tables(
-    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
+    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None,
+    out: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor.
 
-    dtype: the dtype of the result; by default the tables' dtype.
+    dtype: the dtype of the result; by default the tables' dtype. out: zeros for dense gradients, one tensor per table.
     """
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     counts = rows.counts()
     sizes = counts if of.sparse else [table.num_embeddings for table in tables]
     make = torch.empty if of.sparse else torch.zeros
-    values = [
+    values = out or [
         make(size, table.embedding_dim, dtype=dtype or table.dtype) for size, table in zip(sizes, tables, strict=True)
     ]
     memory = np.zeros((len(tables), 5), dtype=np.int64)
@@ -132,6 +133,16 @@ def gradients_of_tables(
         shape = table.num_embeddings, table.embedding_dim
         found.append(torch.sparse_coo_tensor(indices, value, shape, is_coalesced=True, check_invariants=False))
     return found
+
+
+def rows_read(of: ForwardCall, rows: _core.SortedRows) -> torch.Tensor:
+    """Return a flag for each row of all tables of this rank, float32: 1 if the batch reads the row."""
+    sharding, flags = of.plan.sharding, []
+    for number, (index, count) in enumerate(zip(sharding.local_tables(of.rank), rows.counts(), strict=True)):
+        indices = torch.empty(1, count, dtype=torch.int64)
+        rows.rows(number, indices.data_ptr())
+        flags.append(torch.zeros(sharding.tables[index].num_embeddings).index_fill_(0, indices[0], 1.0))
+    return torch.cat(flags)
 
 
 def gradients_of_weights(

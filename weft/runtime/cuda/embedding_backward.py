@@ -40,6 +40,7 @@ __all__ = [
     "by_owner",
     "gradients_of_tables",
     "gradients_of_weights",
+    "rows_read",
     "sort_ahead",
     "sorted_rows",
     "sum_of_squares",
@@ -130,12 +131,13 @@ def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torc
 
 
 def gradients_of_tables(
-    of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
+    of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None,
+    out: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor, for which
     the CPU waits for the device.
 
-    dtype: the dtype of the gradients; by default the tables' dtype.
+    dtype: the dtype of the gradients; by default the tables' dtype. out: zeros for dense gradients, one tensor per table.
     """
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
@@ -147,7 +149,7 @@ def gradients_of_tables(
         at: list[int] = torch.searchsorted(linear, edges).tolist()
         first_runs, sizes = at[:-1], [end - begin for begin, end in pairwise(at)]
     make = torch.empty if of.sparse else torch.zeros
-    values = [
+    values = out or [
         make(size, table.embedding_dim, dtype=dtype or table.dtype, device=device)
         for size, table in zip(sizes, tables, strict=True)
     ]
@@ -168,6 +170,15 @@ def gradients_of_tables(
         )
         for table, value, base, first in zip(tables, values, shape.bases, first_runs, strict=True)
     ]  # fmt: skip
+
+
+def rows_read(of: ForwardCall, rows: Rows) -> torch.Tensor:
+    """Return a flag for each row of all tables of this rank, float32: 1 if the batch reads the row."""
+    shape, arrays, device = rows.shape, rows.tensors, rows.buffer.device
+    is_run = torch.arange(rows.count, device=device) < arrays.runs
+    row = torch.where(is_run, arrays.keys.to(torch.int64) // shape.split, shape.rows)
+    read = torch.zeros(shape.rows + 1, dtype=torch.float32, device=device)  # the last flag is for ids out of range
+    return read.index_fill_(0, row, 1.0)[:-1]
 
 
 def gradients_of_weights(
