@@ -1,4 +1,4 @@
-"""`python -m weft.cli`, for launchers that take a module: `torchrun -m weft.cli bench ...`."""
+"""`python -m weft.cli`, for launchers that start a module, such as `torchrun -m weft.cli bench ...`."""
 
 from weft.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands with their arguments and help. `weft.bench` and `weft.cli.doctor` do the work."""
+"""The commands with their arguments and help. `weft.bench`, `weft.studies` and other modules of `weft.cli` do the work."""
 
 from __future__ import annotations
 

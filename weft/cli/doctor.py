@@ -1,7 +1,6 @@
 """The report of `weft doctor`: what works on this machine, what weft will use, and how to get missing parts.
 
-A failing check does not stop the others: on broken installations imports may crash, and libraries may report wrong
-facts.
+A failing check does not stop the others, because imports of a broken installation may raise any error.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. State "missing": weft works without the item. State "broken": weft does not work until
-    the item is fixed.
+    """One line of the report. Its state is "missing" if weft works without the item, and "broken" if weft does not work
+    until it is fixed.
     """
 
     what: str
@@ -246,7 +245,7 @@ def _nvshmem() -> Finding:
 
 
 def _nccl() -> Finding:
-    """Report the version of NCCL, and the parts of NCCL's device API that this version has."""
+    """Report the version of NCCL, and which parts of NCCL's device API it has."""
     torch: Any = _import("torch")
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return Finding("NCCL", "missing", "only on GPUs; CPU ranks use gloo")
@@ -255,7 +254,7 @@ def _nccl() -> Finding:
 
 
 def device_api(version: tuple[int, ...]) -> str:
-    """Return a description of the sends that kernels can start themselves with this version of NCCL."""
+    """Return a description of the sends that a GPU kernel can start itself with this version of NCCL."""
     if version < (2, 28):
         return "without a device API, which 2.28 has"
     sends = "and to other hosts (GIN)" if version >= (2, 28, 7) else "but not to other hosts, for which 2.28.7 has GIN"
@@ -283,7 +282,9 @@ def _package(title: str, name: str, fix: str) -> Finding:
 
 
 def _planning() -> Finding:
-    """Report the source of the planner's numbers for each number of ranks."""
+    """Report, for each number of ranks, from where the planner takes the machine's numbers: a calibration, a file, or
+    the driver.
+    """
     from weft.hw import machine_of
     from weft.plan import calibrated
     from weft.plan.self_calibration import WHAT

@@ -1,6 +1,7 @@
 """The report of `weft doctor --group`: the host and device of each rank, and the connection between each pair of ranks.
 
-A launcher starts the command on every rank. The ranks form a gloo process group, which needs neither a GPU nor NCCL.
+A launcher such as torchrun starts the command on every rank. The ranks form a gloo process group, which needs neither a
+GPU nor NCCL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Seat:
-    """The host, process and device of a rank.
+    """The host, the process and the device of one rank.
 
     gpu: the name of the rank's GPU, or "". cores: the number of CPU cores that the rank may use.
     """
@@ -46,8 +47,8 @@ class Seat:
 class GroupReport:
     """The results of the checks.
 
-    seats: the host, process and device of rank 0, 1, ....
-    paths: {(lower rank, higher rank): connection of the two ranks}.
+    seats: the host, process and device of each rank, in rank order.
+    paths: {(lower rank, higher rank): how the two ranks are connected}.
     round_trip_us: the median time of a small all-gather over the control connections.
     """
 
@@ -69,7 +70,7 @@ class GroupReport:
 def examine_group(group: dist.ProcessGroup) -> GroupReport:
     """Return the report, equal on all ranks. All ranks must make this call.
 
-    Errors of `weft.symm.communicator`, such as an unreachable rank, are raised unchanged.
+    Raises the errors of `weft.symm.communicator`, for example if a rank cannot be reached.
     """
     comm = symm.communicator(group, "cpu")
     seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
@@ -108,7 +109,7 @@ def _path(one: Seat, other: Seat) -> str:
 
 
 def print_group(report: GroupReport) -> None:
-    """Print the host and the device of each rank. Print each kind of connection, with the pairs of ranks that it connects."""
+    """Print the host and the device of each rank, and which pairs of ranks have which kind of connection."""
     world = len(report.seats)
     print(f"{counted(world, 'rank')} on {counted(len(report.hosts), 'host')}\n")
     for host in report.hosts:
@@ -140,8 +141,8 @@ def print_group(report: GroupReport) -> None:
 
 
 def topology_of(report: GroupReport) -> str:
-    """Return a topology file for `weft plan --topology FILE`, in which all links have the speed of the slowest measured
-    link.
+    """Return the text of a topology file for `weft plan --topology FILE`. All its links have the speed of the slowest
+    measured link.
     """
     rate = min(link.bytes_per_us for link in report.links)
     trip_us = max(link.round_trip_us for link in report.links)
@@ -156,7 +157,7 @@ def topology_of(report: GroupReport) -> str:
 
 
 def _write_links(path: Path, report: GroupReport) -> str:
-    """Write the topology to `path` if links were measured. Return a sentence that tells the user what was written."""
+    """Write the topology to `path` if links were measured. Return a sentence for the user on what was written."""
     if not report.links:
         return f"--links {path}: nothing is written, because no links between hosts were measured"
     write_whole(path, topology_of(report))
@@ -164,7 +165,9 @@ def _write_links(path: Path, report: GroupReport) -> str:
 
 
 def run(links: Path | None = None) -> int:
-    """Run the command on this rank; return its exit status. links: the file to write the topology to, on rank 0."""
+    """Run `weft doctor --group` on this rank, and return its exit status. links: the file for the topology, which rank
+    0 writes.
+    """
     if not env.under_torchrun():
         print(
             "weft doctor --group must be started by a launcher, on every host, such as\n"

@@ -1,4 +1,4 @@
-"""Groups of commands. The error for an unknown name lists the known names."""
+"""Groups of commands, whose error for an unknown command lists the known commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.bench.core.arguments import one_of
 
 
 class Named(TyperGroup):
-    """A group of named commands."""
+    """A group of commands. For an unknown command, its error lists the known commands."""
 
     noun = "command"
     """The word for a command of the group in error texts, such as "operator"."""

@@ -1,4 +1,4 @@
-"""Code that `weft plan` and `weft sim` share: a command for each operator, with arguments, help, and limits on ranks."""
+"""Code that `weft plan` and `weft sim` share: a command for each operator, with its arguments and help."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ _MANY = "Plans for 256 GPUs take some seconds."
 
 
 class Operators(Named):
-    """The group with a command for each operator. Operators are imported on demand, because other commands do not need
-    numpy.
-    """
+    """A group with a command for each operator. It imports operators on demand, because they need numpy."""
 
     run: ClassVar[Callable[..., None]]
     """The function that all commands call. Its first argument is the operator's name."""
@@ -62,7 +60,7 @@ class Operators(Named):
 
 
 def _layers(command_name: str) -> Any:
-    """Return the command `tensor_parallel`, whose only output is the hint that layers are not operators."""
+    """Return the command `tensor_parallel`. It only prints that layers are planned operator by operator."""
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
     told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
@@ -81,10 +79,10 @@ def _layers(command_name: str) -> Any:
 
 
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
-    """Return the command of an operator.
+    """Return the command of operator `name`. Its help is the first paragraph of the problem's docstring, and the
+    docstring of the problem's `sized`, which defines M, N and K.
 
-    The help is the first paragraph of the problem's docstring, followed by the docstring of `sized`, which defines M, N
-    and K and has examples. `--option` lists the keywords of `sized` after dtype.
+    `--option` accepts the keyword arguments of `sized` that follow dtype.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -117,9 +115,7 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the parameter `--option`, whose help lists the operator's own options. Hide the parameter if there are
-    none.
-    """
+    """Return the parameter `--option`, whose help lists the operator's own options. It is hidden if there are none."""
     from weft.builders.options import keywords
 
     listed = []
@@ -136,7 +132,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def shape_option(also: str) -> Any:
-    """Return the parameter `--shape`. also: text to append to the help, such as the names of GEMMs that are also legal."""
+    """Return the parameter `--shape`. also: text to append to its help, such as other values that it accepts."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
         "K: the summed dimension."
@@ -199,7 +195,7 @@ def arguments(
     topology: str | None,
     option: list[str] | None,
 ) -> dict[str, Any]:
-    """Return the arguments of the problem of operator `op`: sizes, ranks and own options."""
+    """Return the keyword arguments that describe a problem of operator `op`: sizes, ranks and own options."""
     from weft.builders.problem import option_from_text
     from weft.hw.topology import ranks_of
 
@@ -216,8 +212,8 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Context manager: disable the garbage collector's search for reference cycles. The search would take a third of the
-    time and find nothing, because steps form no cycles.
+    """Context manager: disable the garbage collector, which would take a third of the time. It would find nothing,
+    because steps form no reference cycles.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -232,8 +228,8 @@ def without_collection() -> Iterator[None]:
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
     """Parse `--shape`; return (M, N, K).
 
-    ranks: if the text may also be the name of a GEMM of FiCCO, such as "g1": the number of ranks, by which N of this GEMM is
-        divided. None if the text must be sizes.
+    ranks: None if the text must be sizes. Otherwise the text may also name a GEMM of FiCCO, such as "g1", whose N is
+    divided by `ranks`.
     """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:

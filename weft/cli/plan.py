@@ -1,4 +1,4 @@
-"""`weft plan OP`: print the schedule that would be chosen for a shape, on this or another machine, and the reason.
+"""`weft plan OP`: print which schedule weft would select for a shape, on this or another machine, and why.
 
 The command needs neither torch nor a GPU.
 """
@@ -164,10 +164,10 @@ _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: width}; width 0 means that the column is omitted. room: the width of the terminal.
+    """Return {index of a column: width} for a terminal of width `room`; width 0 omits the column.
 
-    A column of numbers is at least as wide as its longest word, so numbers are never cut. The last column wraps. Names
-    wrap only if needed.
+    Columns of numbers are at least as wide as their longest word, so that no number is cut. The last column wraps, and
+    the column of names wraps if needed.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
@@ -199,7 +199,7 @@ def _pieces(name: str) -> list[str]:
 
 
 def _at_commas(name: str, width: int) -> str:
-    """Return the name, broken into lines of at most `width`, only at its commas."""
+    """Return the name in lines of at most `width` characters, broken only at commas."""
     lines = [""]
     for piece in _pieces(name):
         if len(lines[-1]) + len(piece) > width:

@@ -208,7 +208,7 @@ def all_studies(
 
 
 def _has(records: Path | None, study: Any) -> bool:
-    """True if a file has records of a study."""
+    """True if the file `records` has records of the study."""
     from weft.bench.core import records as files
 
     return records is not None and any(one.get("study") == study.STUDY for one in files.read([records]))

@@ -1,4 +1,4 @@
-"""`weft sim OP`: simulate every schedule of an operator on any modelled machine, and compare the times with a lower
+"""`weft sim OP`: simulate every schedule of an operator on a modelled machine, and compare the times with a lower
 bound.
 
 The command needs neither torch nor a GPU.

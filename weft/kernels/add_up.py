@@ -1,20 +1,22 @@
-"""Reduction of several ranks' results in one pass: each part is read once, and the sum is rounded once and written
-once.
+"""Reduction of the results of several ranks in one pass: each part is read once, and the sum is rounded once and
+written once.
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-Additions by torch would read and write memory once per part. With `NORM`, the program that has reduced a row also computes
-its RMSNorm, the next operation in a transformer, from the rounded row:
+Additions by torch would read and write the sum once per part. With `NORM`, the program that has reduced a row also
+computes its RMSNorm from the rounded row, as the next operation of a transformer does:
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
-A part is a matrix in memory of this device or of a peer, given by its address and its row pitch in items. A pitch of 0 adds
-one row to all rows. Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base,
-offset, pitch). If base is 0, offset is the part's address. If the address changes between launches, base is the number, from
-1, of one of the arguments part1..4, and offset counts bytes from this argument.
+A part is a matrix in memory of this device or of a peer, given by its address and its row pitch. The pitch is the
+number of items from a row to the next. With pitch 0, the part's only row is added to all rows.
+
+Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base, offset, pitch). A part
+whose address is the same in all launches has base 0, and offset is its address. Otherwise base is 1 to 4, for the
+argument part1 to part4, and offset is the number of bytes from the address in this argument to the part.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
-    reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
+reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to the first item of row `row` of the matrix at `address`. Tell the compiler the row's alignment, so
-    that it loads 16 bytes at a time.
+    """Return a pointer to row `row` of the matrix at `address`, with its alignment, which lets the compiler load 16
+    bytes at a time.
     """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
@@ -42,7 +44,7 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 sum of all parts at `columns` of `row`."""
+    """Return the fp32 sum of all parts, for the elements `columns` of row `row`."""
     if PARTS <= 4:
         total = _part(part1, pitch1, row, columns, inside, DTYPE, ALIGN)
         if PARTS > 1:
@@ -80,11 +82,12 @@ def add_up_kernel(
     PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """Run the reduction that the module docstring describes. The grid has one program for each BLOCK of columns of each row,
-    or with NORM one for each row.
+    """Run the reduction that the module docstring describes. Grid: one program per BLOCK columns of a row, or with NORM
+    one program per row.
 
-    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE. cols, pitches and addresses are
-    multiples of ALIGN items. Without ADD, the only part is `out` itself, which stays unchanged.
+    out, part1..4, normed, weight: addresses. cols: the number of columns. cols and pitches count items of type DTYPE.
+    cols, pitches and addresses are multiples of ALIGN items. ADD: False if the only part is `out` itself, so that only
+    its norm is computed.
     """
     cols = cols // ALIGN * ALIGN  # no change of the value, but it tells the compiler the alignment
     within = tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
-"""The kernel of `weft.schedule.steps.Agree`: it compares the counts that each rank sent along with its rows with the counts
-that this rank expects.
+"""The kernel of `weft.schedule.steps.Agree`. Each rank sends, with its rows, how many rows it sends to each rank. The
+kernel compares these counts with the counts that this rank expects.
 
-There is one program for each source rank. If the counts from this rank differ from the expected counts, the program fills
-the rows received from it with NaN (bytes 0xFF). It also writes 1 + the rank to pinned memory.
+There is one program for each source rank. If the source's counts differ from the expected counts, the program fills the
+rows received from it with NaN (bytes 0xFF), and writes 1 + the rank to pinned memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compare the numbers of rows that each rank sent with the expected numbers. If they differ for a rank, fill all rows from
-    this rank with NaN.
-
-    W is the world size, and `counts` is the number of counts per pair of ranks.
+    """Run the comparison that the module docstring describes. A pair of ranks has `counts` counts. W is the number of
+    ranks.
 
     expected: int64 `[W, counts]`, the numbers of rows that this rank expects from each rank.
-    sent: int64 `[W * W, counts]`. Each rank contributes a table `[W, counts]`, in which row number `row` belongs to this rank.
-    differs: int32 `[1]` in pinned memory, for 1 + a rank whose counts differ.
+    sent: int64 `[W * W, counts]`. Line i * W + j has the numbers of rows that rank i sent to rank j. row: the number j
+        of this rank.
+    differs: int32 `[1]` in pinned memory, set to 1 + a rank whose counts differ.
     out: the address of the received rows, `out_rows x width` contiguous items of type ITEM.
     """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)

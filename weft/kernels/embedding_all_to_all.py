@@ -107,7 +107,7 @@ _PUT = tl.constexpr(PUT)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Record in pinned memory why a call has failed. If several programs fail at the same time, they write the same values."""
+    """Write to pinned memory why a call has failed. Programs that fail at the same time write the same values."""
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)
@@ -174,21 +174,25 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
-    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a sample.
+    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a
+        sample.
     values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64.
-    timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its peers.
-    is_even: 1 if the first `batch % WORLD` ranks have `batch // WORLD + 1` samples, and the others `batch // WORLD`.
-    batch_starts `[WORLD + 1]`: the first sample of each rank, and the end; not read if is_even. first_sample: the sample
-        that is pooled first.
-    flags_before, flags_total_per_sample: the number of flags of a sample, one for each slice: those of slices from lower
-        ranks, and all flags.
-    out_addresses, signal_addresses, flag_addresses `[WORLD]`: every rank's memory as mapped on this device. out_slot,
-        out_slot_bytes: the index of this rank's output buffer, and the size of each buffer.
-    staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`: local device memory. record `[RECORD_WORDS]`: pinned memory.
+    timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its
+        peers.
+    batch: the number of samples of all ranks. is_even: 1 if ranks have `batch // WORLD` samples, and the first `batch %
+        WORLD` ranks one more. batch_starts `[WORLD + 1]`: otherwise, the first sample of each rank, and the end.
+    first_sample: the sample that is pooled first.
+    flags_total_per_sample: the number of flags for a sample, one for each slice of any rank. flags_before: how many of
+        them are for slices of lower ranks.
+    out_addresses, signal_addresses, flag_addresses `[WORLD]`: addresses of every rank's memory, as mapped on this
+        device.
+    out_slot: the index of the output buffer that this rank uses. out_slot_bytes: the size of an output buffer.
+    staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`: local device memory. record `[RECORD_WORDS]`: pinned
+        memory.
 
     DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs.
-    ENTER, EXIT: if several launches form one call, ENTER is on only in the first, and EXIT only in the last.
-    WAIT: off if one process runs all ranks one after the other.
+    ENTER, EXIT: if several launches form one call, ENTER is True only in the first, and EXIT only in the last.
+    WAIT: False if one process runs all ranks one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

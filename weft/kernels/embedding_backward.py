@@ -4,20 +4,21 @@ of the row.
     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 
 An occurrence is one id of one bag. `weft.kernels.embedding_runs` has grouped the occurrences of each row into a run.
-`starts` contains the first occurrence of each run, and `places` the offset of each occurrence's gradient.
+`starts` contains the index of each run's first occurrence, and `places` the offset of each occurrence's gradient in
+`grads`.
 
 Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into
-segments of that length, beginning at its first occurrence. `segment_sums_kernel` sums each segment, tile by tile, and
-`run_sums_kernel` adds the sums of segments. So a sum depends only on the run and on constants, not on the grid, timing,
-or other runs. A row that occurs a million times keeps many programs busy. No atomics are needed.
+segments of this length. `segment_sums_kernel` sums each segment, and `run_sums_kernel` adds these sums. So a sum
+depends only on the run and on constants, not on the grid, timing, or other runs. No atomics are needed, and a row that
+occurs a million times keeps many programs busy.
 
-Speed. Most rows occur once or twice, so the chain of dependent loads (start of the run, places, gradients, row) dominates
-the time. A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN` allows vector
-loads.
+Speed. Most rows occur once or twice, so a chain of dependent loads (start of the run, places, gradients, row) takes
+most of the time. A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN`
+allows vector loads.
 
-Program p of n handles the runs or groups p, p + n, p + 2 n and so on, because only the device knows their number. The update
-rules are those of `weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a captured
-launch can be replayed.
+Only the device knows the number of runs. So program p of n handles the runs or groups p, p + n, p + 2 n and so on. The
+update rules are those of `weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a
+captured launch can be replayed.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _table_of(tables, count, row, STEPS: tl.constexpr):
-    """Return the line in `tables` of the embedding table that contains the linear row `row`: the last of `count` tables
-    whose first row is at most `row`.
+    """Return a pointer to the line of `tables` that describes the table of row `row`. Rows are numbered over all tables
+    (linear rows).
 
-    STEPS: the number of halvings from `count` to 1.
+    count: the number of tables. STEPS: the number of steps of the binary search.
     """
     low = row * 0
     high = low + count
@@ -78,8 +79,8 @@ def segment_sums_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the gradients of each segment of long runs to the segment's row of `partials`, fp32 `[segments,
-    BLOCK_D]`.
+    """Sum the gradients of each segment of a long run, and write the sum to the segment's row of `partials`, fp32
+    `[segments, BLOCK_D]`.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for segment in range(tl.program_id(0), tl.load(counters + _SEGMENTS), tl.num_programs(0)):
@@ -109,8 +110,8 @@ def run_sums_kernel(
     starts, long_runs, first_segment, counters, partials,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of `partials` of all segments of each long run, in order. Write the sum to the row of the run's first
-    segment.
+    """Sum the rows of `partials` that belong to the segments of a run, in order, and write the sum to the row of the
+    first segment.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for number in range(tl.program_id(0), tl.load(counters + _LONG_RUNS), tl.num_programs(0)):
@@ -161,7 +162,8 @@ def _gradient(
 ):  # fmt: skip
     """Return the gradients of one occurrence of each of GROUP runs, fp32 `[GROUP, BLOCK_D]`.
 
-    at: for each run, the index of its occurrence. there: False for runs without this occurrence, whose gradients are 0.
+    at: the index of the occurrence, for each run. there: False for runs that have no such occurrence; their gradient is
+    0.
     """
     place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
@@ -178,18 +180,19 @@ def update_rows_kernel(
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the gradient of every run, and apply the rule to its row. A program works on GROUP runs at a time.
+    """Reduce the gradient of every run, and apply the update rule to its row. A program works on GROUP runs at a time.
 
-    run_keys: the sort key of each run, ascending: linear row * SPLIT + the number of the slot among its table's
-        slots.
-    RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6. Rule 0 writes the gradient to the table's output. The row of
-        the output is the table row, or with SPARSE the number of the run among the table's runs. Rule 6 writes the sum of the
-        gradient's squares to the run's element of `extra`, fp32.
+    run_keys: the sort key of each run, ascending (see `weft.kernels.embedding_runs`).
+    RULE: the number of an `EmbeddingOptimizer`'s rule; 0 to write gradients instead of an update; 6 to write their
+        norms. Rule 0 writes to the output of the table. The row there is the table row, or with SPARSE the index of the
+        run among the runs of its table. Rule 6 writes the sum of the gradient's squares to the run's element of
+        `extra`, fp32.
     numbers: the rule's constants, fp32. learning_rate: fp32 `[]`.
-    extra: with STOCHASTIC the seed, int64 `[1]`.
-    skipped: int64, the count of rows that SKIP left unchanged, because their gradient is infinite or NaN.
+    extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
+    SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
     ok: int64 `[1]`; if it is 0, nothing is written.
-    UNIFORM: all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in elements.
+    UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in
+        elements.
     DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables, STEPS: see `_table_of`.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
@@ -312,9 +315,10 @@ def add_each_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Apply SGD without a sort of the ids: for each occurrence, add -rate * factor * gradient to its fp32 row with atomics.
+    """Apply SGD without sorting the ids: add -rate * factor * gradient of each occurrence to its fp32 row, with
+    atomics.
 
-    The order of additions to a row, and so the row's last bits, differ between launches.
+    The order of additions differs between launches, and so do the last bits of a row.
 
     keys: the keys of the occurrences, in any order. ok: int64 `[1]`; if it is 0, nothing is added.
     """
@@ -346,8 +350,8 @@ def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write for each occurrence the gradient of its per-sample weight: the dot product of the bag's gradient and the table
-    row. It is 0 if the id is out of range.
+    """Write the gradient of each occurrence's per-sample weight: the dot product of the bag's gradient and the table
+    row, or 0 for an id out of range.
 
     keys: the keys of the occurrences, in any order.
     """
@@ -372,13 +376,13 @@ def gradients_of_weights_kernel(
 def by_owner_kernel(
     grad, send, table, rows, stride, chunks, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Reorder the columns of `grad` by the rank that owns them. Write a block [rows, columns of the rank's tables] for each
-    rank to `send`, one block after the other.
+    """Reorder the columns of `grad` by the rank that owns their table. For each rank, one after the other, write a
+    block [rows, columns of the rank's tables] to `send`.
 
     grad: rows are stride * WIDTH elements apart.
-    table: int64 [chunks, OWNER_FIELDS]. Each line describes WIDTH consecutive columns, in the order of the blocks. It has their
-        first column in grad, the number of columns of all earlier blocks, the width of their block, and their first column in
-        this block. All numbers are multiples of WIDTH.
+    table: int64 [chunks, OWNER_FIELDS]. A chunk is WIDTH consecutive columns. Its line says where they are: the first
+        column in grad, and the first column in the block. Between them are the total width of all earlier blocks, and
+        the width of the block. All are multiples of WIDTH.
 
     Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
     """

@@ -1,6 +1,8 @@
-"""Device functions that read bags of embedding ids: the next unit of work, the bounds of a bag, its ids, and its table rows.
+"""Device functions that read bags of embedding ids: the next unit of work, the bounds of a bag, its ids, and its table
+rows.
 
-`weft.kernels.embedding_all_to_all` pools the bags. Its launcher makes the tables of slots (features) and units.
+`weft.kernels.embedding_all_to_all` pools the bags. A slot is a feature of this rank; a unit of work is some slots of
+one sample. The launcher makes the tables `slots` and `units`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _IDS = tl.constexpr(IDS)
 
 @triton.jit
 def row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id. With HASH, this is a hash of the id (the finalizer of splitmix64) modulo the number of
-    rows. Otherwise it is the id.
+    """Return the table row of an id: the id itself, or with HASH a hash of the id (the finalizer of splitmix64) modulo
+    the number of rows.
     """
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
@@ -37,8 +39,8 @@ def row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
-    """Return (sample, first slot, end slot) of unit number `unit`. The units of `first_sample` come first. Sample 0 follows
-    the last sample.
+    """Return (sample, first slot, end slot) of unit number `unit`. Units are numbered sample by sample, from
+    `first_sample` to the last sample and then from sample 0.
 
     If `unit` is too large, return the first unit, which the caller must ignore.
     """
@@ -52,9 +54,9 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag, clamped to `values`, and the new value of `cut`.
+    """Return (start, end, cut): the bounds of a bag in `values`, clamped to its size, and the updated counter `cut`.
 
-    cut: a counter of bags whose bounds were outside of `values`.
+    cut: the number of bags whose bounds had to be clamped. valid: False for lanes without a bag.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
@@ -75,9 +77,10 @@ def load_ids(values, start, end, lanes):
 def rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Return the row numbers of a block of ids, and -1 for lanes past the end of the bag and for ids out of range.
+    """Return (table rows of a block of ids, bad, bad_at). A row is -1 for a lane past the end of the bag, and for an id
+    out of range.
 
-    Each lane counts its bad ids and records the position of its first bad id.
+    bad: each lane's count of ids out of range. bad_at: the position of the first of them.
     """
     inside = at < end
     row = row_of(ids, rows_in_table, HASH)
@@ -95,8 +98,8 @@ def load_rows(
     weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
     WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the table rows with numbers `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, multiplied by their
-    per-sample weights. For the number -1, the row is zero.
+    """Return the table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, times their per-sample weights.
+    Row -1 gives zeros.
     """
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0
@@ -113,7 +116,7 @@ def load_rows(
 
 @triton.jit
 def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
-    """Return the end of each rank's samples in the global batch, int32, for the vector `ranks`."""
+    """Return the index in the global batch after the last sample of each rank, int32. ranks: a vector of rank numbers."""
     if is_even != 0:
         ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
     else:

@@ -1,16 +1,17 @@
 """A kernel that stores gradients of pooled vectors directly into the memory of the ranks that own the tables, without
 an all-to-all.
 
-    inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
-    signals    of each rank, in symmetric memory. Values are numbers of calls (epochs): for each peer `free` (the last call
-               whose gradients the peer has used), then for each peer `arrived` (the last call whose gradients have arrived
-               here from the peer)
+Each rank has two buffers in symmetric memory:
+
+    inbox      [global batch, columns of the rank's tables], for gradients from all ranks
+    signals    two words for each peer, whose values are call numbers (epochs). `free`: the last call whose gradients the peer has
+               used, so that its inbox is free. `arrived`: the last call whose gradients have arrived here from the peer
 
 1. A program waits until every peer's inbox is free for this call.
-2. It stores pieces (columns of a block of samples) at their owners, remote owners first.
+2. It stores pieces (columns of a block of samples) in the inboxes of their owners, remote owners first.
 3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores
-   the number of this call. Its arrival counter is acquire-release at system scope, so the release covers the stores of all
-   programs.
+   the number of this call. Its arrival counter is acquire-release at system scope, so the release covers the stores of
+   all programs.
 4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
 Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
@@ -54,8 +55,8 @@ _POISON = tl.constexpr(POISON)
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until all words in the vector of addresses `word` are at least `wanted`. Return 0. If the wait ends early, record
-    the failure and return 1.
+    """Wait until all words of the vector of addresses `word` are at least `wanted`, and return 0. If the wait ends
+    early, record the failure and return 1.
     """
     found = wait_at_least(words(word), wanted, deadline_ns, PTX)
     lowest = tl.min(found, 0)
@@ -76,11 +77,11 @@ def push_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store the columns of `grad` `[samples, stride]` in the inboxes of the ranks that own them.
+    """Store the columns of `grad` `[samples, stride]` in the inboxes of the ranks that own their tables.
 
-    pieces `[count_of_pieces, PIECE_FIELDS]`, each at most BLOCK columns wide. inboxes, signals `[WORLD]`: addresses of
-    every rank's memory as mapped on this device; inboxes have the type DTYPE. first_sample: the number of this rank's
-    first sample in the global batch. WAIT is off if one process runs all ranks.
+    pieces `[count_of_pieces, PIECE_FIELDS]`: ranges of at most BLOCK columns, and their owners. inboxes, signals
+    `[WORLD]`: addresses of every rank's memory, as mapped on this device. inboxes have the type DTYPE. first_sample:
+    the index of this rank's first sample in the global batch. WAIT: False if one process runs all ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + _EPOCH) + 1
@@ -129,7 +130,7 @@ def push_kernel(
 
 @triton.jit
 def free_kernel(signals, state, RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, PTX: tl.constexpr):
-    """Notify every peer that this rank no longer needs the gradients of the last call. Launched with one program."""
+    """Notify every peer that this rank has used the gradients of the last call. Grid: one program."""
     ranks = tl.arange(0, WORLD_P2)
     peer = (ranks < WORLD) & (ranks != RANK)
     theirs = tl.load(signals + tl.where(peer, ranks, RANK))

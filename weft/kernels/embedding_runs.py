@@ -1,19 +1,18 @@
-"""Kernels that compute a key for each id of a batch, and after a sort by key the runs of equal rows.
+"""Kernels that compute a sort key for each id of a batch and, after a sort by key, the runs of equal table rows.
 
-An occurrence is one id of one bag. A slot is a feature: it has one table and one key of the jagged input. Several slots may
-read one table. The sort key of an occurrence is `linear row * SPLIT + number of the slot among its table's slots`. Linear
-rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient, in
-elements.
+An occurrence is one id of one bag. A slot is a feature, with one table and one key of the jagged input. Several slots
+may read one table. The sort key of an occurrence is `linear row * SPLIT + number of the slot among its table's slots`.
+Linear rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's
+gradient, in elements.
 
-    occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of
-                         its first and its last id. It searches only between these two bags for the bags of its other
-                         ids.
+    occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of its first
+                         and last id, and only between these two bags for the bags of its other ids
     (a stable sort)      of keys, together with the indices of the occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
     sum_runs_kernel      the prefix sums of these numbers
     runs_kernel          start and key of each run; places and scales in sorted order
-    long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number the segments, so the numbers
-                         differ between calls, but the sums do not.
+    long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number the segments, so their numbers
+                         differ between calls, but the sums do not
 
 All results stay on the device. Memory is allocated for the largest possible numbers of runs and segments.
 """
@@ -39,8 +38,8 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the index of the last offset that is at most `at`; -1 if there is none. Each round of loads divides the range of
-    candidates by _PARTS.
+    """Return the index of the last of `offsets` that is at most `at`, which is the bag of id number `at`. -1 if there
+    is none.
 
     offsets: `[bags + 1]`, ascending.
     """
@@ -64,14 +63,17 @@ def occurrences_kernel(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     BAG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, places and scales of all occurrences, one layer of slots after the other. If several slots read the same key
-    of the input, they are in different layers.
+    """Write keys, places and scales of all occurrences. Grid: (blocks, layers).
 
-    values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: for each layer, the slot that
-        reads each key of the input, or -1.
+    A key of the input that several slots read needs several layers, because a layer has at most one slot for each key.
+    Results have the occurrences of the first layer first.
+
+    values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot that reads a
+        key of the input in this layer, or -1.
     stride: the number of elements between the gradients of two samples. no_row: the sort key of ids out of range.
-    over_length, fp32: 1 / length of the bag for mean pooling, else 1. scales, fp32: the per-sample weight times over_length.
-    BAG: the type of indices of bags. Grid: (blocks, layers).
+    over_length: fp32, 1 / length of the bag for mean pooling, else 1. scales: fp32, the per-sample weight times
+        over_length.
+    BAG: the type of indices of bags.
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)
@@ -120,8 +122,8 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return the sorted keys at the indices `at`, and two masks: the occurrences that begin a run, and the first occurrence
-    that is out of range.
+    """Return the sorted keys at the indices `at`, a mask of those that begin a run, and a mask of the first that is out
+    of range.
     """
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)
@@ -141,7 +143,7 @@ def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: t
 
 @triton.jit(do_not_specialize=["blocks"])
 def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
-    """Replace `ends`, the number of runs that begin in each block, by its inclusive prefix sums. Launched with one program.
+    """Replace `ends`, the number of runs that begin in each block, by its inclusive prefix sums. Grid: one program.
 
     Also write the number of all runs to `runs`, and 0 to both counters.
     """
@@ -165,8 +167,8 @@ def runs_kernel(
 ):  # fmt: skip
     """Write the first occurrence and the key of each run, and the places and scales of all occurrences in sorted order.
 
-    ends: for each block, the number of runs that begin in this or an earlier block. starts: one element more than the
-        number of runs, for the end of the last run. order: the index of each sorted occurrence before the sort.
+    ends: the number of runs that begin in each block or before. starts: the first occurrence of each run, and the end
+        of the last run. order: the index before the sort, for each sorted occurrence.
     Grid: one program per block.
     """
     block = tl.program_id(0)
@@ -191,10 +193,10 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Number the segments of runs of more than SEGMENT occurrences. Write the first segment of each such run, the run of each
-    segment, and the list of these runs.
+    """Cut runs of more than SEGMENT occurrences into numbered segments. Write `first_segment` of each such run, the run
+    of each segment, and the list of these runs.
 
-    counters: the number of segments, and the number of long runs. The caller has set both to zero.
+    counters: (number of segments, number of such runs), which the caller has set to zero.
     """
     total = tl.load(runs)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):

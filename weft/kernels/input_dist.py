@@ -1,8 +1,8 @@
 """Kernels of the input distribution: they count ids, and pack the features of a rank into one message for each
 destination.
 
-A rank has the bags of all features (keys) for its own samples. Each destination needs the bags of some features. A *piece*
-is the bags of one feature for one destination. The message for a destination has 4-byte words, without gaps:
+A rank has the bags of all features (keys) for its own samples. A destination rank needs the bags of some features. A
+*piece* is the bags of one feature for one destination. The message for a destination has 4-byte words, without gaps:
 
     ids of all its pieces | lengths of all its bags (int32) | per-sample weights of all its pieces, if there are any
 
@@ -11,9 +11,9 @@ is the bags of one feature for one destination. The message for a destination ha
     pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
-A header tells a destination the number of ids of each piece. Headers are in device memory, so kernels compute all positions
-in messages from headers, and the CPU need not know them. Before the counts, a header has `HEAD` words: 1 if the source rank
-refuses its input, else 0; the number of bits of an id; and the batch size.
+A header tells a destination the number of ids of each piece. Before these counts it has `HEAD` words: 1 if the source
+rank refuses its input, else 0; the number of bits of an id; and the batch size. Headers are in device memory. Kernels
+compute all positions in messages from them, so the CPU need not know the positions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _BATCH = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["batch", "most"])
 def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
-    """Write the number of ids of each key to `counts`, or -1 if a length of the key is negative or above `most`. Grid: one
-    program per key.
+    """Write the number of ids of each key to `counts`, or -1 if a length of the key is negative or above `most`.
 
-    lengths: `[keys * batch]`.
+    lengths: `[keys * batch]`. Grid: one program per key.
     """
     key = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -52,11 +51,11 @@ def header_kernel(
 ):  # fmt: skip
     """Write this rank's own header and a header for each destination. Grid: one program.
 
-    own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the counts of all keys, and the position of the first id in
-        `values`.
-    headers `[words]`: the headers of all destinations. Word i is word `header_index[i]` of the own header.
-    most: the number of ids in `values`. GIVEN: True if the caller gave offsets, which may begin above 0 and end below `most`.
-        Otherwise bags are defined by lengths, and the counts must sum to `most`.
+    own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the counts of all keys, and the index of the first id
+        in `values`.
+    headers `[words]`: the headers of all destinations. Word i is a copy of word `header_index[i]` of the own header.
+    most: the number of ids in `values`. GIVEN: True if the caller gave offsets, which may begin above 0 and end below
+        `most`. Otherwise bags are defined by lengths, and the counts must sum to `most`.
     KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
@@ -88,7 +87,7 @@ def header_kernel(
 
 @triton.jit
 def _copy(source, target, words, BLOCK: tl.constexpr):
-    """Copy 4-byte words. All programs with the same first grid index share this copy."""
+    """Copy 4-byte words. Programs with the same index in grid dimension 0 share this copy."""
     for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         word = tl.load(source + at, mask=at < words, other=0)
@@ -100,12 +99,11 @@ def pack_kernel(
     values, lengths, weights, own, key_of_piece, rank_of_piece, messages, pieces, keys, batch,
     PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the messages for all destinations. Pieces are sorted by destination.
+    """Write the messages for all destinations. Grid: (pieces, programs that share a piece). Pieces are sorted by
+    destination.
 
     values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.
     PIECES, KEYS: powers of two, at least `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id.
-
-    Grid: (pieces, programs that share a piece).
     """
     piece, every = tl.program_id(0), tl.arange(0, PIECES)
     is_piece = every < pieces
@@ -138,12 +136,12 @@ def pack_kernel(
 
 @triton.jit
 def _write_offsets(lengths, offsets, first, bags, BAGS: tl.constexpr, SUM: tl.constexpr):
-    """Write `first` plus the exclusive prefix sums of `lengths`, int32 [bags], to `offsets`. All programs with the same first
-    grid index share this work.
+    """Write `first` plus the exclusive prefix sums of `lengths`, int32 [bags], to `offsets`. Programs with the same
+    index in grid dimension 0 share this work.
 
-    Each program scans consecutive blocks of BAGS lengths. Before, it reduces all earlier lengths, SUM at a time. This
-    reduction is much faster than a scan, and needs no results of other programs. A piece has fewer than 2^31 ids, so int32
-    suffices.
+    Each program scans consecutive blocks of BAGS lengths, after it has reduced all earlier lengths, SUM at a time. The
+    reduction is much faster than a scan, and needs no results of other programs. A piece has fewer than 2^31 ids, so
+    int32 suffices.
     """
     of_program = tl.cdiv(tl.cdiv(bags, BAGS), tl.num_programs(1)) * BAGS
     begin = tl.program_id(1) * of_program
@@ -169,8 +167,8 @@ def unpack_kernel(
 ):  # fmt: skip
     """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source.
 
-    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS, SUM: lengths that
-    are scanned and reduced at once. Grid: (sources * features, programs that share a piece).
+    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS, SUM: how many
+    lengths are scanned at once, and reduced at once. Grid: (sources * features, programs that share a piece).
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)

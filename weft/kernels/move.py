@@ -1,20 +1,23 @@
 """A copy on compute units that also waits for signals and sets signals, before and after the copy, in one launch.
 
-A launch sets the flags of `sets_before`, waits for the flags of `waits`, and copies. It copies one source to one or more
-targets, or several parts of a buffer to a target each. When all programs are done, it clears the flags of `waits`, sets
-the flags of `sets`, waits for the flags of `waits_after`, and clears them.
+A launch does this, in order:
+
+1. It sets the flags of `sets_before`, and waits for the flags of `waits`.
+2. It copies one source to one or more targets, or several parts of a buffer to a target each.
+3. When all programs are done, it clears the flags of `waits` and sets the flags of `sets`.
+4. It waits for the flags of `waits_after`, and clears them.
 
 So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
 shard to all ranks, notifies the peers, and waits for their shards. With several parts it can be an all-to-all. For the
-thread that watches deadlines, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and at
-its end (`ends`).
+thread that watches deadlines, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and
+at its end (`ends`).
 
 Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
 for copies within a device.
 
 Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags.
-    Programs count their arrivals with acquire-release at system scope. So the flags cover the stores of all programs,
-    and all programs have seen the flags of `waits`.
+Programs count their arrivals with acquire-release at system scope. So the flags cover the stores of all programs, and
+all programs have seen the flags of `waits`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ TABLES = ("targets", "parts", "sets_before", "waits", "sets", "waits_after", "be
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
-    """Store numbers at addresses: `table` has pairs (address, number)."""
+    """Store numbers at addresses. table: `count` pairs (address, number)."""
     for i in range(count):
         write_flag(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
@@ -54,9 +57,10 @@ def _extent(
     source, target, sizes, rows, width, source_pitch, target_pitch, source_rows,
     ITEM: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return (source, target, rows, width) of a copy: its addresses, its number of rows, and the number of items of a row.
+    """Return (source, target, rows, width) of a copy: its two addresses, its number of rows, and the number of items of
+    a row.
 
-    sizes: as in `move_kernel`. If it is not 0, the copy has a dynamic size.
+    sizes: as in `move_kernel`; not 0 for a copy with a dynamic size.
     """
     if sizes != 0:
         first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)
@@ -88,18 +92,19 @@ def move_kernel(
 ):  # fmt: skip
     """Run the copy and the signals that the module docstring describes.
 
-    source, target: addresses of the first rows. rows: the number of rows. width and pitches count items of type ITEM. Width,
-        pitches, addresses and offsets are multiples of ALIGN items.
-    targets `[n_targets]`: addresses of further targets for the same rows. parts `[n_parts, 4]`: further copies. The first
-        number of a part is the offset in bytes of its source from `source`. The second is the address of its target. If the
-        third is 1, the second is an offset in bytes from `target` instead. The fourth is its `sizes`.
-    sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: (address, number) to store.
-        arrivals `[1]`: zero between launches.
+    source, target: addresses of the first rows. rows: the number of rows. width and pitches count items of type ITEM.
+        Width, pitches, addresses and offsets are multiples of ALIGN items.
+    targets `[n_targets]`: addresses of further targets for the same rows.
+    parts `[n_parts, 4]`: further copies, as (offset of the source in bytes from `source`, target, is_offset, sizes).
+        The target is an address, or if is_offset is 1 an offset in bytes from the argument `target`.
+    sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: (address, number) to
+        store.
+    arrivals `[1]`: a counter, zero between launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
-        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`. early: True
-        if no peer writes the source, so that reading begins before the waits. ADD: True to add items (floating point)
-        to the target with atomics of system scope.
+        rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`.
+    early: True if no peer writes the source, so that reading may begin before the waits. ADD: True to add
+        floating-point items to the target, with atomics of system scope.
     """
     if tl.program_id(0) == 0:
         _write_flags(sets_before, n_sets_before, 1, PTX)

@@ -1,8 +1,8 @@
-"""Copy many segments of rows in one launch, for example to sort the received tokens by expert.
+"""Copy many segments of rows in one launch, for example to sort received tokens by expert.
 
-A segment is (first row of the source, first row of the target, number of rows). The device computes these numbers
-(`weft.kernels.totals`). All segments together form one sequence of blocks of rows, which the programs share evenly. To find
-the segment of a block, a program compares the block's number with running sums of the segments' numbers of blocks.
+A segment is (first row of the source, first row of the target, number of rows). The device has computed these numbers
+(`weft.kernels.totals`). Programs share the blocks of rows of all segments evenly. To find the segment of a block, a
+program compares the block's number with running sums of the numbers of blocks of the segments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def permute_kernel(
 
     own, slots, target: addresses of `[own_rows, width]`, `[slots_rows, width]` and `[target_rows, width]`. width and
         pitches count items of type ITEM. They and the addresses are multiples of ALIGN.
-    segments: the address of int64 `[n_segments, 3]`. The first `n_own` segments are read from own, the others from
+    segments: the address of int64 `[n_segments, 3]`. The source of the first `n_own` segments is own, of the others
         slots. A segment that is not inside its source is skipped. Rows beyond the target are not copied.
     """
     number = tl.arange(0, SEGMENTS_P2)

@@ -1,10 +1,10 @@
 """Signals between GPUs, as device code: 64-bit words in symmetric memory whose values only increase, stored with
 release and loaded with acquire.
 
-Order. Stores of a program's lanes before a barrier and `store_release` are visible to a reader that gets the new value
-from `load_acquire`, on this GPU or another (system scope). On NVIDIA GPUs these are the PTX instructions of the same
-names. On other GPUs, and under Triton's interpreter, they are atomics that are stronger than needed. `PTX` selects the
-implementation.
+Order. A reader that gets the new value from `load_acquire` sees the stores that the writer's program made before a
+barrier and `store_release`. The reader may be on this GPU or another (system scope). On NVIDIA GPUs both functions are
+the PTX instructions of these names. On other GPUs, and under Triton's interpreter, they are atomics that are stronger
+than needed. `PTX` selects the implementation.
 
 Waiting. `wait_at_least` polls until all words of a vector have at least the wanted value or a deadline passes. Without
 PTX there is no clock, and only the watchdog ends a wait. If a group has failed, the watchdog overwrites the words with
@@ -34,13 +34,13 @@ _STORE_RELEASE, _STORE_RELAXED = (
 
 @triton.jit
 def words(address):
-    """Return an address, or a vector of addresses, as a pointer to 64-bit words."""
+    """Return addresses as pointers to 64-bit words."""
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def now_ns(PTX: tl.constexpr):
-    """Return the device's clock in nanoseconds. Without PTX return 0, and only the watchdog keeps deadlines."""
+    """Return the device's clock in nanoseconds; 0 without PTX."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.full([], 0, tl.int64)
@@ -48,7 +48,7 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def multiprocessor(PTX: tl.constexpr):
-    """Return the number of the multiprocessor that runs this program. Without PTX, return 0."""
+    """Return the number of the multiprocessor that runs this program; 0 without PTX."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.full([], 0, tl.int32)
@@ -56,8 +56,8 @@ def multiprocessor(PTX: tl.constexpr):
 
 @triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
-    """Return the current value of a word or a vector of words. Stores before the matching `store_release` are then
-    visible.
+    """Load a word or a vector of words. Stores before the `store_release` that wrote the loaded value are visible
+    afterwards.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def load_acquire(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def store_release(pointer, value, PTX: tl.constexpr):
-    """Store `value` to a word or a vector of words. Stores of this program's lanes before the last barrier become
+    """Store `value` to a word or a vector of words. Stores that this program made before its last barrier become
     visible first.
     """
     if PTX:
@@ -86,7 +86,7 @@ def store_release(pointer, value, PTX: tl.constexpr):
 
 @triton.jit
 def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
-    """Poll a vector of words until all are at least `wanted`, or until the deadline has passed. Return the values read last.
+    """Poll a vector of words until all are at least `wanted`, or until the deadline. Return the values read last.
 
     deadline_ns: a time of the clock `now_ns`.
     """
@@ -100,7 +100,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 @triton.jit
 def await_flags(table, count, PTX: tl.constexpr):
-    """Poll until every flag is set or poisoned. Return True if no flag is poisoned. table: the addresses of the flags."""
+    """Poll until every flag is set or poisoned. Return True if none is poisoned. table: the addresses of `count` flags."""
     alive = count >= 0
     for i in range(count):
         word = words(tl.load(table + i))
@@ -113,9 +113,9 @@ def await_flags(table, count, PTX: tl.constexpr):
 
 @triton.jit
 def write_flag(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
-    """Store 32 bits at an address, exactly once. A second store could set a flag that a wait has already cleared.
+    """Store 32 bits at an address, exactly once: a second store could set a flag that a wait has already cleared.
 
-    With RELEASE, stores of this program's lanes before the last barrier become visible first.
+    With RELEASE, stores that this program made before its last barrier become visible first.
     """
     if PTX:
         tl.inline_asm_elementwise(

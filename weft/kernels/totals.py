@@ -1,10 +1,11 @@
-"""A kernel that computes dynamic sizes, which only the device knows, as sums over parts of a buffer. One launch
+"""A kernel that computes dynamic sizes, such as numbers of rows, from counts that only the device knows. One launch
 computes all numbers of a lane.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...)
 
-Term j of number i is (first, count, step), and has `count` elements. The terms are made once per schedule
-(`weft.schedule.expr.Total`). Copies by kernel read their row numbers and sizes from `numbers`.
+`held` is the buffer with the counts. Term j of number i is (first, count, step): it sums `count` elements. The terms
+are made once per schedule (`weft.schedule.expr.Total`). Copies by kernel read their row numbers and sizes from
+`numbers`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
-    """Compute N numbers, each in its own program.
+    """Compute N numbers. Grid: one program per number.
 
-    held: the buffer, int64. terms: int64 `[N, n_terms, 3]`, with (first, count, step). constants, numbers: int64 `[N]`.
+    held: int64. terms: int64 `[N, n_terms, 3]`, as (first, count, step). constants, numbers: int64 `[N]`.
     """
     number = tl.program_id(0).to(tl.int64)
     found = tl.load(constants + number)

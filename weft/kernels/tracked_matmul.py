@@ -1,10 +1,10 @@
 """Matrix multiplication that tracks its progress. The kernel computes tiles in a given order, stores each tile at an
 address from a table, and sets signals as soon as their tiles are stored.
 
-T3's tracker counts in the memory controller. Here a program increments a counter in this device's memory at the end of
-a tile. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
-DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and
-copy-engine (DMA) transfers use no compute units.
+T3's tracker counts stores in the memory controller, also those of peers and DMA. Here a program increments a counter in
+device memory after each tile. The program with the last increment sets the counter's signals. A stream that waits for a
+signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by copy engine (DMA) use no
+compute units.
 
     table [tiles, columns]      for each tile: its first row in a, its number of rows, its first column, its number of columns,
                                 the address and the row pitch of its part of the result, and the indices of its counters;
@@ -18,20 +18,20 @@ Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a
 reproducible. It stores the tile and increments the counters.
 
 A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in
-bytes from `y`, the caller's tensor. The addend (a GEMM's C) is in memory of this device or of a peer. When a tile's product
-is done, the program reads the tile's part of the addend and adds it in fp32. So a partial sum of a peer is transferred while
-other tiles compute, without a separate copy.
+bytes from `y`, the caller's tensor. The addend (a GEMM's C) is in memory of this device or of a peer. The program adds
+the tile's part of it in fp32 when the product is done. So a peer's partial sum is transferred while other tiles
+compute, without a separate copy.
 
 Order: a tile's stores, a barrier, then an increment with acquire and release at system scope. The program with the last
-    increment has acquired all other increments, and stores the flags with release. Do not wait inside the loop: a wait
-    would break the compiler's software pipelining.
+increment has acquired all other increments, and stores the flags with release. Do not wait inside the loop: a wait
+would break the compiler's software pipelining.
 
 Speed. The loop over tiles and the loop over K are compiled as one loop, so that the next tile's operands arrive while a
 tile is stored. A Triton barrier, branch or loop after a tile would prevent that. So on NVIDIA GPUs one thread counts
 tiles and sets flags, in PTX, while the other threads continue (`_TRACK`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in
-    software, and 7.7 (split-K GEMMs).
+software, and 7.7 (split-K GEMMs).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _TRACK = tl.constexpr(
 
 @triton.jit
 def _count(counter, sets, PTX: tl.constexpr):
-    """Increment a counter after all threads of this program have stored their parts of a tile. The program that increments the
-    counter last also sets its flags.
+    """Increment a counter after all threads of this program have stored their parts of a tile. The last increment also
+    sets the counter's flags.
 
-    counter: a pointer to the counter's row of `counters`. sets: the addresses of flags.
+    counter: a pointer to its row of `counters`. sets: the addresses of flags.
     """
     if PTX:
         tl.inline_asm_elementwise(
@@ -115,10 +115,11 @@ def tracked_matmul_kernel(
     """Run the multiplication and the signals that the module docstring describes.
 
     a `[a_rows, K]` and w `[K, N]` (W_TRANSPOSED: `[N, K]`) have the type DTYPE and unit stride in the last dimension.
-    With TMA a and w are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
-    Otherwise a and w are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
-    tensor. partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[tiles]`: zero between launches.
-    PART_K: the size, along K, of the part that each of SPLITS programs multiplies.
+    With TMA both are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
+    Otherwise they are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
+    tensor.
+    partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch memory. arrived `[tiles]`: zero between launches. PART_K:
+    the size, along K, of the part that each of SPLITS programs multiplies.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1

@@ -1,10 +1,10 @@
-"""Sharders for TorchRec's `DistributedModelParallel`. The sharded modules use weft to pool embeddings, send them
+"""Sharders for TorchRec's `DistributedModelParallel`. The sharded modules use weft to pool embeddings, exchange them
 between ranks, and update tables.
 
     model = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
 
-A sharded module is a TorchRec `ShardedModule` with the state dict names, the order of output columns and the
-`fused_optimizer` of TorchRec's own module. TorchRec's pipelines can use it. This module needs TorchRec and FBGEMM,
+A sharded module is a TorchRec `ShardedModule`, which TorchRec's pipelines can use. Its state dict names, the order of
+its output columns and its `fused_optimizer` are those of TorchRec's own module. This package needs TorchRec and FBGEMM,
 which weft does not install.
 """
 

@@ -13,19 +13,21 @@ import weft.nn
 
 
 class FusedOptimizer(fused.FusedOptimizer):
-    """A TorchRec `KeyedOptimizer` over this rank's tables, which backward updates.
+    """A TorchRec `KeyedOptimizer` of this rank's tables, which backward updates.
 
     `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` applies to the next
-    update. States have TorchRec's names, such as "<table>.momentum1". They are ShardedTensors that share memory with
-    the optimizer. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates.
-    `set_optimizer_step` sets the number of updates, for Adam.
+    update. States have TorchRec's names, such as "<table>.momentum1", and are ShardedTensors that share memory with the
+    optimizer. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates, on which
+    Adam depends. After loading a state dict, set that number with `set_optimizer_step`.
     """
 
     def __init__(
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """Wrap `by_weft`. params, states: the parameters and their states, by the parameter's name in the module."""
+        """Wrap weft's optimizer `by_weft`. params: {name of a parameter in the module: parameter}. states: {the same
+        name: {state: tensor}}.
+        """
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}
         super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]
@@ -38,5 +40,5 @@ class FusedOptimizer(fused.FusedOptimizer):
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates, for Adam's bias correction."""
+        """Set the number of updates so far, for Adam's bias correction."""
         self._by_weft.set_optimizer_step(step)

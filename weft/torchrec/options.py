@@ -1,8 +1,8 @@
-"""The optimizer and options of tables, from TorchRec's `fused_params`.
+"""The optimizer and the options of tables, from TorchRec's `fused_params`.
 
-Values that `apply_optimizer_in_backward` set on a parameter, or that the parameter's plan contains, take precedence
-over the `fused_params` of the sharder. Names and defaults are the same as in FBGEMM's table-batched embeddings. An
-option that weft does not support raises an error with its name.
+Values set by `apply_optimizer_in_backward` on a parameter, or given in the parameter's plan, take precedence over the
+`fused_params` of the sharder. Names and defaults are those of FBGEMM's table-batched embeddings. An option that weft
+does not support raises an error with its name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNO
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options in a table's `fused_params`. output_dtype: the dtype of pooled vectors."""
+    """The options in the `fused_params` of a table. output_dtype: the dtype of pooled vectors."""
 
     optimizer: EmbeddingOptimizer
     output_dtype: torch.dtype
@@ -55,8 +55,8 @@ class TableOptions:
 
 
 def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) -> TableOptions:
-    """Return the options of a table. Raise `ValueError` for an option that weft does not support. dtype: the table's
-    dtype.
+    """Return the options of a table with the name `table`. dtype: the table's dtype. Raise `ValueError` for an option
+    that weft does not support.
     """
     at = f"table {table!r}"
     for name, value in fused_params.items():
@@ -104,9 +104,9 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
 
 
 def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype for a value of FBGEMM's or TorchRec's enumeration, or for a torch dtype.
+    """Return `given` as a torch dtype: a torch dtype, or a value of FBGEMM's or TorchRec's enumeration of dtypes.
 
-    at: the table's description, for error texts. default: the result if `given` is None.
+    at: a description of the table, for error texts. default: the result if `given` is None.
     """
     if given is None:
         return default

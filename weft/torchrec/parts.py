@@ -12,7 +12,7 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 def is_cut(module: Any) -> bool:
-    """True if `module`, a module of weft, is of a class that supports tables sharded by rows or columns."""
+    """True if `module`, a module of weft, has a class for tables that are sharded by rows or columns."""
     return isinstance(getattr(module, "partition", None), Partition)
 
 
@@ -21,8 +21,8 @@ def joined(
 ) -> Any:
     """Return table `number`, or one of its optimizer states, as a ShardedTensor.
 
-    module: the weft module, which provides the group and the device. own: this rank's parts. shape: "row" for a state
-        with one number per row, "element" for other states and for the table.
+    module: the weft module, which provides the group and the device. own: this rank's parts of the table or state.
+        shape: "row" for a state with one number per row, "element" for the table and for states of its shape.
     """
     table, parts = partition.tables[number], [partition.parts[place] for place in partition.parts_of(number)]
     size, places = layout(table, parts, shape == "row")

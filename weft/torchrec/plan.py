@@ -1,4 +1,4 @@
-"""Convert a module's part of a TorchRec plan to weft's placement: the shardings, the kernel, the order of columns."""
+"""Convert a module's part of a TorchRec plan to weft's placement: the shardings of tables, the kernel, the order of columns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 class ModulePlan:
     """The tables of a collection in TorchRec's order of output columns, with their shardings.
 
-    is_fused: True if backward updates the tables with `options.optimizer`. Otherwise the tables get gradients.
-        Data-parallel tables always get gradients.
+    is_fused: True if backward updates the tables with `options.optimizer`; False if they get gradients. Data-parallel
+        tables always get gradients.
     """
 
     partition: Partition
@@ -32,8 +32,8 @@ class ModulePlan:
 
     @property
     def placement(self) -> list[TableSharding] | list[int]:
-        """The `placement` argument of weft's modules: a rank for each table, or a `TableSharding` for each if any table
-        is sharded.
+        """The argument `placement` of weft's modules: a rank for each table, or, if any table is sharded, a
+        `TableSharding` for each.
         """
         shardings = self.partition.shardings
         ranks = [sharding.rank for sharding in shardings if isinstance(sharding, TableWise)]
@@ -44,10 +44,10 @@ def read_plan(
     module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
     fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
 ) -> ModulePlan:  # fmt: skip
-    """Convert `plan`, TorchRec's plan for the collection `module`. Raise `ValueError`, which names the table, for plans
-    that weft does not support.
+    """Convert `plan`, TorchRec's plan for the collection `module`. Raise `ValueError`, which names the table, for a
+    plan that weft does not support.
 
-    config_of: a function that converts TorchRec's config of a table.
+    config_of: a function that converts TorchRec's config of a table to weft's.
     """
     check_env(env)
     is_pooled = hasattr(module, "embedding_bag_configs")
@@ -113,7 +113,7 @@ def check_env(env: ShardingEnv) -> None:
 
 
 def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, world_size: int) -> TableSharding:
-    """Return the sharding of a table. Raise `ValueError` for a sharding that weft does not support."""
+    """Return the sharding that the plan gives to a table. Raise `ValueError` if weft does not support it."""
     at = f"table {table.name!r}"
     if sharding is None:
         raise ValueError(f"{at} is not in the plan: plan all tables of the collection")

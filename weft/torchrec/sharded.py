@@ -1,12 +1,13 @@
-"""TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, fused pooling and all-to-all, and updates.
+"""TorchRec's sharded EmbeddingBagCollection, with weft's input distribution, its fused pooling and all-to-all, and its
+updates.
 
     input_dist                     starts the exchange of headers (batch size, number of ids per feature)
-    first wait                     the CPU reads the numbers of ids; starts the exchange of ids
+    first wait                     reads the numbers of ids on the CPU; starts the exchange of ids
     second wait                    returns the features of this rank's tables for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these stages themselves, and interleave the stages of the next batch with the stages of the
-current batch. Every rank must make the same calls in the same order.
+TorchRec's pipelines call these stages themselves, and run stages of the next batch between those of the current batch.
+Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _Arranged: TypeAlias = tuple[Arranged, CheckedInput | None]
 
 
 class _Batch(Multistreamable):
-    """The received input of a call: the features of this rank's tables for all samples, and each rank's number of
-    samples.
+    """The received input of a call: the features of this rank's tables for all samples, and the number of samples of
+    each rank.
 
-    jagged: the received features; None if all tables are data-parallel. arranged: the input before it was sent,
-        separated for parts and for data-parallel tables; None if all tables are whole.
+    jagged: the received features; None if all tables are data-parallel. arranged: the input before it was sent, divided
+        into tables with parts and data-parallel tables; None if all tables are whole.
     """
 
     def __init__(self, jagged: JaggedInput | None, batch_sizes: tuple[int, ...], arranged: _Arranged | None) -> None:
@@ -108,8 +109,8 @@ class ShardedEmbeddingBagCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: True to divide gradients by the number of ranks
-        (`torchrec.distributed.comm_ops.set_gradient_division`). options: further arguments of weft's module.
+        """gradient_division: True to divide gradients by the number of ranks, as
+        `torchrec.distributed.comm_ops.set_gradient_division` does. options: further arguments of weft's module.
         """
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
@@ -139,7 +140,7 @@ class ShardedEmbeddingBagCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Begin the distribution of this rank's samples. All ranks must make this call, and wait for both awaitables."""
+        """Begin to exchange the ids of this rank's samples. All ranks must make this call, and wait for both awaitables."""
         made, given, arranged = self.weft_module, cast(Any, features), cast("_Arranged | None", None)
         refusal: Exception | None = None
         if made.device.type == "meta":
@@ -158,8 +159,8 @@ class ShardedEmbeddingBagCollection(
             return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Batch(None, (), arranged))))], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Return the pooled vectors of this rank's samples, [local batch, columns of all tables]. All ranks must make
-        this call, which includes the all-to-all.
+        """Pool, and exchange the pooled vectors. Return those of this rank's samples, [local batch, columns of all
+        tables]. All ranks must make this call.
         """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
         values: Any = None
@@ -170,15 +171,15 @@ class ShardedEmbeddingBagCollection(
         return [values if values.dtype == self._output_dtype else values.to(self._output_dtype)]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Return the result of `compute` with the names of its columns."""
+        """Return the result of `compute` as a KeyedTensor, which has the names of features. No communication."""
         return EmbeddingBagCollectionAwaitable([NoWait(output[0])], list(self._dims), list(self._keys))
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """Return a context for one stage of the input distribution, without gradients, as in TorchRec. If a rank raises
-        in a stage, its peers raise too.
+        """Return a context manager for one stage of the input distribution, without gradients, as in TorchRec. If a
+        rank raises in the stage, its peers raise too.
 
-        The context yields weft's input distribution, or None if all tables are data-parallel.
+        It yields weft's input distribution, or None if all tables are data-parallel.
         """
         made, parts = self.weft_module, self._parts
         with together(type(self).__name__, made.group, made._exchange_device, made.deadline_s), torch.no_grad():
@@ -186,7 +187,9 @@ class ShardedEmbeddingBagCollection(
 
     @property
     def _parts(self) -> Any:
-        """The module that has the tables' parts, and communicates in forward. None if all tables are data-parallel."""
+        """The weft module with this rank's parts of tables, whose forward communicates; None if all tables are
+        data-parallel.
+        """
         return self.weft_module._parts if is_cut(self.weft_module) else self.weft_module
 
     @property

@@ -33,9 +33,9 @@ class ShardedEmbeddingCollection(
     """TorchRec's `ShardedModule` of an EmbeddingCollection. `weft.torchrec.EmbeddingCollectionSharder` makes it.
 
     Inputs and outputs are TorchRec's objects, and names are the same as in TorchRec's own module. The module wraps a
-    `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features: `compute` distributes
-    the ids. So a TorchRec pipeline works, but overlaps nothing. All ranks must construct the module and make every
-    call.
+    `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features, and `compute` exchanges
+    the ids. So TorchRec's pipelines work, but do not overlap the exchange. All ranks must construct the module and make
+    every call.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class ShardedEmbeddingCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: True to divide gradients by the number of ranks
-        (`torchrec.distributed.comm_ops.set_gradient_division`). options: further arguments of weft's module.
+        """gradient_division: True to divide gradients by the number of ranks, as
+        `torchrec.distributed.comm_ops.set_gradient_division` does. options: further arguments of weft's module.
         """
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()
@@ -65,7 +65,7 @@ class ShardedEmbeddingCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Return the features unchanged, for `compute`."""
+        """Return the features unchanged, as an awaitable for `compute`."""
         return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, features)))], ctx)
 
     def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> Any:

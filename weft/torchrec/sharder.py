@@ -1,4 +1,4 @@
-"""Sharders for TorchRec's `DistributedModelParallel`. A training loop only has to change the import of its sharders."""
+"""Sharders for TorchRec's `DistributedModelParallel`. To use them, change the import of the sharders in a training script."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     """A sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense", and data-parallel, with the
-    kernel "dense". Other plans raise a `ValueError` that names the table. TorchRec's planner does not propose other
-    plans for this sharder.
+    | plan | kernels |
+    |---|---|
+    | table-wise, row-wise, column-wise | "fused", "dense" |
+    | data-parallel | "dense" |
 
-    With "fused", backward runs the optimizer of `apply_optimizer_in_backward` or of `fused_params`. The default is
-    FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported.
-    All tables of a collection must have the same optimizer. With "dense", the tables get gradients for a torch
+    Other plans raise a `ValueError` that names the table. TorchRec's planner proposes only these plans for this
+    sharder.
+
+    With "fused", backward updates the tables with the optimizer of `apply_optimizer_in_backward` or of `fused_params`.
+    All tables of a collection must have the same optimizer: SGD, rowwise Adagrad, Adagrad, Adam or partial rowwise
+    Adam. The default is FBGEMM's: SGD with learning rate 0.01. With "dense", the tables get gradients for a torch
     optimizer. Gradients of data-parallel tables are means over ranks, as in TorchRec.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft does not support raises `ValueError`.
@@ -54,8 +58,8 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. All ranks must make this call. The tables are newly initialised on `device`; only
-        if `module` is on a GPU, its values are copied.
+        """Return the sharded module. All ranks must make this call. If `module` is on a GPU, its values are copied;
+        otherwise the tables are newly initialised on `device`.
         """
         return ShardedEmbeddingBagCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
@@ -63,7 +67,7 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         )  # fmt: skip
 
     def reshard(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotImplementedError`. To reshard, save a checkpoint and load it with another plan."""
+        """Raise `NotImplementedError`: to change a plan, save a checkpoint, and load it into a module with another plan."""
         raise NotImplementedError(
             "resharding in place is not supported: save a checkpoint, and load it into a model with another plan"
         )
@@ -82,7 +86,7 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
 class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    The same plans and optimizers are supported as by `EmbeddingBagCollectionSharder`. All parts of a collection must
+    It supports the plans and optimizers of `EmbeddingBagCollectionSharder`. All parts of a collection's tables must
     have the same number of columns, so TorchRec's planner proposes no column-wise tables.
 
     fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
@@ -107,8 +111,8 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. All ranks must make this call. The tables are newly initialised on `device`; only
-        if `module` is on a GPU, its values are copied.
+        """Return the sharded module. All ranks must make this call. If `module` is on a GPU, its values are copied;
+        otherwise the tables are newly initialised on `device`.
         """
         return ShardedEmbeddingCollection(
             module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),

@@ -23,9 +23,7 @@ from weft.words import kind
 
 
 class ShardedTables(FusedOptimizerModule):
-    """The base class of the sharded EmbeddingBagCollection and EmbeddingCollection. It holds the tables, and wraps a
-    module of weft, `weft_module`.
-    """
+    """The base class of both sharded collections. It holds the tables, and wraps a module of weft, `weft_module`."""
 
     weft_module: Any
     _optim: KeyedOptimizer
@@ -52,11 +50,11 @@ class ShardedTables(FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizer (`weft.torchrec.FusedOptimizer`). With the kernel "dense" it has no parameters."""
+        """The optimizer that backward runs (`weft.torchrec.FusedOptimizer`). With the kernel "dense" it has no parameters."""
         return self._optim
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values. Ranks do not communicate."""
+        """Fill this rank's tables with new initial values, without communication."""
         self.weft_module.reset_parameters()
 
     def is_copied(self: Any, number: int) -> bool:
@@ -77,8 +75,8 @@ class ShardedTables(FusedOptimizerModule):
         return None
 
     def _register(self: Any) -> None:
-        """Register this rank's parts, and empty parameters for other tables, under TorchRec's names. Make the
-        optimizer.
+        """Register this rank's parts, and empty parameters for tables without a part here, under TorchRec's names. Make
+        the optimizer.
         """
         made, params, states = self.weft_module, dict[str, nn.Parameter](), dict[str, dict[str, ShardedTensor]]()
         places: Any = getattr(self, self._container)
@@ -109,7 +107,7 @@ class ShardedTables(FusedOptimizerModule):
             places[name].weight._in_backward_optimizers = [optimizer]
 
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert and move the tables. `to(...)`, `half()` and similar methods of `nn.Module` call it."""
+        """Convert or move the tables. `nn.Module` calls this method in `to(...)`, `half()` and similar methods."""
         before = self._kind_of_tables()
         self.weft_module._apply(fn, recurse)
         if before != self._kind_of_tables():
@@ -138,10 +136,10 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 
 
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace each table in a state dict by this rank's part, taken from a ShardedTensor or from the whole table.
+    """Replace each table of a state dict by this rank's part of it. The table may be whole, or a ShardedTensor.
 
-    Raise `ValueError` for a table of a wrong shape, or a ShardedTensor whose parts are not those of this module. No
-    table is copied then.
+    Raise `ValueError`, before any table is copied, if a table has a wrong shape, or a ShardedTensor has other parts
+    than this module.
     """
     local: dict[str, torch.Tensor] = {}
     for number, name in module._numbered:

@@ -1,7 +1,7 @@
-"""The kind of a span, which determines its colour and category: computing, sending or waiting.
+"""The kind of a span: computing, sending or waiting. It determines the span's colour and category.
 
-The kind follows from the span's name. Names of waits begin with "wait". Copies and collectives count as sending. A kernel
-that pools, and stores the results in a peer's memory, counts as computing, although it also sends bytes.
+The kind follows from the span's name. Names of waits begin with "wait". Copies and collectives count as sending. A
+kernel that pools, and stores the results in a peer's memory, counts as computing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A timeline as a folder with a Kineto trace for each rank, for HolisticTraceAnalysis and other tools that compare ranks.
+"""A timeline as a folder with a Kineto trace for each rank, for HolisticTraceAnalysis and other tools that compare
+ranks.
 
-Each file has the rank and the number of ranks (`distributedInfo`), and a complete event ("X") for each span that is not a wait.
-HolisticTraceAnalysis sorts kernels by their names. So NCCL's collectives have names that begin with "nccl", and other spans that
-only move bytes have names that begin with "Memcpy". Lanes are streams.
+Each file has the rank and the number of ranks (`distributedInfo`), and a complete event ("X") for each span except
+waits. A lane becomes a stream. HolisticTraceAnalysis classifies kernels by their names. So NCCL's collectives get names
+that begin with "nccl", and other spans that only move bytes get names that begin with "Memcpy".
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def kineto_traces(timeline: Timeline) -> dict[str, dict[str, Any]]:
 def write_kineto(folder: Path, timeline: Timeline) -> None:
     """Write the traces of all ranks into `folder`; create it if needed.
 
-    Raise `ValueError` if the timeline is empty, or if the folder has traces of other ranks, which tools would read as well.
+    Raise `ValueError` if the timeline is empty, or if the folder has traces of ranks that the timeline does not have:
+    tools would read them too.
     """
     files = kineto_traces(timeline)
     require_no_others(folder, "rank-*.json", files)

@@ -1,8 +1,9 @@
 """Timelines as Chrome / Perfetto JSON, in the layout of Kineto's traces. Open the file at https://ui.perfetto.dev.
 
-The file has a process for each rank (and for each variant, if there are several timelines), and a thread for each lane. Spans are
-complete events ("X") in microseconds. Their category is `kernel`. Spans that only move bytes have the category `gpu_memcpy` and a
-name that begins with "Memcpy". A counter ("C") for each rank shows the total of the bytes that it has sent.
+The file has a process for each rank (and for each variant, if there are several timelines), and a thread for each lane.
+Spans are complete events ("X") in microseconds, with the category `kernel`. Spans that only move bytes have the
+category `gpu_memcpy` and a name that begins with "Memcpy". A counter ("C") for each rank shows the total of the bytes
+that it has sent.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from weft.trace.picture import bytes_sent, require_named
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return the events of all timelines. timelines: {name of the variant: timeline}; each is shifted to start at time 0.
+    """Return the events of all timelines. timelines: {name of the variant: timeline}. Each timeline is shifted to start
+    at time 0.
 
-    Raise `ValueError` if all timelines are empty."""
+    Raise `ValueError` if all timelines are empty.
+    """
     require_named(timelines)
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
@@ -65,7 +68,7 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def write_trace(path: str | Path, timelines: Mapping[str, Timeline], **about: str) -> None:
-    """Write `timelines`, {name of the variant: timeline}, as one trace file. Create missing folders.
+    """Write the timelines {name of the variant: timeline} as one trace file. Create missing folders.
 
     about: metadata, such as machine and configuration. Raise `ValueError` if all timelines are empty.
     """

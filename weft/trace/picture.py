@@ -22,10 +22,10 @@ _VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
-    """Return (times in us, total bytes that `rank` has sent by then). rank: None for all ranks together.
+    """Return (times in us, total bytes that `rank` has sent at each time). rank: None for all ranks together.
 
-    A span is assumed to send its bytes at a constant rate. Bytes that a rank fetches from a peer count as sent by the
-    fetching rank. The curve covers the whole timeline, and starts with 0 bytes.
+    A span is assumed to send its bytes at a constant rate. If a rank fetches bytes from a peer, they count for the rank
+    that fetches. The curve covers the whole timeline, and starts with 0 bytes.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
@@ -45,10 +45,11 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG with a panel for each timeline, a row for each lane, and the curves of bytes sent, on one time axis.
+    """Write a PNG with a panel for each timeline, and a panel with curves of the bytes sent, all on one time axis.
 
-    timelines: {name of the variant: timeline}. title: a description of the run; also stored as the file's description.
-    Missing folders are created. Raise `ValueError` if a timeline is empty.
+    In a timeline's panel, each lane of each rank has a row. timelines: {name of the variant: timeline}. title: a
+    description of the run; also stored as the file's description. Missing folders are created. Raise `ValueError` if a
+    timeline is empty.
     """
     require_named(timelines)
     for variant, timeline in timelines.items():
@@ -118,7 +119,7 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
 
 
 def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
-    """Return {label: spans} for each lane of each rank, from top to bottom."""
+    """Return {label: spans} for each lane of each rank, in the order from top to bottom."""
     return {
         f"rank {rank}  {lane}": [s for s in timeline if (s.rank, s.lane) == (rank, lane)]
         for rank in timeline.ranks()
@@ -127,9 +128,9 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Return {(kind of span, which selects the colour; top edge of the bar within its row): spans}.
+    """Return {(kind of span, top edge of the bar within its row): spans}. The kind determines the colour.
 
-    If a span computes and sends at the same time, the lower half of its bar shows the sending.
+    A span that computes and sends at the same time has two bars; the lower half shows the sending.
     """
     found: dict[tuple[str, float], list[Span]] = {}
     for span in spans:
@@ -144,7 +145,7 @@ def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """Return (start, width) of the bars in ms. Spans are drawn at least one pixel wide, and bars that touch are merged."""
+    """Return (start, width) of each bar in ms. Bars are at least one pixel wide, and bars that touch are merged."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)

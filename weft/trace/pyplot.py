@@ -1,4 +1,4 @@
-"""Import of matplotlib on demand. Only pictures need it; the extra `weft[cli]` installs it."""
+"""Import of matplotlib on demand, because only pictures need it. The extra `weft[cli]` installs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend for files. Raise `ModuleNotFoundError` with the package to install."""
+    """Return `matplotlib.pyplot` with a backend that writes files. Raise `ModuleNotFoundError`, which names the package
+    to install.
+    """
     try:
         import matplotlib
     except ModuleNotFoundError as error:
