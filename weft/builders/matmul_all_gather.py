@@ -98,7 +98,8 @@ class _Sent(_Product):
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Run a GEMM for each chunk of rows. All ranks copy a chunk when its GEMM has ended.
 
-    chunks: the number of chunks. by: copy with copy engines ("dma") or kernels ("kernel").
+    chunks: the number of chunks.
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     o, pieces = _Sent("direct", p, chunks), split(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):

@@ -91,7 +91,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
     """Raise `ValueError` if operator `op` lacks one of the options `given`. The error lists the options that `op` has.
 
-    given: {name: value as text}. problems: the problem class of each operator, by name.
+    given: {name: value as text}.
+    problems: the problem class of each operator, by name.
     """
     having = {name: _names(one) for name, one in problems.items()}
     unknown = given.keys() - having[op]

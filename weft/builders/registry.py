@@ -210,8 +210,9 @@ def _applies(candidate: Candidate) -> bool:
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """Parse `text` as the value of a parameter whose registered values are `listed`. where: the prefix of the error
-    text.
+    """Parse `text` as the value of a parameter whose registered values are `listed`.
+
+    where: the prefix of the error text.
     """
     for value in listed:
         if text == str(value):

@@ -180,8 +180,9 @@ class Adagrad(EmbeddingOptimizer):
 class Adam(EmbeddingOptimizer):
     """Adam that updates only the rows that a batch reads. States: 8 bytes per element.
 
-    beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
-        FBGEMM and torch). With eps=0, an element whose gradients were all 0 becomes NaN, as in torch.
+    beta1, beta2: the decay rates of the first and second moment.
+    eps: added to the square root (default: 1e-8, as in FBGEMM and torch). With eps=0, an element whose gradients were
+        all 0 becomes NaN, as in torch.
     """
 
     rule = 4
@@ -199,8 +200,9 @@ class Adam(EmbeddingOptimizer):
 class PartialRowwiseAdam(EmbeddingOptimizer):
     """Adam with one second moment per row. States: 4 bytes per element and 4 bytes per row.
 
-    beta1, beta2: the decay rates of the first and second moment. eps: added to the square root (default: 1e-8, as in
-        FBGEMM). With eps=0, a row whose gradients were all 0 becomes NaN.
+    beta1, beta2: the decay rates of the first and second moment.
+    eps: added to the square root (default: 1e-8, as in FBGEMM). With eps=0, a row whose gradients were all 0 becomes
+        NaN.
     """
 
     rule = 5

@@ -277,7 +277,8 @@ def partition_tables(
 
     placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`. A
         rank means `TableWise`.
-    tables, rows_read: as for `weft.place_tables`. hash: as in `Partition`.
+    tables, rows_read: as for `weft.place_tables`.
+    hash: as in `Partition`.
     """
     values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
     for name, value in values.items():

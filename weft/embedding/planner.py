@@ -110,7 +110,8 @@ def plan_tables(
 ) -> TablePlan:
     """Return a sharding for each table. Equal arguments give equal plans on all ranks.
 
-    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. world_size: the number of ranks.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype.
+    world_size: the number of ranks.
     samples: the number of samples of a rank in a step.
     rows_read: the mean number of rows that a sample reads from each table, by name or in table order (default: one per
         feature).
@@ -185,8 +186,8 @@ class _Costs:
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
         """Return the load of a part on its owner.
 
-        read: the mean number of rows that a sample reads from the whole table. share: the part's share of the table's
-            ids.
+        read: the mean number of rows that a sample reads from the whole table.
+        share: the part's share of the table's ids.
         """
         vector, features, all_samples = (
             columns * table.dtype.itemsize,

@@ -104,7 +104,9 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
 def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
     """Return the times that `autotune` cached in this file; {} if there is no file.
 
-    Raise `UnreadableError` for a broken or edited file. key: the cache key that the file must contain.
+    Raise `UnreadableError` for a broken or edited file.
+
+    key: the cache key that the file must contain.
     """
     content = store.read(path)
     if content is None:

@@ -66,7 +66,9 @@ def closed_form_us(problem: AllGatherMatmul, model: Model) -> dict[str, float]:
     """
     world, rows = problem.world_size, problem.m // problem.world_size
     if len(set(problem.rows)) > 1 or world < 2:
-        raise ValueError(f"{problem.text}: the closed form needs at least 2 ranks with equal numbers of rows")
+        raise ValueError(
+            f"{problem.text}: the closed form needs at least 2 ranks with equal numbers of rows: plan with the simulator"
+        )
     if rows % world or problem.k % world:
         raise ValueError(
             f"{rows} rows of a shard and K={problem.k} must be divisible by {world} ranks: pad, or plan with the simulator"

@@ -116,8 +116,8 @@ class SelfCalibration:
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
     """Return the measured and the derived bandwidth as a `_Number` in GB/s.
 
-    rate, derived: the measured and the derived rate in bytes/us. into: a function that inserts the measured number into
-        a model.
+    rate, derived: the measured and the derived rate in bytes/us.
+    into: a function that inserts the measured number into a model.
     """
     return _Number(name, "GB/s", None if rate is None else rate * 1e-3, derived * 1e-3, into)
 

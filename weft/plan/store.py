@@ -55,8 +55,9 @@ def any_of(what: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
-    """Return the first word of each file name in `folder`. changed_ns: the folder's modification time, so that the
-    cache notices new files.
+    """Return the first word of each file name in `folder`.
+
+    changed_ns: the folder's modification time, so that the cache notices new files.
     """
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)

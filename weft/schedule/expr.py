@@ -206,7 +206,9 @@ INDEX_TYPES = frozenset({int, Expr})
 
 
 def require_index(index: Index, what: str) -> None:
-    """Raise `TypeError` unless `index` is an integer or an `Expr`. what: its name in the error text.
+    """Raise `TypeError` unless `index` is an integer or an `Expr`.
+
+    what: its name in the error text.
 
     A bool is also refused: it usually comes from `RANK == 1`, which Python evaluates to False before any rank is known.
     """

@@ -69,7 +69,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight. weight: `[1, cols]`.
+    """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight.
+
+    weight: `[1, cols]`.
 
     The input is the rows after they have been rounded to their dtype. The norm computes in fp32 (fp64 for fp64), and
     rounds once. Raises `ValueError` unless eps is finite and at least 0.

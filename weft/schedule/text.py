@@ -86,8 +86,9 @@ def _plain(item: Any) -> Any:
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
-    """Convert the parsed JSON value `found` to the type `kind`. where: the place of the value in the file, for error
-    texts.
+    """Convert the parsed JSON value `found` to the type `kind`.
+
+    where: the place of the value in the file, for error texts.
     """
     if kind in _TAGGED:
         _expect(dict, found, where)

@@ -256,8 +256,8 @@ def ring_reduce_scatter(
 ) -> OutputMap:  # fmt: skip
     """Return the map of a ring reduce-scatter (figures 7, 11 and 12): sums travel around the ring, and each rank adds its product.
 
-    rows, world: the number of rows of all ranks together, and the number of ranks. per_rank: the number of chunks of
-        each rank's rows.
+    rows, world: the number of rows of all ranks together, and the number of ranks.
+    per_rank: the number of chunks of each rank's rows.
     rank: the rank that follows the map. Default: an expression, so that one map describes all ranks.
     to: the rank to which a rank sends sums. "left": rank - 1, as in the paper. "right": rank + 1.
     first: the sender of the first chunk, which gets no updates. "store": the GEMM stores it in the neighbour's memory.
@@ -284,7 +284,8 @@ def direct_reduce_scatter(
 ) -> OutputMap:
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
-    by: the sender of the chunks (`Sender`). rows, world, per_rank, rank: as in `ring_reduce_scatter`.
+    by: the sender of the chunks (`Sender`).
+    rows, world, per_rank, rank: as in `ring_reduce_scatter`.
     sliced: True to compute one chunk for every peer, then the next chunk for every peer, so that all links are busy
         from the start. False to compute all rows for one peer before the rows for the next peer.
     """

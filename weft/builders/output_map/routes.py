@@ -65,9 +65,7 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """Return the routes of `maps`: a map for each rank, or one map for all ranks. Raise `ValueError` for impossible
-    maps.
-    """
+    """Evaluate `maps` for all ranks: a map for each rank, or one map for all. Raise `ValueError` for impossible maps."""
     return Routes(collective, world, chunks, maps)
 
 

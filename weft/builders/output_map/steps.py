@@ -42,8 +42,8 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append the steps of these routes to the draft `o`. Return (first row, number of rows) of each chunk of a rank's
-    rows.
+    """Append the steps of the evaluated maps `routes` to the draft `o`. Return (first row, number of rows) of each
+    chunk of a rank's rows.
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
@@ -197,8 +197,9 @@ class _RankLanes:
         compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
     def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
-        """Return the rank of tile t's chunk as an expression of t. ranks: the rank of each chunk, in the order of
-        computation.
+        """Return the rank of tile t's chunk as an expression of t.
+
+        ranks: the rank of each chunk, in the order of computation.
         """
         if len(set(ranks)) == 1:
             return self.at(ranks[0])

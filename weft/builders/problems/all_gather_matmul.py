@@ -16,8 +16,9 @@ SCALED_MULTIPLE = 16
 
 
 def require_multiple(name: str, size: int) -> None:
-    """Raise `ValueError` if `size` is not a positive multiple of 16, which fp8 GEMMs require. name: its name in the
-    error.
+    """Raise `ValueError` if `size` is not a positive multiple of 16, which fp8 GEMMs require.
+
+    name: its name in the error.
     """
     if size < 1 or size % SCALED_MULTIPLE:
         below = size - size % SCALED_MULTIPLE

@@ -42,8 +42,9 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """matmul_reduce_scatter with fp8 operands, and one scale for x and one for w. dtype: the dtype of the result;
-        "fp8" means bf16.
+        """matmul_reduce_scatter with fp8 operands, and one scale for x and one for w.
+
+        dtype: the dtype of the result; "fp8" means bf16.
 
             weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """

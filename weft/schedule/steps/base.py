@@ -175,7 +175,9 @@ class Step:
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         """Return the step's name in a timeline, without rows and columns.
 
-        at: a function that returns "@2" for rank 2, and "" for the step's own rank. number: a function that evaluates an index."""
+        at: a function that returns "@2" for rank 2, and "" for the step's own rank.
+        number: a function that evaluates an index.
+        """
         return " ".join([self.kind, *(f"{a.region.buffer}{at(a.region.at)}" for a in self.accesses() if a.writes)])
 
     def __str__(self) -> str:

@@ -15,7 +15,8 @@ from weft.schedule.steps.base import Step, differing
 class Op:
     """The signature and cost of an operation.
 
-    inputs: the maximum number of inputs. optional: the number of inputs at the end that may be omitted.
+    inputs: the maximum number of inputs.
+    optional: the number of inputs at the end that may be omitted.
     flops_per_element: FLOPs per output element, for operations other than GEMMs.
     """
 
@@ -137,8 +138,11 @@ class Reduce(Step):
     """out = sum(parts), or out += sum(parts) with `accumulate`. Parts are added in order, in fp32 (fp64 for fp64), and
     the sum is rounded once.
 
-    A part with one row, except the first part, is broadcast over the rows of out. norm: also write an RMSNorm of the rounded
-    out. With a norm and parts=(out,), the step reads out and writes only the norm."""
+    A part with one row, except the first part, is broadcast over the rows of out.
+
+    norm: also write an RMSNorm of the rounded out. With a norm and parts=(out,), the step reads out and writes only the
+        norm.
+    """
 
     kind: ClassVar[str] = "reduce"
     out: Region

@@ -39,8 +39,9 @@ class _Repeated(Step):
 
 @dataclass(frozen=True, slots=True)
 class For(_Repeated):
-    """A loop: run `body` for `index` = 0 .. extent - 1, in order. index: the name of the variable that has this number
-    in the body.
+    """A loop: run `body` for `index` = 0 .. extent - 1, in order.
+
+    index: the name of the variable that has this number in the body.
     """
 
     kind: ClassVar[str] = "for"
