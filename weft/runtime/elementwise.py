@@ -1,4 +1,4 @@
-"""The torch functions with which all executors run elementwise steps (`weft.schedule.steps.computing.OPS`).
+"""The torch functions by which all executors run elementwise steps (`weft.schedule.steps.computing.OPS`).
 
 A new operation needs an entry in `OPS`, with its cost, and an entry in `ELEMENTWISE`.
 """

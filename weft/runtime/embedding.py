@@ -21,8 +21,8 @@ def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
     """Return the executor of `plan` on `comm`. The first call for a plan makes the executor, so all ranks must make this
     call together.
 
-    plan: the tables, their placement and the options of the calls. The caller has checked that all ranks have equal
-        plans, and has replaced the transport "auto" by the chosen one.
+    plan: the tables, their placement and the options of the calls. It must be equal on all ranks, and its transport must
+        not be "auto".
     """
     executors = executors_on(comm)
     executor = executors.get(plan)

@@ -1,19 +1,19 @@
-"""Backward of embedding_all_to_all on a rank, on CPU and GPUs: gradients are sent to the owners of tables and reduced
-by row.
+"""Backward of embedding_all_to_all on a rank, on CPU and GPUs: gradients are sent to the owners of tables and summed by
+row.
 
     grad       [local batch, all columns], for this rank's samples
     received   [global batch, columns of this rank's tables], from all ranks
-    rows       the reduced gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
+    rows       the summed gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
 On one host, gradients are stored in the memory of the tables' owners: on GPUs by a kernel, on CPU by a copy. On several
 hosts, and with transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
 
-CPU ranks synchronise before the exchange (`weft.runtime.meeting`). They compare the number of the forward call, its batch
-sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference before
-anything is written. GPU ranks do not synchronise.
+CPU ranks synchronise before the exchange. They compare the number of the forward call (the n-th call of the group), its
+batch sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference
+before anything is written. GPU ranks do not synchronise.
 
-The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for
-any number of ranks, any placement of tables, and any delays.
+The order of sums depends only on ids and samples (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
+number of ranks, any placement of tables, and any delays.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def gradients(
 
 
 def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype`, or else `dtype`, their own dtype."""
+    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype` if it has one, else their own `dtype`."""
     wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
@@ -138,10 +138,8 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Collect gradients, so that one update of the tables can use those of several backward calls (`update_collected`).
-
-    Yield a list. Inside this context manager, backward appends its gradients to the list, and does not update the
-    tables of `update`.
+    """Collect the gradients of several backward calls, for one update of the tables (`update_collected`). Yield a list to
+    which backward, inside this context manager, appends its gradients. It does not update the tables of `update`.
     """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
@@ -178,8 +176,8 @@ def update_collected(
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
-    """Raise `ValueError` if the layout of a table or optimizer state has changed since forward: kernels could access
-    memory outside the tensor.
+    """Raise `ValueError` if the layout of a table or optimizer state has changed since forward, because kernels could then
+    access memory outside the tensor.
 
     reads_tables: True if backward reads the tables. Then also raise `WeftError` if an optimizer has updated them since
         forward.
@@ -196,8 +194,8 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
 
 
 def _require_tables(of: ForwardCall, tables: Tables) -> None:
-    """Raise `ValueError` if the layout of a table or optimizer state is invalid. Remember valid layouts, so that later
-    calls with the same layout skip the check.
+    """Raise `ValueError` if the layout of a table or optimizer state is invalid. A layout that was found valid is not
+    checked again.
     """
     layout = layout_of([*tables.tensors, tables.step])
     known = of.plan.intact_tables.setdefault(of.rank, [])
@@ -215,7 +213,7 @@ def _require_tables(of: ForwardCall, tables: Tables) -> None:
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables of `call` with its gradients. The caller has checked the tables.
+    """Update the tables of `call`, which the caller has checked, with its gradients.
 
     ok: a tensor on the device; if it is 0, the tables stay unchanged.
     """
@@ -239,8 +237,8 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor that scales the gradients of all ranks down to a norm of `clip_norm`, as float64 []. The factor
-    is 1 if their norm is already smaller. All ranks must make this call.
+    """Return the factor, float64 [], that scales the gradients of all ranks together to a norm of at most `clip_norm`. All
+    ranks must make this call.
 
     squares: the sum of squares of this rank's gradients. The sums of all ranks are added in the order of ranks. As in
         `torch.nn.utils.clip_grad_norm_`, the factor is NaN if a gradient is NaN.
@@ -266,8 +264,8 @@ def _require_finite(
 
 
 def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
-    """Find the features of `rank`'s tables that have infinite or NaN gradients. Return a description of each, for error
-    texts. The CPU waits for the device.
+    """Return a description, for error texts, of each feature of `rank`'s tables that has infinite or NaN gradients. The CPU
+    waits for the device.
 
     received: the gradients, [global batch, columns of `rank`'s tables].
     """

@@ -1,4 +1,4 @@
-"""Backward of data-parallel tables. Every rank has all these tables, pools its own samples, and gets the sum of all
+"""Backward of data-parallel tables. Every rank stores all these tables, pools its own samples, and gets the sum of all
 ranks' gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient. If the update or sparse gradients need to know
@@ -6,9 +6,8 @@ ranks' gradients.
     parts      by all_to_all_single, a rank gets all ranks' values for its range of elements, and sums them in the order of ranks
     reduced    the sums of all ranges, by all_gather
 
-So the sum has the same bits on every rank, and does not depend on how torch's backends reduce. The bits depend on the
-number of ranks, since each rank sums its own samples first. Only rows that at least one rank has read are updated, as
-for tables that are not replicated.
+So the sum has the same bits on every rank, with any collective backend. The bits depend on the number of ranks, since each
+rank sums its own samples first. Only rows that at least one rank has read are updated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """

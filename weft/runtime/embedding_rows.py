@@ -24,10 +24,11 @@ from weft.runtime.embedding_backward import device_code, scale_of_norm
 
 
 class RowGradients(NamedTuple):
-    """Gradients of single rows of one table: grads[i] is a gradient of row ids[i].
+    """Gradients of rows of one table: grads[i] is a gradient of row ids[i].
 
-    table: the table's configuration. number: the table's index in its module. Stochastic rounding adds the index to the
-        optimizer's seed.
+    table: the table's configuration.
+    number: the table's index in its module. With stochastic rounding, the index is added to the optimizer's seed, so that
+        each table gets its own random bits.
     ids: row numbers, [n] int64; ids out of range are ignored. grads: [n, columns].
     """
 
@@ -61,12 +62,12 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Group tables with similar numbers of ids. Return the groups, as lists of indices into `given`.
+    """Group tables with similar numbers of ids, so that one call can update a group. Return the groups, as lists of indices
+    into `given`.
 
-    One call updates all tables of a group. For every table, the call's arrays have space for as many ids as the largest
-    table of the group has. So groups of similar tables waste little memory.
-
-    With stochastic rounding each table is a group, because its random bits must not depend on other tables.
+    A call has arrays with space for as many ids, for every table, as the largest table of the group has. So groups of
+    similar tables waste little memory. With stochastic rounding each table is a group, because its random bits must not
+    depend on other tables.
     """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"
@@ -90,11 +91,11 @@ def gradient_of_table(
 
 
 def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
-    """Sum the gradients of equal ids. Row i of the result, [count, columns], is the sum of all grads[j] with inverse[j]
-    = i. Sums are computed in float32, in the order of j. The CPU waits for the device.
+    """Sum the gradients of equal ids. Row i of the result, [count, columns], is the sum of all grads[j] with inverse[j] =
+    i, in float32, in the order of j. The CPU waits for the device.
 
-    inverse: the row of the result for each gradient, [n]. Every number below `count` must occur. grads: the gradients,
-        [n, columns].
+    inverse: the row of the result for each gradient, [n]. Every number below `count` must occur. grads: the gradients, [n,
+        columns].
     """
     rows = (
         1 << max(0, count - 1).bit_length()
@@ -109,10 +110,9 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Describe `given` as a forward call with pooling, whose backward sums the gradients of equal ids. Return the call, its
-    input, and the gradients of its output, [largest number of ids of a table, columns of all tables].
-
-    The call has a feature for each table, and a bag for each id.
+    """Describe `given` as a forward call with pooling, whose backward sums the gradients of equal ids. The call has a
+    feature for each table, and a bag for each id. Return the call, its input, and the gradients of its output, [largest
+    number of ids of a table, columns of all tables].
 
     tables: the tables for an update; None to return gradients. sparse: True for sparse gradients.
     """
@@ -136,13 +136,10 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return some of the `tables`.
+    """Return the tables with the indices `places` in `tables` and in `given`.
 
-    The random bits of stochastic rounding depend on the optimizer's seed, and on the table's index among the tables of
-    a call. A table that is alone in its call always has the index 0. So add its `number` (`RowGradients`) to the seed,
-    to give each table different random bits.
-
-    places: the indices of the tables to return, in `tables` and in `given`.
+    For a single table, add its `RowGradients.number` to the optimizer's seed. Otherwise single tables would have the same
+    random bits in stochastic rounding, because each has index 0 in its call.
     """
     optimizer = tables.optimizer
     if len(places) == 1:
@@ -154,6 +151,6 @@ def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) 
 
 @functools.lru_cache(maxsize=256)
 def _plan_of(tables: tuple[EmbeddingBagConfig, ...]) -> EmbeddingPlan:
-    """Return a plan of tables with one feature each, pooled by sums."""
+    """Return a plan for `tables`, each with one feature that is pooled by sums."""
     alone = tuple(replace(one, feature_names=(f"row of {number}",), pooling="sum") for number, one in enumerate(tables))
     return EmbeddingPlan(EmbeddingSharding(alone, (0,) * len(alone), 1), EmbeddingOptions("direct"))

@@ -9,9 +9,9 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
 CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the
 samples of this host (`FarFirst`).
 
-No symmetric memory is used, so results are ordinary tensors. CPU ranks synchronise before pooling, as with other
-transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the
-call's deadline. On GPUs, NCCL's timeout and errors apply to the exchange.
+Results are ordinary tensors, because no symmetric memory is used. CPU ranks synchronise before pooling, as with other
+transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's
+deadline. On GPUs, NCCL's timeout and errors apply to the exchange.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class EmbeddingAllToAllUnfused(Executor):
     def _in_turn(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pool, then exchange. Return the output, and a function that warns of bad indices, or None."""
+        """Pool all samples, then exchange the vectors. Return the output, and a function that warns of bad indices, or
+        None.
+        """
         rank = self.comm.rank
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
         alone = self._alone
@@ -145,12 +147,12 @@ def pool_alone(
     """Pool this rank's tables for the samples of all ranks. Write the vectors to `out`, [global batch, columns], in
     `plan.output_dtype`.
 
-    Return a function that warns of bad indices. On GPUs return None: there each call warns of bad indices in earlier
-    calls.
+    Return a function that warns of bad indices, or None if there are none. On GPUs always return None: each call warns of
+    bad indices in earlier calls.
 
-    plan: a plan of these tables for one rank (`EmbeddingPlan.alone`). rank: the rank to name in warnings. widest: the
-        number of columns of the widest feature on any rank. It determines the GPU kernel's block size, so that sums have
-        the same bits for any placement of tables.
+    plan: a plan of these tables for one rank (`EmbeddingPlan.alone`). rank: the rank to name in warnings.
+    widest: the number of columns of the widest feature on any rank. It determines the GPU kernel's block size, so that sums
+        have the same bits for any placement of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

@@ -1,12 +1,13 @@
-"""The interface of executors. An executor prepares a schedule for one rank of a group, runs it many times, and is
-closed once.
+"""The interface of executors. An executor prepares a schedule for one rank of a group, runs it many times, and is closed
+once.
 
     weft.runtime.null   visits the steps in a valid order, but executes none
     weft.runtime.cpu    runs each lane on a thread, in memory that processes share
     weft.runtime.cuda   runs each lane on a stream, with copy engines
 
-All ranks must construct an executor together. They compare schedules, raise an error if the schedule cannot run on a
-rank, and allocate memory. An executor refuses step kinds that it does not implement, and names the step.
+All ranks must construct an executor together. They compare schedules, raise an error if the schedule cannot run on a rank,
+and allocate memory. If an executor does not implement a step kind, it refuses the schedule, and names the step.
+
 `weft.runtime.unfused` is not an executor: it runs the steps of the serial schedule as torch calls, and keeps no memory.
 """
 
@@ -20,7 +21,7 @@ from weft.timeline import Timeline
 
 
 class Executor(ABC):
-    """The interface of executors. The default implementations suit executors that keep no GPU memory."""
+    """The interface of executors. The methods implemented here suit executors that keep no GPU memory."""
 
     schedule: Schedule
 
@@ -36,17 +37,16 @@ class Executor(ABC):
         """Run the schedule once. All ranks must make this call. Return the outputs with a dynamic number of rows, by name.
 
         tensors: every input and output buffer by name. For an output with a dynamic number of rows, pass a function that
-            allocates it: the function gets the number of rows, and returns a tensor.
-        deadline_s: the longest wait for another rank, in seconds. timeline: receives a span for every step of this
-            rank.
+            gets the number of rows, and returns a tensor.
+        deadline_s: the longest wait for another rank, in seconds. timeline: receives a span for every step of this rank.
         like_before: True if only the addresses of the tensors differ from an earlier run. Then skip checks of the tensors.
 
         Raises `ValueError` for a tensor with a wrong shape or dtype, before anything is written.
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load the kernels that a run with tensors of these shapes and dtypes would launch, but launch none. Call it
-        before a graph captures a run. Ranks do not communicate.
+        """Load the kernels that a run with tensors of these shapes and dtypes would launch, but launch none. Call it before
+        a graph captures a run. Ranks do not communicate.
         """
         return
 
@@ -75,7 +75,7 @@ class Executor(ABC):
 
     @property
     def shared(self) -> bool:
-        """True if other executors use the same memory and threads. Such an executor costs little memory, so a cache may keep it."""
+        """True if other executors use the same memory and threads, so that a cache may keep this executor at little cost."""
         return False
 
     @property

@@ -25,9 +25,9 @@ def executor(
     """Make an executor for `schedule`. All ranks must make this call.
 
     p: the problem (an operator's sizes) for which a builder made the schedule; None for a user's schedule.
-    name: the builder's name with its parameters if the builder is one of weft's, else "". On GPUs, executors with the
-        same name share memory, if their problems differ only in the number of rows. Ranks then compare only the first
-        executor's schedule. On CPU, all executors of a group share memory.
+    name: the builder's name with its parameters if the builder is one of weft's, else "". On GPUs, executors with the same
+        name share memory if their problems differ only in the number of rows. Ranks then compare only the first executor's
+        schedule. On CPU, all executors of a group share memory.
     what: a description of the call, for error texts.
 
     The executor works inside and outside of inference mode.

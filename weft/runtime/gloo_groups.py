@@ -1,4 +1,4 @@
-"""gloo groups that weft makes for its own messages. Each consists of some ranks of a communicator, or of all.
+"""gloo groups that weft makes for its own messages. Each consists of some or all ranks of a communicator.
 
 torch does not register these groups, because registration (`dist.new_group`) would involve all ranks of the job.
 """
@@ -25,10 +25,9 @@ _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 class Membership(NamedTuple):
-    """This rank's place in a new group.
+    """This rank's number in a new group. rank: the number. size: the number of ranks in the group.
 
-    rank: this rank's number in the new group. size: the number of ranks in the new group. part: the name of the new
-        group; all ranks of the group pass the same name. Groups that one call makes have different names.
+    part: the name of the group, equal on all of its ranks. Groups that one call makes have different names.
     """
 
     rank: int
@@ -39,7 +38,7 @@ class Membership(NamedTuple):
 def gloo_of_its_own(
     comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Make one gloo group for each `part`, from the ranks of `comm` that pass this `part`. Return this rank's group.
+    """Divide the ranks of `comm` into gloo groups: ranks that pass the same `part` form a group. Return this rank's group.
     All ranks of `comm` must make this call.
 
     rank, size, part: the fields of `Membership`. whom, deadline_s: as for `gloo_groups`.
@@ -50,10 +49,11 @@ def gloo_of_its_own(
 def gloo_groups(
     comm: Communicator, whom: str, memberships: Sequence[Membership], deadline_s: float | None = None
 ) -> list[dist.ProcessGroup]:
-    """Make gloo groups from ranks of `comm`. Return the new groups that contain this rank. All ranks of `comm` must
-    make this call.
+    """Make gloo groups from ranks of `comm`. Return the new groups that contain this rank. All ranks of `comm` must make
+    this call.
 
-    memberships: this rank's place in each new group that contains it. All ranks must list the groups in the same order.
+    memberships: this rank's number in each new group that contains this rank. All ranks must list the groups in the same
+        order.
     whom: a description of the groups' ranks, for error texts.
 
     Raise `DeadlineError` on every rank if ranks cannot connect within `deadline_s` (default: the deadline of set-up).
@@ -81,7 +81,7 @@ def gloo_groups(
 def _until(deadline_s: float, comm: Communicator, whom: str, connect: Callable[[], None]) -> str:
     """Call `connect` on a thread, and wait for at most `deadline_s` seconds. Return "", or an error text.
 
-    Without the thread, there is no deadline: torch waits forever if the process that serves the store is stopped.
+    The thread is needed because torch waits forever if the process that serves the store is stopped.
     """
     errors = [f"no answer within {deadline_s:g} s"]
 

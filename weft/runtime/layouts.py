@@ -1,7 +1,5 @@
-"""A key of the layouts and addresses of tensors. If a call has the same key as an earlier call, it can skip the
-validation of its tensors.
-
-One native call computes the key. With torch's API, each property of each tensor would take a Python call.
+"""A key of the layouts and addresses of tensors. If a call has the same key as an earlier call, its tensors need not be
+validated again. One native call computes the key, which is faster than torch's API.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ READER = _made()
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return a key of the tensors' layouts and addresses. If two lists have equal keys, it is enough to validate one
-    list.
+    """Return a key that is equal for lists of tensors with equal layouts and addresses.
 
-    Return None if there is no key. Then a tensor requires a gradient, has no memory, or is of a subclass, or the native
-    reader does not support this version of torch.
+    Return None if a tensor requires a gradient, has no memory, or is of a subclass. Also return None if the native reader
+    does not support this version of torch.
     """
     if READER is None:
         return None

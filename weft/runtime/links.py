@@ -6,8 +6,8 @@ in memory.
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
     copies      all ranks copy at the same time, to memory that was written before, and to new memory, which causes page faults
 
-All measurements together take about `BUDGET_S` seconds. For the rate of a link, the first rank sends, the second rank answers with
-one byte, and the first rank takes the time. So it does not matter when the second rank starts. The round trip is twice the time of
+All measurements together take about `BUDGET_S` seconds. The rate of a link is measured on its first rank: it sends, and the
+second rank answers with one byte. So it does not matter when the second rank starts. The round trip is twice the time of
 the fastest exchange of one byte, including gloo's own time. The numbers are equal on all ranks.
 """
 
@@ -44,19 +44,19 @@ def network_of(comm: Communicator) -> HostNetwork | None:
 
 
 def is_settled(comm: Communicator) -> bool:
-    """True if `settle` has already decided which network the planner uses for `comm`."""
+    """True if `settle` has set the network of `comm`, known or unknown."""
     return comm in _networks
 
 
 def settle(comm: Communicator, network: HostNetwork | None) -> None:
-    """Make the planner use `network`, the measured rates between hosts, for `comm` from now on. None means that the
-    rates stay unknown. All ranks must pass an equal `network`.
+    """Set the rates between hosts that the planner uses for `comm` from now on. All ranks must pass an equal `network`;
+    None means that the rates stay unknown.
     """
     _networks[comm] = network
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return all pairs of hosts, grouped into rounds, as in a tournament. In a round each host occurs at most once."""
+    """Divide all pairs of hosts into rounds, as in a tournament. In a round each host occurs at most once."""
     circle: list[str | None] = [*hosts, *[None] * (len(hosts) % 2)]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -67,11 +67,10 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
-    """Measure the links of a group of CPU ranks on several hosts. Return the same result on every rank. All ranks must
-    make this call.
+    """Measure the links of a group of CPU ranks on several hosts. Return the same result on every rank. All ranks must make
+    this call.
 
-    Every rank takes part in all exchanges. Ranks that measure nothing send nothing. Raises `DeadlineError` after
-    `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
+    Raises `DeadlineError` after `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
     """
     probe = _Probe(comm, env.deadline_s() if deadline_s is None else deadline_s)
     links = _measure_pairs(probe, comm, _LINKS_UNTIL * budget_s)
@@ -107,10 +106,11 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 
 
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
-    """Return the rate of a link in bytes per microsecond, from the difference of two transfers.
+    """Return the rate of a link in bytes per microsecond.
 
-    The difference of their times does not contain the latency, nor the first bytes that a traffic shaper lets pass
-    without delay. If the difference is too small, because the machine was busy, the rate is that of the large transfer.
+    The rate is the difference in bytes of two transfers, divided by the difference of their times. This removes the
+    latency, and the first bytes that a traffic shaper lets pass without delay. If the difference of times is too small,
+    because the machine was busy, return the rate of the large transfer.
 
     timed: (bytes, seconds) of a small and of a large transfer.
     """
@@ -135,15 +135,13 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Time transfers of growing sizes, as long as the time until `until_s` allows a few transfers of the next size.
-        Then repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's time in
-        seconds) for the two largest sizes.
+        """Time transfers of growing sizes while there is time, until `until_s`, for a few transfers of the next size. Then
+        repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's time in seconds) for
+        the two largest sizes. For the largest size, the times are of the fastest transfer.
 
-        For the largest size, return the times of the fastest transfer, because other work on the machine only slows
-        transfers.
-
-        send_s: a function that sends a number of bytes, and returns each rank's time. latency_s: the part of a time that
-            does not grow with the size. parts: the number of ranks to which a rank sends at once.
+        send_s: a function that sends a number of bytes, and returns each rank's time.
+        latency_s: the part of a time that does not grow with the size.
+        parts: the number of ranks to which a rank sends at once.
         """
         size = _FIRST_BYTES // parts
         before, found = (size, send_s(size)), [send_s(size)]
@@ -164,8 +162,8 @@ class _Probe:
         return self._timed([(pairs, nbytes)])
 
     def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        """Send `nbytes` from the first to the second rank of each pair, and one byte back. Return the times of all ranks, in
-        seconds. The time of a pair is that of its first rank.
+        """Send `nbytes` from the first to the second rank of each pair, and one byte back. Return the times of all ranks,
+        in seconds. Use the time of each pair's first rank.
         """
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
@@ -192,8 +190,8 @@ class _Probe:
         """Return two rates in bytes per microsecond: of copies to memory that was written before, and of copies to new
         memory, which causes page faults.
 
-        All ranks copy at the same time. The result is the rate of the slowest host. A host's rate is the mean of its
-        ranks' rates, because in so short a time the ranks of a host do not get equal shares of its cores.
+        All ranks copy at the same time. A host's rate is the mean of its ranks' rates, because ranks do not get equal
+        shares of the cores in so short a time. The result is the rate of the slowest host.
         """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
@@ -222,8 +220,9 @@ class _Probe:
 
 
 def _copied_s_per_byte(target: Callable[[], torch.Tensor], source: torch.Tensor) -> float:
-    """Copy `source` again and again for `_COPY_S` seconds. Return the seconds per byte. target: a function that returns the
-    tensor to copy to.
+    """Copy `source` again and again for `_COPY_S` seconds. Return the seconds per byte.
+
+    target: a function that returns the tensor to copy to.
     """
     start, count = time.perf_counter(), 0
     while not count or time.perf_counter() - start < _COPY_S:

@@ -1,19 +1,18 @@
 """The rendezvous of a group's CPU ranks before each call.
 
-Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages.
-This is a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all
-ranks are known to make the same call (with one exception, in `weft.runtime.unfused.begun`). Errors:
+Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages. This is
+a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all ranks are
+known to make the same call (with one exception, in `weft.runtime.unfused.begun`). Errors:
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
     backwards differ          `DisagreementError` on every rank, if ranks run backward of different forward calls. The group fails
     a rank does not arrive    `DeadlineError` or `PeerLostError`. The group fails
 
-All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every
-peer.
+All operators of a group use the same rendezvous. So the n-th call of one rank is compared with the n-th call of every peer.
 
-GPU ranks do not synchronise, because a rendezvous would take longer than the call. `weft.operator.together` compares
-their calls in another way.
+GPU ranks do not synchronise, because a rendezvous would take longer than the call. `weft.operator.together` compares their
+calls in another way.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def _digest(data: bytes) -> bytes:
 
 
 class Topic:
-    """A description of the call that a rank is about to make. Ranks compare their topics.
+    """A description of a rank's next call, which ranks compare.
 
-    text: the operator and the sizes. Error texts contain it, truncated if it is too long. details: further text to
-        compare, such as options.
+    text: the operator and the sizes. Error texts contain it, truncated if it is too long. details: further text to compare,
+        such as options.
     difference: a function that all ranks call if only the details differ. It returns a text with the difference.
     hint: advice for the error text if the texts differ only in sizes.
     """
@@ -118,11 +117,11 @@ class Meeting:
     ) -> list[bytes]:  # fmt: skip
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
-        extra: 16 bytes of the caller that each rank sends to all ranks, and that are not compared.
-        cargo: a collective whose data travel with this rendezvous, so that it is complete on return. Pass it only if
-            this object has `rails`.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If this object
-            has `rails`, all steps are done on return. Otherwise none is done.
+        extra: 16 bytes of the caller that each rank sends to all ranks. They may differ between ranks.
+        cargo: a collective whose data travel with this rendezvous, so that the collective is complete on return. Pass it
+            only if this object has `rails`.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If this object has
+            `rails`, all steps are done on return. Otherwise none is done.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -173,8 +172,8 @@ class Meeting:
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Publish `payload`. Return the payloads of all ranks, and the data for `Cargo.unpack`, by host.
 
-        agree: a function that gets payloads, and returns True if their ranks make the same call. Otherwise no data of
-            `cargo` are sent.
+        agree: a function that gets the payloads of some ranks, and returns True if these ranks make the same call. If it
+            returns False, no data of `cargo` are sent.
         """
         with self._publishing:
             self.comm.check()
@@ -192,8 +191,8 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Raise `DisagreementError` about topics that differ, and make the group fail. Every rank has read the same
-        payloads, so every rank raises.
+        """Raise `DisagreementError` about topics that differ, and make the group fail. Every rank raises, because all have
+        read the same payloads.
         """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
@@ -214,14 +213,14 @@ class Meeting:
         self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Raise `DisagreementError` about options of layers that differ, and make the group fail. Every rank has read the
-        same hashes of options, so every rank takes part in the all-gather of the options.
+        """Raise `DisagreementError` about options of layers that differ, and make the group fail. Every rank must call this
+        method, in which ranks gather the options of all ranks.
         """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """Raise `DisagreementError` with `text` and `hint`, and make the group fail. Use it only if every rank finds
-        the same error.
+        """Raise `DisagreementError` with `text` and `hint`, and make the group fail. Call it only for an error that every
+        rank finds.
         """
         self.comm.end(text)
         raise DisagreementError(
@@ -237,7 +236,7 @@ def _forward_of(payload: bytes) -> int:
 def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
     """True if all ranks run forward, or if all ranks run backward of the same forward call.
 
-    mine: the number of this rank's forward call as bytes, as in its payload (`Meeting.forward`).
+    mine: the number of this rank's forward call, in the format of a payload.
     """
     if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
         return True
@@ -264,7 +263,7 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
-    """Return a function for `Topic(difference=...)`, which all ranks must call. It returns a text with each rank's details.
+    """Return a function for `Topic(difference=...)`. All ranks must call it. It returns a text with each rank's `details`.
 
     If `details` has several lines "name: value", the text has only the first line that differs.
     """
@@ -289,7 +288,7 @@ def _difference(comm: Communicator, details: str) -> str:
 
 
 def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoReturn:
-    """Raise `RefusedError` with `text`, because the input of a call is bad on this rank. On CPU every rank raises it. On
+    """Raise `RefusedError` with `text`, because an input of a call is bad on this rank. On CPU every rank raises it. On
     GPUs only this rank raises it, and the group fails.
     """
     if comm.device.type == "cpu":
@@ -309,8 +308,8 @@ def meeting_of(comm: Communicator) -> Meeting:
 
 @contextlib.contextmanager
 def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
-    """Make each rendezvous on `comm` check, inside this context manager, that all ranks run backward of the same
-    forward call.
+    """Make each rendezvous on `comm`, inside this context manager, check that all ranks run backward of the same forward
+    call.
 
     comm: None if ranks do not synchronise. forward: the number of the forward call, or `UNKNOWN`.
     """
@@ -326,7 +325,7 @@ def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
 
 
 def published_on(group: dist.ProcessGroup) -> int:
-    """Return the number of calls on `group` that this rank has published in the rendezvous of CPU ranks."""
+    """Return how many calls on `group` this rank has published in the rendezvous."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
             return meeting.calls

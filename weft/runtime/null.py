@@ -1,8 +1,8 @@
-"""The null executor: runs any schedule on any machine without effect, and records the order of its steps.
+"""The null executor: it visits the steps of any schedule, on any machine, and records their order, but executes none.
 
-The null executor is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch
-and no memory. It finds schedules that would hang. Its timeline shows the order that signals impose; timelines of other
-executors must agree with it.
+It is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch and no memory. It
+finds schedules that would hang. Its timeline shows the order that signals impose, with which the timelines of other
+executors must agree.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class NullSchedule(Executor):
     ) -> dict[str, Shaped]:  # fmt: skip
         """Check the tensors' shapes, and append this rank's steps to `timeline`.
 
-        tensors: every input and output buffer by name. Only their shapes are used. deadline_s: must be positive;
-            otherwise unused. timeline: receives the rank's steps in order. Step n, counted over all runs, lasts from
-            time n to n + 1.
+        tensors: every input and output buffer by name. Only their shapes are used.
+        deadline_s: must be positive; otherwise unused.
+        timeline: receives the rank's steps in order. Step n, counted over all runs, lasts from time n to n + 1.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be positive")

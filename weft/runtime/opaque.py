@@ -1,7 +1,7 @@
 """Functions that torch.compile must not trace, and operators that it must not remove.
 
-Even if a function of a compiled program runs eagerly (after a graph break, or after too many recompilations), Dynamo
-compiles the functions that it calls. In weft's executors, Dynamo would treat addresses and native handles as constants.
+Dynamo also compiles functions that a compiled program calls eagerly: after a graph break, or after too many recompilations.
+In weft's executors, Dynamo would treat addresses and native handles as constants.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ launch, so weft disables it only if needed.
 
 
 def frames_are_looked_at() -> bool:
-    """True if Dynamo would compile the functions that this thread calls now."""
+    """True if Dynamo would now compile a function that this thread calls."""
     return "torch._dynamo" in sys.modules and looks_at_frames() is not None
 
 
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` wrapped so that Dynamo calls it without tracing it or the functions that it calls.
+    """Return `function`, wrapped so that Dynamo traces neither the function nor any function that it calls.
 
-    If Dynamo does not run on this thread, the wrapper costs almost nothing. The wrapper does not import Dynamo, because the
-    import takes seconds.
+    Without Dynamo on this thread, the wrapper costs almost nothing, and does not import Dynamo, which would take seconds.
     """
 
     untraced: Callable[P, T] | None = None
@@ -58,8 +57,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 def never_left_out(name: str) -> None:
     """Mark an operator of weft as having side effects for torch.compile, because peers wait for its calls.
 
-    Otherwise torch.compile would remove a call with unused or empty results, on this rank only. torch.compile may still
-    merge two calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they prevent
+    Without the mark, torch.compile would remove a call with unused or empty results, on this rank only. torch.compile may
+    still merge two calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they prevent
     the compilation of backward (pytorch's issue 172248) and the reuse of memory.
     """
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)

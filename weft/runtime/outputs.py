@@ -1,18 +1,16 @@
 """Result buffers that peers write: a few output buffers in symmetric memory, which are lent to the user as tensors.
 
-A lent tensor stays valid as long as the user keeps it or any view of it. After that, the buffer is offered to the peers
-again. The offer is made in the order of this rank's stream (GPU) or program (CPU), so earlier work on the old contents
-runs first. (If another stream reads the tensor, make the stream of the next call wait for that stream before you drop
-the tensor.)
+A lent tensor stays valid as long as the user keeps it or any view of it. After that, peers may write the buffer again, in
+the order of this rank's stream (GPU) or program (CPU): earlier work on the old contents runs first. (If another stream
+reads the tensor, make the stream of the next call wait for that stream before you drop the tensor.)
 
-With `count` buffers, a user may keep `count - 1` results while the next result is computed. Further results are copied
-out of the last free buffer; `copied` counts these copies. With `count=1` results are never copied, and keeping a result
-across the next call is an error.
+With `count` buffers, a user may keep `count - 1` results while the next result is computed. Further results are copied out
+of the last free buffer; `copied` counts these copies. With `count=1` results are never copied, and it is an error to keep a
+result across the next call.
 
-A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use.
-So the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out
-in every replay, and the buffer then becomes free again. Later calls that get this buffer copy their results out of it
-too.
+A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use. So
+the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out in every
+replay, and the buffer then becomes free again. Later calls that get this buffer copy their results out of it too.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """The owner of a lent tensor's storage. It keeps the memory mapped. When torch frees the storage, the lease appends the
-    buffer's index `slot` to the list `free`.
+    """The owner of a lent tensor's storage, which keeps the memory mapped. When torch frees the storage, the buffer's index
+    `slot` is appended to the list `free`.
     """
 
     __slots__ = ("free", "memory", "slot")
@@ -119,10 +117,10 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return the result in buffer `slot` for the user, as a tensor [shape] over the buffer's memory.
+        """Return the result in buffer `slot`, for the user, as a tensor [shape] over the buffer's memory.
 
-        The buffer becomes free when the user has dropped the tensor and all its views, unless the call was `captured` by a
-        graph. If this was the last free buffer, return a copy instead, unless `count` is 1.
+        The buffer becomes free when the user has dropped the tensor and all its views, unless a graph has `captured` the
+        call. If this was the last free buffer, return a copy instead, unless `count` is 1.
         """
         region, rank, free = self._region, self._comm.rank, self._free
         is_last = not free

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
-    """Return the entry of `comm` in `known`. If there is none, make it.
-
-    A new entry also removes the entries of closed communicators. Otherwise these would never be freed, because an entry
-    may refer to its communicator.
-    """
+    """Return the entry of `comm` in `known`. If there is none, make it, and remove the entries of closed communicators."""
     found = known.get(comm)
     if found is None:
         for closed in [one for one in known if one.closed]:

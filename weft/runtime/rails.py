@@ -1,21 +1,21 @@
 """The rendezvous of CPU ranks on several hosts, which may carry the data of a small collective.
 
 Ranks have to compare their calls before gloo moves data, because gloo ends the process if a message is larger than
-expected. A separate rendezvous before the collective would take as long as several steps of a small collective. So the
-data travel with the rendezvous:
+expected. A separate rendezvous before the collective would take as long as several steps of a small collective. So the data
+travel with the rendezvous:
 
     1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
         host, in shared memory
     2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
-After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
-agree, its ranks send no data in step 2. Receive buffers have space for the largest message that any rank may send, so a
-message of a different call does no harm. Its data are dropped.
+After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do
+not agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call, so a message of
+a different call does no harm. Its data are dropped.
 
-A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each
-byte of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64): first within each
-host, then across hosts. Each of these two levels rounds its sum once to the dtype of the matrix.
+A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each byte
+of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64), first within each host,
+then across hosts. Both sums are rounded to the dtype of the matrix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
-    """A collective whose data travel with a rendezvous. The methods run in the order below. All tensors are uint8."""
+    """A collective whose data travel with a rendezvous. The methods are called in the order below. All tensors are uint8."""
 
     near_bytes: int
     """The number of bytes that this rank shares with the ranks of its host."""
@@ -50,20 +50,20 @@ class Cargo(Protocol):
     """The number of bytes that this rank sends to the rank of its rail on every other host."""
 
     def load(self, memory: torch.Tensor) -> None:
-        """Write the data that the other ranks of this host need into `memory`, this rank's shared memory."""
+        """Write to `memory`, this rank's shared memory, the data that the other ranks of this host need."""
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         """Write the messages to other hosts.
 
-        near: the memory into which each rank of this host has written by `load`, in the order of ranks. far: the
-            messages to write. far[h] is the message to the rank of host h in this rail.
+        near: the shared memory of each rank of this host, which `load` has written.
+        far: far[h] is the message to write for this rail's rank on host h.
         """
 
     def go_on(self) -> None:
         """Do work that does not need the messages from other hosts, while they are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        """Compute the result. received: received[h] is the message from the rank of host h in this rail."""
+        """Compute the result. received: received[h] is the message from this rail's rank on host h."""
 
 
 class Rails:
@@ -80,9 +80,7 @@ class Rails:
         self.reserve(_SMALL_BYTES)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for the data of collectives (`Cargo`) of matrices of up to `nbytes` bytes. All ranks must make
-        this call.
-        """
+        """Reserve memory for collectives (`Cargo`) of matrices of up to `nbytes` bytes. All ranks must make this call."""
         if nbytes > self.most_bytes:
             self.near.reserve(self._slot + nbytes + _ALIGNMENT)
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
@@ -102,9 +100,9 @@ class Rails:
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Run one rendezvous. Return every rank's payload, by rank, and the data for `cargo.unpack`, by host.
 
-        agree: a function that gets the payloads of this host's ranks, and returns True if these ranks make the same call.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are
-            done on return.
+        agree: a function that gets the payloads of some ranks, and returns True if these ranks make the same call.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are done on
+            return.
         """
         try:
             return self._exchange(payload, agree, cargo, deadline_s, name, meanwhile)
@@ -152,10 +150,10 @@ class Rails:
         return found, arrived
 
     def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
-        """Write the messages to this rail's ranks on other hosts. A message has the payloads of this host's ranks, and the data
-        of `cargo`. Return the sizes of the messages in bytes, by host.
+        """Write the messages to this rail's ranks on other hosts. A message has the payloads of this host's ranks, and the
+        data of `cargo`. Return the sizes of the messages in bytes, by host.
 
-        cargo: None to send no data. near: the memory of each rank of this host.
+        cargo: None to send no data. near: the shared memory of each rank of this host.
         """
         levels, head, at = self.levels, _joined(payloads), 0
         start = _ALIGNMENT + -(-len(head) // _ALIGNMENT) * _ALIGNMENT
@@ -188,14 +186,15 @@ class Rails:
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
         """Return memory for a second message of `nbytes` to every other host: a list of one tensor for each host, in the
-        order of hosts. A collective that sends its data in two halves uses this memory (`begin_more`).
+        order of hosts. `begin_more` sends these messages.
         """
         return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin to exchange a second message of `nbytes` with every other host, after `exchange`. The caller has written the
-        messages to `more(nbytes)`, and the payloads of all ranks must have agreed. Return a function that waits for the
-        messages from other hosts and returns them, in the order of hosts.
+        """Begin to exchange a second message of `nbytes` with every other host, after `exchange`. Return a function that
+        waits for the messages from other hosts and returns them, in the order of hosts.
+
+        The caller has written the messages to `more(nbytes)`. The payloads of all ranks must have agreed in `exchange`.
         """
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
@@ -246,7 +245,7 @@ class _Gather(_Still):
 
 
 class _GatherSmall(_Still):
-    """An all-gather of few bytes: each message has the rows of a whole host, so ranks of a host need not share results."""
+    """An all-gather of few bytes. A message has the rows of a whole host, so ranks of a host need not share results."""
 
     def __init__(self, rails: Rails, src: torch.Tensor, whole: torch.Tensor) -> None:
         self._rails, self._src, self.near_bytes = rails, src, src.nbytes
@@ -271,7 +270,7 @@ class _GatherSmall(_Still):
 class _Sum(_Still):
     """The base class of reductions, which sum a matrix over all ranks. Each rail computes a part of the sum.
 
-    parts: this rank's matrix, split into one part for each rail. Rail i has the i-th rank of each host.
+    parts: this rank's matrix, split into one part for each rail. Rail i consists of the i-th rank of each host.
     """
 
     _mine: torch.Tensor
@@ -293,13 +292,13 @@ class _Sum(_Still):
         return _like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rail's part of each matrix on this host, in the order of ranks."""
+        """Return this rail's part of the matrix of each rank of this host, in the order of ranks."""
         index = self.rails.levels.index
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
     def _sum_of_hosts(self, received: dict[int, torch.Tensor], out: torch.Tensor) -> None:
         """Write the sum over all hosts to `out`. `_mine` is the sum of this host, and `received` has the sums of other
-        hosts. All hosts add in the same order.
+        hosts.
         """
         host = self.rails.levels.host
         parts = {host: self._mine, **{at: _like(out, data, out.shape) for at, data in received.items()}}
@@ -327,10 +326,10 @@ class ReduceScatter(_Sum):
 
 
 class _AllReduce(_Sum):
-    """An all-reduce. Each rail (the ranks with the same index on their hosts) sums one part of the matrix over all
-    hosts. The ranks of a host then read each other's parts from shared memory.
+    """An all-reduce. Each rail (the ranks with the same index on their hosts) sums one part of the matrix over all hosts.
+    The ranks of a host then read each other's parts from shared memory.
 
-    A part is sent in two halves: ranks add the second half while the first half is in transit.
+    A part is sent in two halves: ranks sum the second half while the first half is in transit.
     """
 
     def __init__(self, rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> None:
@@ -417,7 +416,7 @@ def _joined(payloads: Sequence[bytes]) -> bytes:
 
 
 def _split(data: memoryview, count: int) -> list[bytes]:
-    """Return the first `count` payloads in `data`, in which each payload follows its length."""
+    """Return the first `count` payloads in `data`, which has the length of each payload before it."""
     found, at = [], 0
     for _ in range(count):
         begin = at + _LENGTH.size

@@ -1,8 +1,7 @@
 """An fp8 GEMM with scales: out = (a * scale_a) @ (b * scale_b) + bias.
 
-On GPUs this is `torch._scaled_mm`: products of fp8 numbers are summed in fp32, scaled, added to the bias, and rounded
-once. On CPU an fp32 matmul computes the same, for tests and development. It makes fp32 copies of both operands, and
-does not use torch's `_scaled_mm` for CPU.
+On GPUs this is `torch._scaled_mm`: products of fp8 numbers are summed in fp32, scaled, added to the bias, and rounded once.
+On CPU, for tests and development, an fp32 matmul computes the same, with fp32 copies of both operands.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def scaled_matmul(
     """Compute out = (a * scale_a) @ (b * scale_b) + bias.
 
     a: [m, k] fp8 e4m3. b: [k, n] fp8 e4m3, column-major.
-    scale_a, scale_b: the scales in fp32. Either one number for each matrix, [1, 1] and [1, 1], or one number for each
-        row of a and each column of b, [m, 1] and [1, n].
+    scale_a, scale_b: the scales in fp32. Either [1, 1] and [1, 1], one number for each matrix. Or [m, 1] and [1, n], one
+        number for each row of a and each column of b.
     bias: [1, n] in the dtype of out (bf16 if out is fp8), or None.
     fast: True to accumulate as fast as the GPU can, with fewer bits.
     out: [m, n] in bf16, fp16, fp32 or fp8. Values too large for fp8 become its largest number.

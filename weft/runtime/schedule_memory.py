@@ -49,8 +49,8 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
-    """Raise `DisagreementError` if ranks have different schedules. Raise `ScheduleError` if a step needs memory of a
-    rank on another host, because such memory is not mapped. All ranks must make this call, and all raise.
+    """Raise `DisagreementError` if ranks have different schedules, and `ScheduleError` if a step needs memory of a rank on
+    another host, which is not mapped. All ranks must make this call, and all raise.
     """
     mine = (schedule.name, fingerprint(schedule))
     found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")
@@ -65,8 +65,8 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
-    """Return an error text with the first step of this rank that needs memory of another host, and the fix; "" if there is
-    no such step.
+    """Return an error text, with the fix, for the first step of this rank that needs memory of another host; "" if there is
+    none.
     """
     if comm.all_mapped:
         return ""
@@ -78,11 +78,11 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
 
 
 def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool = False) -> str:
-    """Return an error text that names the first step of `rank` which needs memory of a rank on another host; "" if
-    there is none.
+    """Return an error text for the first step of `rank` that needs memory of a rank on another host; "" if there is none.
 
-    hosts: the host of each rank. signals: True if a signal to another host needs mapped memory too; False if signals are sent
-        as messages, as between CPU ranks.
+    hosts: the host of each rank.
+    signals: True if a signal to another host needs mapped memory too; False if signals are sent as messages, as between CPU
+        ranks.
     """
     found = _first_far(schedule, rank, hosts, signals)
     if found is None:
@@ -93,8 +93,10 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool
 
 
 def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool) -> tuple[Lane, Step, int] | None:
-    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank on another host; None if there
-    is no such step. hosts, signals: as for `needs_far`.
+    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank on another host; None if
+    there is none.
+
+    hosts, signals: as for `needs_far`.
     """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:

@@ -1,7 +1,7 @@
 """Collectives in two levels, for CPU ranks on several hosts: within each host, and between hosts along rails.
 
-A **rail** consists of the ranks with the same index on their hosts, one on each host. On H hosts of L ranks, with a
-shard of n bytes on each rank:
+A **rail** consists of the ranks with the same index on their hosts, one on each host. On H hosts of L ranks, with a shard
+of n bytes on each rank:
 
     all_gather      Each rail gathers its shards in shared memory, where each rank reads the results of all rails of its host. A
                     host sends L n bytes to every other host.
@@ -13,11 +13,11 @@ shard of n bytes on each rank:
 So each byte is sent to each host only once. In a ring all-gather of all W = H L ranks, each host would send (W - 1) n
 bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.
 
-Sums are in fp32 (fp64 for fp64), and are rounded to the dtype of the matrix once per level. `weft.runtime.within_host`
-defines the order of accesses to shared memory. weft makes its own gloo groups for rails.
+Sums are computed in fp32 (fp64 for fp64), and rounded to the dtype of the matrix after each level.
+`weft.runtime.within_host` defines the order of accesses to shared memory. weft makes its own gloo groups for rails.
 
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et
-    al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
+    "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def two_levels_for(
     """Return the two-level collectives of `comm`, with shared memory for the collectives of `lanes`. All ranks must make
     this call.
 
-    Return None in these cases: ranks form no rails (`ranks_per_host`) or have different numbers of rows, sizes are
-    dynamic, or a host has too little memory.
+    Return None if ranks form no rails (`ranks_per_host`) or have different numbers of rows, if sizes are dynamic, or if a
+    host has too little memory.
 
     rows: for each collective, the number of rows of each rank's shard.
 
@@ -81,8 +81,8 @@ def levels_on(comm: Communicator) -> TwoLevels:
 
 
 def largest_collective_bytes(schedule: Schedule) -> int:
-    """Return the size in bytes of the largest matrix that a collective of the schedule gathers or reduces. Ignore
-    collectives with dynamic sizes.
+    """Return the size, in bytes, of the largest matrix that a collective of the schedule gathers or reduces. Collectives
+    with dynamic sizes are ignored.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective) if not variables_of(step)]
@@ -91,7 +91,7 @@ def largest_collective_bytes(schedule: Schedule) -> int:
 
 
 def _shared_bytes(step: Collective, rows: tuple[int, ...], dtypes: dict[str, str], per_host: int) -> int:
-    """Return the bytes of shared memory that the step needs on each rank; 0 if two levels do not support the step."""
+    """Return the bytes of shared memory that the step needs on each rank; 0 if it cannot run in two levels."""
     if step.op not in ("all_gather", "reduce_scatter", "all_reduce") or len(set(rows)) > 1:
         return 0
     whole = step.src if step.op != "all_gather" else step.dst
@@ -125,8 +125,8 @@ class Call:
 
 
 class TwoLevels:
-    """Collectives in two levels on one communicator: within hosts by shared memory, and between hosts by gloo groups of rails.
-    A rail consists of the ranks with the same index on their hosts.
+    """Collectives in two levels on one communicator: within hosts by shared memory, and between hosts by gloo groups of
+    rails. A rail consists of the ranks with the same index on their hosts.
 
     per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
     """
@@ -177,8 +177,8 @@ class TwoLevels:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
     ) -> list[dist.Work]:  # fmt: skip
-        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to
-        wait for.
+        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to wait
+        for.
 
         came, leaving: the number of rows from and to each host.
         """
@@ -216,7 +216,9 @@ class TwoLevels:
         return total
 
     def _scratch(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose memory the next call with this name reuses: new memory would cause page faults in each call."""
+        """Return a tensor whose memory the next call with this `name` reuses. New memory would cause page faults in each
+        call.
+        """
         nbytes = shape.numel() * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or len(kept) < nbytes:
@@ -229,8 +231,9 @@ class TwoLevels:
 
 
 def _sum(parts: Sequence[torch.Tensor], wide: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of `parts` in their dtype. Compute it in fp32 (fp64 for fp64), in the tensor `wide`, or in a new tensor
-    if `wide` is None.
+    """Return the sum of `parts` in their dtype, computed in fp32 (fp64 for fp64).
+
+    wide: a tensor for the sum before it is rounded; None to allocate it.
     """
     total = (
         parts[0].new_empty(parts[0].shape, dtype=torch.promote_types(parts[0].dtype, torch.float32))

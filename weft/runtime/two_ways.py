@@ -1,16 +1,16 @@
 """A measured choice between two implementations of a call, for CPU ranks on several hosts.
 
 The second implementation sends the data of other hosts first, and works on this host's data while they are in transit
-(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft
-measures both. The first calls of each size (a number of rows or samples) use the two implementations alternately, in
-blocks of calls. The first call of a block does not count, because it allocates memory.
+(`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft measures
+both. The first calls of each size (a number of rows or samples) use the two implementations alternately, in blocks of
+calls. The first call of a block does not count, because it allocates memory.
 
 Later calls use the second implementation only if both conditions hold:
 
 - Its fastest call was clearly faster than the fastest call of the first implementation.
 - Its second fastest call was clearly faster too, or its median call was faster.
 
-Other work on the machine slows single calls, and on a busy machine most calls, so the fastest calls count most. If the
+The fastest calls count most, because other work on the machine slows single calls, and on a busy machine most calls. If the
 measured links show that the second implementation cannot be clearly faster, no call uses it.
 """
 
@@ -30,8 +30,8 @@ _TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
-    """The choice between two implementations for each size of a call, by the times of the first calls. All ranks choose
-    the same.
+    """The choice between two implementations for each size of a call, by the times of the first calls. It is equal on all
+    ranks.
 
     The size is the number of rows or samples of a call. Sizes with the same number of bits share a choice.
     """
@@ -47,8 +47,7 @@ class TwoWays:
         """Never use the second implementation for `size` if it cannot save enough time. No effect after the first call of
         this size.
 
-        most_gain_s: the largest time in seconds that the second implementation could save, by prediction. It must be equal
-            on all ranks.
+        most_gain_s: the largest time, in seconds, that the second implementation is predicted to save. Equal on all ranks.
         """
         bucket = size.bit_length()
         if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
@@ -58,8 +57,8 @@ class TwoWays:
     def takes_other(self, size: int, is_faster: bool = False) -> bool:
         """True if the next call of this size must use the second implementation.
 
-        is_faster: True if the second implementation is known to be faster. Then use it without a measurement, unless it was
-            ruled out. Equal on all ranks.
+        is_faster: True if the second implementation is known to be faster. Unless ruled out, it is then used without a
+            measurement. Equal on all ranks.
         """
         bucket = size.bit_length()
         if is_faster:
@@ -68,7 +67,7 @@ class TwoWays:
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
         """Record the time of a call in seconds. After the last measured call of a size, ranks exchange their times and
-        choose. A call's time is then that of its slowest rank.
+        choose. The time of a call is that of its slowest rank.
         """
         bucket = size.bit_length()
         if bucket in self._taken:

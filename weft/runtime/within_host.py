@@ -2,9 +2,9 @@
 publishes its own memory, reads the memory of its peers, and then lets them write again.
 
 Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
-bytes. Counters are set with release order, and read with acquire order. A rank reads in round k when every counter is
-at least 2 k - 1. A rank writes for round k + 1 when every counter is at least 2 k. So no rank overwrites bytes that a
-peer still reads.
+bytes. Counters are set with release order, and read with acquire order. A rank reads in round k when every counter is at
+least 2 k - 1. A rank writes for round k + 1 when every counter is at least 2 k. So no rank overwrites bytes that a peer
+still reads.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class WithinHost:
         self._flat, self._counters = [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Wait until no peer reads this rank's memory any more. Return the memory, which this rank may now write, as a
-        tensor [shape] with the dtype of `like`.
+        """Wait until no peer reads this rank's memory any more. Return this memory, to be written, as a tensor [shape] with
+        the dtype of `like`.
 
         what: the collective's name, for error texts.
         """
@@ -62,11 +62,10 @@ class WithinHost:
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
     def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
-        """Publish what this rank has written to its memory, so that peers may read it. Wait until all ranks of this
-        host have published theirs.
+        """Publish this rank's memory for its peers to read. Wait until all ranks of this host have published theirs.
 
-        meanwhile: work to do during the wait, as an iterator that does a short step for each item. Some steps may
-            remain on return.
+        meanwhile: work to do during the wait, as an iterator that does a short step for each item. Some steps may remain on
+            return.
         """
         self._advance()
         while self._is_missing() and next(meanwhile, self) is None:
@@ -80,19 +79,18 @@ class WithinHost:
     def exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, deadline_s: float, what: str
     ) -> None:  # fmt: skip
-        """Run an all-to-all within this host: send sent[i] to the i-th rank of the host, and receive its tensor for this rank
-        into received[i].
+        """Run an all-to-all within this host: send sent[i] to the i-th rank of the host, and receive its tensor for this
+        rank into received[i].
 
-        Tensors are contiguous. If they are larger than the reserved memory, they are copied in several rounds. The first
-        round also contains the sizes, so all ranks know the number of rounds.
+        Tensors are contiguous. Tensors larger than the reserved memory are copied in several rounds.
         """
         self.begin_exchange(sent, deadline_s=deadline_s, what=what)(received)
 
     def begin_exchange(
         self, sent: Sequence[torch.Tensor], *, deadline_s: float, what: str
     ) -> Callable[[Sequence[torch.Tensor]], None]:
-        """Publish the first round of `exchange`, and return without waiting for peers. Return a function that takes `received`
-        and completes the exchange.
+        """Publish the first round of `exchange`, without a wait for peers. Return a function that takes `received` and
+        completes the exchange.
         """
         mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
         outgoing = [_bytes_of(part)[: 0 if index == mine else None] for index, part in enumerate(sent)]
@@ -134,7 +132,7 @@ class WithinHost:
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if the counter of a rank of this host is lower than this rank's own counter."""
+        """True if a rank of this host has not reached this rank's round, by its counter."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:
@@ -148,8 +146,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy the bytes that `src` and `dst` have in common. Both are windows of one long sequence of bytes: `src` begins
-    at its offset `src_at`, and `dst` at its offset `dst_at`.
+    """Copy from `src` to `dst` the bytes that they have in common. Both are windows of one long sequence of bytes: `src`
+    begins at offset `src_at` of the sequence, and `dst` at offset `dst_at`.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -179,7 +179,7 @@ class Control:
         self.check()
         if self._calls.unanswered > 0:
             text = (
-                f"rank {self.rank} refused a call, and waited {deadline_s:g} s for its peers to answer whether they have made it. "
+                f"rank {self.rank} refused a call, but not all peers acknowledged this within {deadline_s:g} s. "
                 "Check that all ranks still run"
             )
             self.poison(text)

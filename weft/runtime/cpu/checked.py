@@ -158,7 +158,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
                 if inner.is_signal and isinstance(step, Tiles) and variables_of(step.extent):
                     wrong.append(
                         "tiles whose number is known only at run time cannot set signals, because a wait would "
-                        "not know how many sets to wait for"
+                        "not know how many sets to expect: set the signal once, in a step after the tiles"
                     )
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
     if faults:

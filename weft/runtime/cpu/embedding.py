@@ -67,9 +67,11 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Call `_core.embedding_all_to_all` with as many threads as torch uses. Return eight counts: the number of bad indices;
-    the feature, sample, position in the bag, and value of the first bad index; the numbers of slices sent, flags set,
-    and events in the timeline.
+    """Call `_core.embedding_all_to_all` with as many threads as torch uses. Return eight numbers:
+
+    - the number of bad indices
+    - the feature, sample, position in the bag, and value of the first bad index
+    - the numbers of slices sent, flags set, and events in the timeline
 
     table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
     flags: with the transport `put`, the address, in each rank's memory, of the flags that this rank sets; else empty.

@@ -73,8 +73,8 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return a table of addresses for native code, int64 [tables, 5]: the address of a table, the addresses of up to three
-    optimizer states, and the table's index among all tables. The result is cached.
+    """Return a row of addresses for each table, int64 [tables, 5]: the table, up to three optimizer states, and the table's
+    index among all tables. Cached by `of.layout`.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:

@@ -64,7 +64,9 @@ class Channels:
             return
         mine = [channel for channel in new if self.comm.rank in (channel[0], channel[2])]
         places = [Membership(int(self.comm.rank == channel[2]), 2, ".".join(map(str, channel))) for channel in mine]
-        self.groups.update(zip(mine, gloo_groups(self.comm, "ranks of its messages", places), strict=True))
+        self.groups.update(
+            zip(mine, gloo_groups(self.comm, "the ranks with which it exchanges messages", places), strict=True)
+        )
         self._known.update(new)
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ def _is_done(work: dist.Work, comm: Communicator, text: str) -> bool:
         while time.monotonic() < until:  # gloo may detect a lost peer before weft's watchdog does
             comm.check()
             time.sleep(_LOOK_S)
-        raise WeftError(f"rank {comm.rank} waited {text}, which failed in torch.distributed: {error}") from error
+        raise WeftError(f"rank {comm.rank}: gloo failed in a wait of at most {text}: {error}") from error
 
 
 _channels: dict[Communicator, Channels] = {}

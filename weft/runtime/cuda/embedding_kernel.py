@@ -245,7 +245,7 @@ class EmbeddingKernel:
     def _taken(self) -> torch.Tensor:
         """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block.
 
-        If the block is full, drop all tables that `_starts` has cached, and reuse their memory: the stream writes a new
+        If the block is full, drop all tables that `_starts` has cached, and reuse their memory. The stream writes a new
         table only after earlier launches have read the old one. If a CUDA graph reads the block, allocate another block
         instead.
         """

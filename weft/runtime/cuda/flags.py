@@ -12,9 +12,9 @@ for a count in memory would occupy a part of the GPU, and delay GEMMs that need 
 
 A wait with `previous=True` starts with its flag raised, because no run precedes the first.
 
-If the tiles of a kernel set one counter (a signal and an index) many times, the kernel counts the tiles in memory of its
-own device, and raises the flag after the last tile. Streams of the kernel's own rank wait for this flag just like streams
-of peers.
+The tiles of a kernel may set one counter (a signal and an index) many times. The kernel then counts the tiles in memory of
+its own device, and raises the flag after the last tile. Streams of the kernel's own rank wait for this flag just like
+streams of peers.
 
 When to clear a flag. A flag must be clear before it is raised again, or the second signal is lost. A write by a stream is
 slow, because it includes a system-scope fence. So a stream clears a flag in the same operation as another write, if
@@ -72,8 +72,11 @@ def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait: (lane, index of the step).
 
     Raise `ScheduleError` if a flag cannot replace the counter (signal, index) for which a step waits. There are three
-    reasons: a run sets the counter twice, the wait is for only some of the sets by a tile kernel, or the flag could be
-    raised again before it is cleared.
+    reasons:
+
+    - A run sets the counter twice.
+    - The wait is for only some of the sets by a tile kernel.
+    - The flag could be raised again before it is cleared.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     _require_set_once(schedule, ranks)
@@ -108,7 +111,7 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
-    """Raise `ScheduleError` if a wait is for some, but not all, of the sets by a tile kernel: on GPUs a tile kernel raises
+    """Raise `ScheduleError` if a wait is for some, but not all, of the sets by a tile kernel. On GPUs a tile kernel raises
     a flag once, after its last tile.
     """
     for step in (step for lane in lanes for step in lane.steps if step.inner):

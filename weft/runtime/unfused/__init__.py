@@ -1,5 +1,4 @@
-"""The serial schedule of every operator, run as a user would write it: NCCL / gloo and cuBLAS calls, one after the
-other.
+"""The serial schedule of every operator, run as a user would write it: NCCL / gloo and cuBLAS calls, one after the other.
 
     serial          the steps of a serial schedule as torch calls
     collectives     collectives of a matrix, for the methods `unfused` and `gradients` of an operator's spec

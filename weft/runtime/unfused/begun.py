@@ -1,4 +1,4 @@
-"""Calls that CPU ranks of several hosts begin before the rendezvous has ended, and the exchanges of such calls.
+"""Calls of CPU ranks on several hosts that begin before the rendezvous has ended.
 
 Between hosts, a rendezvous takes as long as several steps of a small collective. A call that computes before it
 communicates can compute, and begin to send its results, during the rendezvous. The user gets the results only if the
@@ -8,8 +8,8 @@ gloo ends the process if a message is larger than expected. Before the rendezvou
 such messages:
 
 - These exchanges (`Early`) use their own gloo groups, so they never receive messages of other collectives.
-- A rank receives up to `capacity_bytes` from each rank. If a message would be larger, its sender sends one row instead,
-  and reports this in the rendezvous by `Begun.number`. All ranks then repeat the exchange after the rendezvous.
+- A rank receives up to `capacity_bytes` from each rank. If a message would be larger, its sender sends one row instead, and
+  reports this in the rendezvous by `Begun.number`. All ranks then repeat the exchange after the rendezvous.
 - If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For
   the same reason, `Early` has its own memory for exchanges within a host.
 """
@@ -40,19 +40,19 @@ class Begun(Protocol):
     """A number that the rendezvous sends to all ranks."""
 
     def alone(self) -> Iterator[None]:
-        """Run the steps that do not wait for other ranks, and yield between them. They compute, and begin to send."""
+        """Run the steps that do not wait for other ranks: compute, and begin to send. Yield between steps."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Run the remaining steps, and return the results. The caller knows that all ranks make this call. If `alone`
-        has not run, run its steps too.
+        """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not
+        run, run its steps too.
 
         numbers: the attribute `number` of each rank's call; None if the ranks had already synchronised before the call.
         """
 
 
 class Early:
-    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct it
-    together, after a rendezvous. The ranks must form rails (`weft.runtime.two_levels.ranks_per_host`).
+    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct
+    it together, after a rendezvous. The ranks must form rails (`weft.runtime.two_levels.ranks_per_host`).
 
     exchanges: the number of exchanges in a call. Each has its own receive buffer.
     """
@@ -72,7 +72,7 @@ class Early:
 
     @property
     def is_stale(self) -> bool:
-        """True if a rank has refused a call since the construction, so that messages may be unread. Equal on all ranks."""
+        """True if a rank has refused a call since this object was constructed: messages may be unread. Equal on all ranks."""
         return meeting_of(self._comm).refused != self._refused
 
     def begin(self, exchange: int, sent: torch.Tensor, sizes: list[int], deadline_s: float, name: str) -> Pending:

@@ -1,4 +1,4 @@
-"""Collectives of a matrix, which a `Turn` runs: with a deadline and, on CPU, a rendezvous before each collective.
+"""Collectives of a matrix, run by a `Turn`: with a deadline and, on CPU, a rendezvous before each collective.
 
 All functions have these arguments:
 
@@ -66,7 +66,7 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Replace `x` by its sum over all ranks, and return it. Its memory must be contiguous."""
+    """Replace `x` by its sum over all ranks, and return it. `x` must be contiguous."""
     if (rails := _rails_to_reduce(x, turn)) is not None:
         whole = x.contiguous()
         turn.ride(name, riding.all_reduce(rails, whole, turn.wait_s, name))
@@ -78,7 +78,7 @@ def all_reduce_(
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rendezvous between hosts with which the data of a reduction of `x` can travel (`weft.runtime.rails`).
-    Return None if there is no such rendezvous. The choice is equal on all ranks.
+    """Return the rendezvous that can carry the data of a reduction of `x` between hosts (`weft.runtime.rails`), or None.
+    The choice is equal on all ranks.
     """
     return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

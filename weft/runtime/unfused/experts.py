@@ -63,14 +63,12 @@ def all_to_all_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Send tokens to the ranks of their experts, and multiply them there by the experts' weights. Return two values:
 
-    - The products, [received rows, N], sorted by expert. With `max_rows`, [max_rows, N], without the rows that do not
-      fit.
+    - The products, [received rows, N], sorted by expert. With `max_rows`, [max_rows, N], without the rows that do not fit.
     - With `return_x`, the received tokens, [received rows, K], ordered by source rank, and then by expert; else None.
 
     w: the weights of this rank's experts, [experts, K, N].
-    most: an upper bound on the number of tokens of any rank, equal on all ranks. Used only between hosts, to choose
-        between two implementations, and only if the ranks have already synchronised. Otherwise the ranks exchange their
-        numbers of tokens.
+    most: an upper bound on the number of tokens of any rank, equal on all ranks. It is used only between hosts, to choose
+        between two implementations. If the ranks have not synchronised yet, they exchange their numbers of tokens instead.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
@@ -121,10 +119,8 @@ def matmul_all_to_all(
 def begin_matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn, most: int
 ) -> Begun | None:  # fmt: skip
-    """Return a call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended. Return None on one host,
-    and before the first call on several hosts.
-
-    Arguments are as for `matmul_all_to_all`. The call uses one of two implementations, which measurements select.
+    """Return a call of `matmul_all_to_all`, with the same arguments, that this rank may begin before the rendezvous has
+    ended. Return None on one host, and before the first call on several hosts.
     """
     comm = turn.comm_between_hosts
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
@@ -166,7 +162,7 @@ class _Combined:
 
 
 def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) -> torch.Tensor:
-    """Permute rows that are sorted by expert to the order of source ranks. Return the permuted rows."""
+    """Return the rows `made`, which are sorted by expert, in the order of source ranks."""
     if w.shape[0] == 1:
         return made
     order = expert_order(sizes.received, made.shape[0])
@@ -176,7 +172,9 @@ def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) ->
 def _send_back(
     made: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
 ) -> torch.Tensor:  # fmt: skip
-    """Send the rows `made`, which are sorted by source rank, back to these ranks. Return y [rows, N], for this rank's tokens."""
+    """Send the rows `made`, which are sorted by source rank, back to these ranks. Return y [rows, N], for this rank's
+    tokens.
+    """
     y, (sent, came, _) = made.new_empty(rows, made.shape[1]), sizes.host
     send(made, y, came, sent, group, turn, _BACK).wait()
     return turn.done(_BACK, y, (len(made) - came[group.rank()]) * made.shape[1] * y.itemsize)
@@ -185,9 +183,8 @@ def _send_back(
 def begin_in_expert_order(
     rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Begin to send `rows`, which are in the order of this rank's tokens, to the ranks of their experts.
-
-    Return a function that waits for the rows from all ranks, and returns them sorted by expert.
+    """Begin to send `rows`, in the order of this rank's tokens, to the ranks of their experts. Return a function that waits
+    for the rows from all ranks, and returns them sorted by expert.
     """
     if group.size() == 1:
         return lambda: rows
@@ -218,7 +215,7 @@ def _dispatched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Send tokens to the ranks of their experts. Return x [rows, K], and the received tokens in the order of arrival.
 
-    x begins with the received tokens, sorted by expert, without those that do not fit.
+    x begins with the received tokens, sorted by expert. Tokens that do not fit are missing.
     """
     k = tokens.shape[1]
     if group.size() == 1:

@@ -6,8 +6,8 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces. Meanwhile, rows for this host are multiplied and
                exchanged through shared memory. Ranks multiply and send during the rendezvous
 
-A **cell** consists of the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert.
-GEMMs have rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
+A **cell** is the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert. GEMMs
+have rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
 rounding.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
@@ -41,8 +41,7 @@ Cells: TypeAlias = np.ndarray[Any, Any]
 
 
 class FarFirst:
-    """The dispatch and the combine of experts' rows that send the rows for other hosts first. All ranks must construct
-    it.
+    """Dispatch and combine, with the rows for other hosts sent first. All ranks must construct it.
 
     comm: a communicator of CPU ranks on several hosts.
     """
@@ -69,11 +68,12 @@ class FarFirst:
     def way(
         self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
     ) -> tuple[bool, Callable[[], None]]:
-        """Choose whether this call sends rows for other hosts first. Return (True if it does, a function).
+        """Choose whether this call sends rows for other hosts first. Return True or False, and a function that the caller
+        must call when its call ends. The function records the time of the call. All ranks must make the same calls of
+        this method.
 
-        The caller must call the function when its call ends: it records the time of the call. The recorded times of
-        earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed. It always sends these rows first,
-        unless the links are too fast for a gain. All ranks must make the same calls of this method.
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed: it sends
+        these rows first, unless the links are too fast for a gain.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
@@ -138,14 +138,14 @@ class FarFirst:
         """Return a call of `experts.matmul_all_to_all`, with the same arguments, that this rank has not begun yet.
 
         ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
-        key: the kind and the size of the call. Calls with equal keys have largest messages of similar size, so either
-            all or none of them fit the exchanges of `early`.
+        key: the kind of the call, and its largest number of rows. Calls whose messages are too large for `early` are
+            remembered by it.
         """
         return Combine(self, h, w, sizes, rows, turn, ended, name, key)
 
     def early(self, key: Hashable) -> Early | None:
-        """Return the exchanges that may begin before a rendezvous has ended. Return None if they do not exist yet, or
-        if messages of calls with this key are too large for them. The choice is equal on all ranks.
+        """Return the exchanges that may begin before a rendezvous has ended. Return None if they do not exist yet, or if
+        messages of calls with this key are too large for them. The choice is equal on all ranks.
 
         key: as for `combine`.
         """
@@ -164,7 +164,7 @@ class FarFirst:
                 self._early, self._has_rails = None, False
 
     def never_early(self, key: Hashable) -> None:
-        """Make `early` return None for this key from now on, because the messages of its calls are too large."""
+        """Make `early` return None for this key from now on: the messages of its calls are too large."""
         self._never_early.add(key)
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
@@ -186,10 +186,10 @@ class FarFirst:
 
 
 class Combine:
-    """A call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended (implements
-    `weft.runtime.unfused.begun.Begun`).
+    """A call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended: a
+    `weft.runtime.unfused.begun.Begun`.
 
-    A message to a rank of another host begins with an unused row, so it is never empty.
+    Messages to ranks of other hosts begin with an unused row, so that none is empty.
     """
 
     number = 0
@@ -224,8 +224,10 @@ class Combine:
             self._end_near = self._early.near.begin_exchange(self._to_near(), deadline_s=self._turn.wait_s, what=_NEAR)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Return a list with the result, [rows, N]. numbers: 1 for a rank whose messages were too large, so that all ranks
-        must repeat the exchange; None if the rendezvous exchanged no numbers.
+        """Return a list with the result, [rows, N].
+
+        numbers: 1 for a rank whose messages were too large; all ranks then repeat the exchange. None if the rendezvous
+            exchanged no numbers.
         """
         far, n = self._far, self._w.shape[2]
         y = self._h.new_empty(self._rows, n)
@@ -260,13 +262,13 @@ class Combine:
         return [y]
 
     def _to_near(self) -> list[torch.Tensor]:
-        """Return the multiplied rows for each rank of this host."""
+        """Return the products for each rank of this host."""
         assert self._near is not None
         return list(self._near.split(self._came[self._far.near].sum(1).tolist()))
 
     def _exchange(self, exchange: int, y: torch.Tensor) -> tuple[Pending, Sequence[torch.Tensor]]:
-        """Begin to exchange piece number `exchange`, after the rendezvous. Return the work handle, and the receive buffer of
-        each rank on another host.
+        """Begin to exchange piece number `exchange`, after the rendezvous. Return the work handle, and the receive buffers
+        of the ranks on other hosts.
         """
         far, part = self._far, self._parts[exchange]
         if exchange == len(self._made):
@@ -277,8 +279,8 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank's message for the experts `part`. Ranks of this host get no message, so their
-        number is 0. Other messages begin with an unused row, which counts.
+        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. Other messages
+        begin with an unused row, which counts.
 
         table: the number of rows to send to, or to receive from, each rank for each expert.
         """
@@ -329,27 +331,25 @@ def _pieces(experts: int) -> list[Cells]:
 
 
 def _by_rank(table: Cells) -> Cells:
-    """Return where the rows of each rank for each expert begin, [ranks, experts], if rows are ordered by rank, then by
-    expert.
+    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by rank, then by expert.
 
-    table: the number of rows of each rank for each expert, [ranks, experts].
+    table: the number of rows of each cell, [ranks, experts].
     """
     flat = table.ravel()
     return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
 
 
 def _by_expert(table: Cells) -> Cells:
-    """Return where the rows of each rank for each expert begin, [ranks, experts], if rows are ordered by expert, then
-    by rank.
+    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by expert, then by rank.
 
-    table: the number of rows of each rank for each expert, [ranks, experts].
+    table: the number of rows of each cell, [ranks, experts].
     """
     return _by_rank(table.T).T
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of all rows of some cells, one cell after the other. If the cells are adjacent, return a
-    slice. A cell is the rows of one rank for one expert.
+    """Return the indices of all rows of some cells (the rows of one rank for one expert), one cell after the other. If the
+    cells are adjacent, return a slice.
 
     starts: the index of each cell's first row. counts: the number of rows of each cell.
     """
@@ -364,8 +364,8 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of some cells, one cell after the other. If the cells are adjacent, return a view. A cell is the
-    rows of one rank for one expert.
+    """Return the rows of some cells (the rows of one rank for one expert), one cell after the other. If the cells are
+    adjacent, return a view.
 
     starts: the index of each cell's first row in `rows`. counts: the number of rows of each cell.
     """
@@ -374,8 +374,7 @@ def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy the rows of some cells, which follow each other in `rows`, to their places in `out`. A cell is the rows of
-    one rank for one expert.
+    """Copy cells (the rows of one rank for one expert), which follow each other in `rows`, to their positions in `out`.
 
     starts: the index of each cell's first row in `out`. counts: the number of rows of each cell.
     """
@@ -396,8 +395,8 @@ def _multiply(
 ) -> Iterator[None]:  # fmt: skip
     """Multiply the rows of each expert by its weights. Yield after each expert.
 
-    counts: the number of rows of each rank for each expert, [ranks, experts]. x_at, out_at: where these rows begin in x
-        and in `out`, [ranks, experts].
+    counts: the number of rows of each rank for each expert, [ranks, experts].
+    x_at, out_at: the index of the first of these rows in x and in `out`, [ranks, experts].
     """
     for expert, weights in enumerate(w):
         of = counts[:, expert]

@@ -1,10 +1,10 @@
-"""Functions for calls of CPU ranks on several hosts. Such a call sends the data for other hosts first.
+"""Functions for calls of CPU ranks on several hosts that send the data for other hosts first.
 
 A call sends these data in up to `PIECES` pieces. All ranks exchange each piece. gloo's threads send the pieces while the
 rank computes with the data of its own host.
 
-Ranks synchronise once, before the first piece. Afterwards all of them run the same exchanges in the same order. If a
-rank fails during the exchanges, the group fails.
+Ranks synchronise once, before the first piece. Afterwards all of them run the same exchanges in the same order. If a rank
+fails during the exchanges, the group fails.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def begin_piece(
     comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int],
     is_far: bool = True,
 ) -> Pending:  # fmt: skip
-    """Begin an all-to-all of rows, one piece of a call's data. Return a handle to wait for. There is no rendezvous, so all
-    ranks must be known to make this call.
+    """Begin an all-to-all of rows, one piece of a call's data. Return a handle to wait for. All ranks must be known to make
+    this call, because there is no rendezvous.
 
     came, leaving: the number of rows from and to each rank. is_far: True if no rank exchanges rows within its host.
     """
@@ -68,8 +68,8 @@ def begin_piece(
 
 
 class _Ways:
-    """Two gloo groups of all ranks, one for each direction. In the first, ranks send to ranks with higher numbers, and
-    in the second to ranks with lower numbers. All ranks must construct it.
+    """Two gloo groups of all ranks: the first for messages to ranks with higher numbers, the second for messages to ranks
+    with lower numbers. All ranks must construct it.
 
     `groups` is empty if the ranks form no rails (`ranks_per_host`), or cannot connect.
     """

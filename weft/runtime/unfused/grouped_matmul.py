@@ -1,6 +1,5 @@
-"""Each expert's rows multiplied by its weights: cuBLAS's grouped GEMM, or one GEMM for each expert.
-
-Rows are sorted by expert.
+"""The product of each expert's rows and weights, by cuBLAS's grouped GEMM or by one GEMM for each expert. Rows are sorted
+by expert.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, y: torch.Tensor) -> Iterator[None]:
-    """Multiply the rows of each expert in x by this expert's matrix in w. Write the products to y. There is one GEMM for each
-    expert with rows. Yield after each GEMM.
+    """Multiply the rows of each expert in x by this expert's matrix in w, by one GEMM for each expert with rows. Write the
+    products to y. Yield after each GEMM.
     """
     for part, rows, result in zip(w, _parts(x, sizes), _parts(y, sizes), strict=True):
         if len(rows):
@@ -46,7 +45,7 @@ def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, size
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return [experts, K, N]: for each expert, x.T @ grad_y over the expert's rows."""
+    """Return x.T @ grad_y over the rows of each expert, [experts, K, N]."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
         # For an expert without rows, Hopper's kernel writes zeros, but Blackwell's kernel writes nothing.
@@ -61,7 +60,7 @@ def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch
 
 
 def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return views of the rows of each expert in `rows`, which may lack the last experts' rows."""
+    """Return a view of each expert's rows in `rows`, from which the rows of the last experts may be missing."""
     parts, first = [], 0
     for count in sizes.host.of_experts:
         parts.append(rows[first : first + count])

@@ -8,7 +8,7 @@ from weft.runtime.unfused.sizes import Sizes
 
 
 def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return the received rows sorted by expert, and then by source rank. arrived: the rows in the order of arrival."""
+    """Return the rows `arrived`, which are in the order of arrival, sorted by expert, and then by source rank."""
     if 1 in sizes.received.shape:
         return arrived
     return arrived.index_select(0, expert_order(sizes.received, arrived.shape[0]))

@@ -1,9 +1,9 @@
 """The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on one stream or
 thread.
 
-The schedule needs no symmetric memory and no set-up on the device, so a call costs as much as its torch calls. The constructor
-of `Unfused` makes a function from each step. A step allocates the buffer that it writes. CPU ranks synchronise before
-every collective (`weft.runtime.unfused.turn`).
+The schedule needs no symmetric memory and no set-up on the device, so a call costs as much as its torch calls. The
+constructor of `Unfused` makes a function from each step. A step allocates the buffer that it writes. CPU ranks synchronise
+before every collective (`weft.runtime.unfused.turn`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if READER is not None:
 
 
 class Unfused:
-    """The steps of a serial schedule on `rank`, as torch calls. In a call, the number of rows may differ from the
+    """The steps of a serial schedule on `rank`, as torch calls. The number of rows of a call may differ from the
     schedule's, if it is the same on all ranks.
 
     The constructor raises `ScheduleError` for a step kind that is not registered with `bind`, and for a step that writes
@@ -74,8 +74,8 @@ class Unfused:
 
     @property
     def only_scales(self) -> set[str]:
-        """The names of the buffers that are used only as scales of scaled GEMMs. For such a buffer, a caller may also
-        pass a tensor of any shape with one element.
+        """The names of the buffers that are used only as scales of scaled GEMMs. In place of such a buffer, a caller may
+        also pass a tensor of any shape with one element.
         """
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):
@@ -267,8 +267,8 @@ def _tiles(step: Tiles, here: Unfused) -> Call:
 
 
 def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
-    """Return the names of the buffers (src, dst) of a tile kernel that turns the ranks' matrices in `src`, one below the
-    other, into columns of `dst`, side by side. Raise `ScheduleError` for other kernels.
+    """Return the names of the buffers (src, dst) of a tile kernel that copies the ranks' matrices, one below the other in
+    `src`, side by side into `dst`. Raise `ScheduleError` for other kernels.
     """
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
     copies = [one for body in bodies for one in of_kind(body, Copy) if not one.accumulate]
@@ -282,8 +282,8 @@ def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
         if (src.rows, dst.cols) == (world * m, world * n) and [(one.src, one.dst) for one in copies] == wanted:
             return src.name, dst.name
     raise ScheduleError(
-        f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: its only supported use puts the "
-        "rows of all ranks side by side"
+        f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: use it only to put the "
+        "matrices of all ranks, which are one below the other, side by side"
     )
 
 

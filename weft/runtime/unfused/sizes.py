@@ -80,8 +80,8 @@ the copy of both tensors on the CPU.
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU copy of a dispatch's `splits` and `received` for the combine that follows. So the combine
-    (`sizes_of` in `matmul_all_to_all`) does not wait for a second copy from the device.
+    """Keep the CPU copy of a dispatch's `splits` and `received`, so that the combine that follows (`sizes_of` in
+    `matmul_all_to_all`) need not wait for a second copy from the device.
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
@@ -89,9 +89,8 @@ def remember(sizes: Sizes) -> None:
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the `Sizes` of these tables. If a dispatch returned `received`, reuse its CPU copy of the tables.
-
-    Do not reuse the copy if either table has changed since the dispatch, or if a graph is being captured.
+    """Return the `Sizes` of these tables. If a dispatch returned `received`, and neither table has changed since, reuse its
+    CPU copy. Never reuse it while a graph is being captured.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -108,7 +107,7 @@ _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Remember the number of tokens of a dispatch (`all_to_all_matmul`), so that the following combine
+    """Remember the number of tokens of a dispatch (`all_to_all_matmul`), so that the combine that follows
     (`matmul_all_to_all`) need not read it from the device.
 
     splits: the dispatch's argument. tokens: the sum of `splits`.
@@ -118,6 +117,6 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of these splits if a dispatch has recorded it and they have not changed since; otherwise None."""
+    """Return the sum of `splits` that a dispatch has remembered; None if there is none, or if `splits` has changed since."""
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None

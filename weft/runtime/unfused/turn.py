@@ -1,14 +1,13 @@
 """Deadlines, timelines and, on CPU, a rendezvous before each collective, for unfused calls of NCCL, gloo and cuBLAS.
 
-CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds.
-If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes a different call, the error names the
-rank. Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different calls
-it would abort, or compute on wrong bytes. The wait for the collective has the same deadline, and raises if the group
-fails.
+CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds. If a
+rank does not arrive, the rendezvous raises at the deadline. If a rank makes a different call, the error names the rank.
+Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different calls it would
+abort, or compute on wrong bytes. The wait for the collective has the same deadline, and raises if the group fails.
 
-GPU ranks do not synchronise, because a rendezvous would take longer than the call. On GPUs a `Turn` only fills a
-timeline, and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`,
-which adds nothing.
+GPU ranks do not synchronise, because a rendezvous would take longer than the call. On GPUs a `Turn` only fills a timeline,
+and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`, which adds
+nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The rendezvous before each collective of one operator and shape, for CPU ranks. All ranks must construct it. A `Turn`
-    uses this object to run one call.
+    """The rendezvous before the collectives of one operator and shape, for CPU ranks. All ranks must construct it. Each
+    call has a `Turn`, which uses this object.
 
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
-    arguments: the name of the user's argument for each buffer, by the buffer's name. Error texts use the user's names.
+    arguments: the user's argument for each buffer, by the buffer's name, for error texts.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Turns:
         self._topics: dict[str, Topic] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of matrices of up to `nbytes` bytes whose data travel with a rendezvous
+        """Reserve memory for collectives of up to `nbytes` bytes whose data travel with a rendezvous
         (`weft.runtime.rails`). All ranks must make this call. Do nothing on one host, if the ranks form no rails, or if
         `nbytes` is too large.
         """
@@ -69,8 +68,8 @@ class Turns:
     ) -> Pending:  # fmt: skip
         """Wait until all ranks have reached a collective, and begin it. Return a handle to wait for its end.
 
-        collective: its name, for error texts. function, arguments: torch's collective, and its arguments. meets: False if
-            all ranks are known to have reached the collective, so that no rendezvous is needed.
+        collective: its name, for error texts. function, arguments: torch's collective, and its arguments.
+        meets: False to omit the rendezvous, because all ranks are known to have reached the collective.
         """
         topic = self._topic(collective)
         try:
@@ -86,12 +85,12 @@ class Turns:
 
     @property
     def rails(self) -> Rails | None:
-        """The rendezvous between hosts that may carry data; None on one host, or if the ranks form no rails."""
+        """The rendezvous that can carry data between hosts; None on one host, or if the ranks form no rails."""
         return self._meeting.rails
 
     @opaque
     def ride(self, collective: str, cargo: Cargo, deadline_s: float) -> None:
-        """Run the collective `cargo`, whose data travel with the rendezvous. It is complete on return."""
+        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return."""
         topic = self._topic(collective)
         try:
             self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo)
@@ -125,7 +124,7 @@ class Turns:
 
 
 class Turn:
-    """An object that runs the collectives of one call, or of its backward: with a rendezvous before each, a deadline, and a
+    """The means by which one call, or its backward, runs its collectives: with a rendezvous before each, a deadline, and a
     timeline.
 
     turns: the rendezvous; None if ranks do not synchronise, as on GPUs. deadline_s: the longest wait for other ranks, in
@@ -142,22 +141,22 @@ class Turn:
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
-        """Wait until all CPU ranks have reached a collective, then begin it: `function(*arguments, group=group)`. Return the
-        work handle to wait for.
+        """Wait until all CPU ranks have reached a collective, then begin it: `function(*arguments, group=group)`. Return
+        the work handle to wait for.
         """
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
         return self._turns.begin(collective, function, arguments, group, self.wait_s, self._meets)
 
     def rails_for(self, nbytes: int) -> Rails | None:
-        """Return the rendezvous between hosts with which the data of a collective of `nbytes` can travel
-        (`weft.runtime.rails`). Return None if there is no such rendezvous, or if its memory is too small.
+        """Return the rendezvous that can carry the data of a collective of `nbytes` between hosts (`weft.runtime.rails`).
+        Return None if there is none, or if its memory is too small.
         """
         rails = None if self._turns is None or self.has_met else self._turns.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
 
     def ride(self, collective: str, cargo: Cargo) -> None:
-        """Run the collective `cargo`, whose data travel with the rendezvous. It is complete on return."""
+        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return."""
         assert self._turns is not None
         self._turns.ride(collective, cargo, self.wait_s)
 
@@ -167,9 +166,9 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the
-        most tokens of any rank. Afterwards, begin the collective itself with `met.begin`, which does not synchronise
-        the ranks a second time.
+        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most
+        tokens of any rank. Then begin the collective itself with `met.begin`, which does not synchronise the ranks
+        again.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
@@ -194,7 +193,7 @@ class Turn:
         return turn
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
-        """Run a collective, `function(*arguments, group=group)`. On CPU, it is complete on return. On GPUs, it is enqueued on
+        """Run a collective, `function(*arguments, group=group)`. On CPU it is complete on return. On GPUs it is enqueued on
         the current stream.
         """
         if self._turns is None:
@@ -203,7 +202,7 @@ class Turn:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """Record in the timeline that the step `name` has ended now, and that it sent `bytes`. Return `result` unchanged."""
+        """Record in the timeline that the step `name` ends now, and has sent `bytes`. Return `result` unchanged."""
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
@@ -215,7 +214,7 @@ class Turn:
 
 
 class _Straight(Turn):
-    """A turn without rendezvous, deadline and timeline: it only calls torch."""
+    """A `Turn` without rendezvous, deadline and timeline: it only calls torch."""
 
     def __init__(self) -> None:
         self.deadline_s, self._turns, self.wait_s = None, None, 0.0
@@ -240,8 +239,10 @@ STRAIGHT: Turn = _Straight()
 
 
 def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
-    """Return a turn for a call of an operator without its own `Turns`. On GPUs, and in a group of one rank, return
-    `STRAIGHT`, which adds nothing to torch's calls. what: the call, for error texts.
+    """Return a `Turn` for a call of an operator without its own `Turns`. On GPUs, and in a group of one rank, return
+    `STRAIGHT`, which adds nothing to torch's calls.
+
+    what: the call, for error texts.
     """
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
@@ -250,7 +251,7 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
 
 
 class Pending:
-    """A collective on CPU that has begun. `wait` works like the `wait` of torch's `Work`."""
+    """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
 
     def __init__(
         self, works: Sequence[dist.Work], comm: Communicator, groups: object, name: str, deadline_s: float, arguments: tuple[Any,
@@ -266,16 +267,15 @@ class Pending:
             finish(work, self._comm, self._name, self._deadline_s, self._arguments, self._groups, self._works)
 
     def __del__(self) -> None:
-        """Keep the tensors until the process ends, unless a caller has waited for the collective: gloo may still use them."""
+        """Never free the tensors of a collective for which no caller has waited: gloo may still use them."""
         if not self._waited and not all(work.is_completed() for work in self._works):
             leave(self._groups, self._works, self._arguments)
 
 
 class Marks:
-    """Records the times at which the steps of a call end, on the caller's thread or stream.
+    """Records the times at which the steps of a call end, on the caller's thread or stream, with the clock of executors.
 
-    Each step begins when the previous step ends. `end` adds the steps to the timeline as spans of the lane `compute`. The
-    clock is the one that executors use.
+    Each step begins when the previous step ends. `end` adds the steps to the timeline as spans of the lane `compute`.
     """
 
     def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:
