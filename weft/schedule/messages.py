@@ -27,31 +27,41 @@ from weft.schedule.regions import Access, read, written
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Awaited, CounterId, Lane, Send, Set, Step, of_kind, variables_of, walk
 
-_NAME = "messages of lane "  # the names of the counters of messages
-
 
 @dataclass(frozen=True, slots=True)
-class Post(Step):
-    """The sender's part of a message: rows, or a signal.
+class Message(Step):
+    """A message with rows or a signal: `Post` at the sender, `Receive` at the receiver, with equal fields.
 
-    to: the receiver.
-    lane: the number of the sender's lane.
+    source, lane, to: the sender, the number of its lane, and the receiver.
     number: the index of the message among all messages of this lane to this receiver.
     joined: True for a signal that directly follows another message to the same receiver. It is sent with that message.
     """
 
     step: Send | Set
-    to: int
     source: int
     lane: int
+    to: int
     number: int
     joined: bool
+
+    @property
+    def channel(self) -> tuple[int, int, int]:
+        """(sender, number of its lane, receiver). Messages of a channel arrive in order."""
+        return self.source, self.lane, self.to
+
+    @property
+    def _counters(self) -> str:
+        return f"messages of lane {self.lane} of rank {self.source}"
+
+
+class Post(Message):
+    """The sender's part of a message."""
 
     def accesses(self) -> tuple[Access, ...]:
         return (read(self.step.src),) if isinstance(self.step, Send) else ()
 
     def sets(self) -> Mapping[CounterId, int]:
-        return {(self.to, f"{_NAME}{self.lane} of rank {self.source}", self.number): 1}
+        return {(self.to, self._counters, self.number): 1}
 
     @property
     def decisive(self) -> tuple[int, ...]:
@@ -64,15 +74,8 @@ class Post(Step):
         return str(self.step)
 
 
-@dataclass(frozen=True, slots=True)
-class Receive(Step):
-    """The receiver's part of a message. source: the sender. For the other fields see `Post`."""
-
-    step: Send | Set
-    source: int
-    lane: int
-    number: int
-    joined: bool
+class Receive(Message):
+    """The receiver's part of a message."""
 
     def accesses(self) -> tuple[Access, ...]:
         return (written(self.step.dst),) if isinstance(self.step, Send) else ()
@@ -82,7 +85,7 @@ class Receive(Step):
 
     @property
     def awaits(self) -> Awaited:
-        return Awaited(f"{_NAME}{self.lane} of rank {self.source}", self.number, 1, False)
+        return Awaited(self._counters, self.number, 1, False)
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         what = self.step.dst.buffer if isinstance(self.step, Send) else self.step.signal
@@ -90,9 +93,8 @@ class Receive(Step):
 
     def __str__(self) -> str:
         step = self.step
-        return (
-            f"receive {step.dst if isinstance(step, Send) else f'{step.signal}[{step.index}]'} from rank {self.source}"
-        )
+        what = step.dst if isinstance(step, Send) else f"{step.signal}[{step.index}]"
+        return f"receive {what} from rank {self.source}"
 
 
 def with_messages(
@@ -135,10 +137,11 @@ class _Split:
                 last = None
                 yield step
             elif isinstance(step, Send) or self._awaited is None or next(iter(step.sets())) in self._awaited:
-                number, joined = len(self.receives[to]), isinstance(step, Set) and to == last
-                self.receives[to].append(Receive(step, self._source, self._lane, number, joined))
+                joined = isinstance(step, Set) and to == last
+                message = step, self._source, self._lane, to, len(self.receives[to]), joined
+                self.receives[to].append(Receive(*message))
                 last = to
-                yield Post(step, to, self._source, self._lane, number, joined)
+                yield Post(*message)
 
     def _receiver(self, step: Step) -> int | None:
         """Return the rank to which `step` sends a message; None if it sends no message."""

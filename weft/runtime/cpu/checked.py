@@ -54,12 +54,7 @@ class Checked:
         if not known:
             _require_fit(schedule, rank, ranks)
         posted = _with_messages(ranks, hosts) if sends else ranks
-        self.channels = {
-            (post.source, post.lane, post.to)
-            for of_rank in posted
-            for lane in of_rank
-            for post in of_kind(lane.steps, Post)
-        }
+        self.channels = {post.channel for of_rank in posted for lane in of_rank for post in of_kind(lane.steps, Post)}
         self.receiving, lanes = len(posted[rank]) - len(lanes), posted[rank]
         self.senders: dict[tuple[str, int], tuple[int, ...]] = {}
         for runner, its_lanes in enumerate(posted):

@@ -121,8 +121,7 @@ class Arrival:
         counter: the address of the signal's counter; 0 if the message carries no signal.
         """
         self._run, self._target, self._counter, self._channels = run, target, counter, channels_of(run.comm)
-        self._source, self._joined = step.source, step.joined
-        self._channel = step.source, step.lane, run.comm.rank
+        self._source, self._joined, self._channel = step.source, step.joined, step.channel
         self._what = _described(step.step, run.comm.rank)
         self._data: torch.Tensor | None = None
         self._work: dist.Work | None = None
@@ -165,7 +164,7 @@ def _post(step: Post, places: Places, rows: tuple[int, ...]) -> Callable[[], obj
         return _nothing
     data = places.view(step.step.src) if isinstance(step.step, Send) else torch.zeros(1, dtype=torch.uint8)
     what = _described(step.step, step.to)
-    return partial(_send, channels_of(places.run.comm), (step.source, step.lane, step.to), data, places.run, what)
+    return partial(_send, channels_of(places.run.comm), step.channel, data, places.run, what)
 
 
 def _send(channels: Channels, channel: Channel, data: torch.Tensor, run: Run, what: str) -> None:
