@@ -60,7 +60,7 @@ class Operators(Named):
 
 
 def _layers(command_name: str) -> Any:
-    """Return the command `tensor_parallel`. It only prints that layers are planned operator by operator."""
+    """Return the command `tensor_parallel`. It raises an error, which says that layers are planned operator by operator."""
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
     told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)

@@ -127,7 +127,10 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
         gemm, ms = replace(paper, m=first["m"], n=first["n"], k=first["k"]), {r["variant"]: r["p50_ms"] for r in of_run}
         halves = first["gemm_ms"], first["communication_ms"]
         if SERIAL not in ms or None in halves:
-            raise ValueError(f"{config} lacks the times of serial, GEMM and communication: measure it again")
+            raise ValueError(
+                f"{config} needs times of serial, of the GEMM alone and of the communication alone, and one is missing: measure it "
+                "again"
+            )
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
         assert pick is not None

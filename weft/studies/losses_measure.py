@@ -401,7 +401,7 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
         balance(lanes, marks, side, longer=2)
     raise RuntimeError(
         f"GEMM and all-gather by {lanes[1].by} overlapped for only {share:.0%} of the time, in {_ATTEMPTS} "
-        "attempts: are other processes keeping this machine busy?"
+        f"attempts, but {_LEAST_SHARE:.0%} is needed: stop other processes on this machine, and measure again"
     )
 
 

@@ -53,7 +53,8 @@ def load_numbers(file: str) -> Numbers:
     for key, one in found.items():
         if one.unit not in UNITS or one.source not in SOURCES or one.si < 0:
             raise ValueError(
-                f"{file}: {key} = {one}: use a known unit, a source of {', '.join(SOURCES)}, and a value of at least 0"
+                f"{file}: {key} = {one}: unit must be one of {', '.join(UNITS)}, source one of {', '.join(SOURCES)}, and value at "
+                "least 0"
             )
     return Numbers(name, found)
 

@@ -231,7 +231,7 @@ class _AllGatherBenchmark(TorchOperator):
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs: use --device cuda")
         if PREFETCH in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {PREFETCH!r} needs a GPU's streams: choose another variant, or device cuda")
+            raise ValueError(f"variant {PREFETCH!r} runs only on GPUs: use --device cuda, or leave the variant out")
         super().check_options(options)
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:

@@ -224,7 +224,9 @@ class FusedVariant:
         plan = plan_of(work.config.sharding, self.options)
         known = calls_with(plan, communicator(work.ranks.group, work.ranks.device))
         if not known:
-            raise RuntimeError(f"no call of {work.name} was made with transport={self.options.transport!r}")
+            raise RuntimeError(
+                f"no call of {work.name} was made with transport={self.options.transport!r}: call the variant first"
+            )
         return known[-1].taken[0]
 
     @property
