@@ -1,5 +1,5 @@
-"""One rank's attempt to set up a group. The rank publishes an entry about its process and host in the group's store,
-reads the entries of the other ranks, and waits for missing entries. `weft.symm.bootstrap` describes the protocol.
+"""One rank's attempt to set up a group. The rank publishes an entry about its process and host in the group's store, reads
+the entries of the other ranks, and waits for missing entries. `weft.symm.bootstrap` describes the protocol.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ class Attempt:
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the entry with which this rank replaces its own when it gives up because of `error`. The entry is a dict:
+        """Return the entry that replaces this rank's entry when the rank gives up because of `error`. The entry is a dict:
 
         - gave_up: the text of the error.
-        - met: the names of all attempts whose entries this rank had read. The ranks of these attempts raise the error
-          too.
-        - cause: the name of the attempt that failed first. Every other rank raises the error once, even a rank that
-          arrives later. After a missed deadline or a lost peer, `cause` is empty, and only ranks in `met` raise.
-        - refused: True for a `RefusedError`. Every rank finds such an error by itself, because all ranks compare the
-          same entries. So that each rank raises it once, all of them give the name of rank 0's attempt as the `cause`.
+        - met: the names of all attempts whose entries this rank had read. Their ranks raise the error too.
+        - cause: the name of the attempt that failed first. Every other rank raises the error once, even a rank that arrives
+          later. After a missed deadline or a lost peer, `cause` is empty, and only ranks in `met` raise.
+        - refused: True for a `RefusedError`. All ranks find such an error, because they compare the same entries. All then
+          name rank 0's attempt as the `cause`, so that each rank raises the error only once.
         """
         found = isinstance(error, DeadlineError | PeerLostError | RefusedError)
         cause = self.cause if found else self.name
@@ -71,8 +70,8 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
-        """Read the entry of `rank`, if the rank has published one. If the rank gave up, raise its error, unless this
-        rank need not raise it (`last_words`) or has already raised it.
+        """Read the entry of `rank`, if there is one. If the rank gave up, raise its error, unless this rank need not raise
+        it (`last_words`) or has already raised it.
         """
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
@@ -90,7 +89,7 @@ class Attempt:
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}{trouble}")
 
     def port_of(self, entry: Entry) -> hosts.Port | None:
-        """Return the control port that a rank has published; None if it has not published one yet."""
+        """Return the control port that a rank has published, or None."""
         key = port_key(entry)
         if not self.store.check([key]) or not (text := self.store.get(key)):
             return None

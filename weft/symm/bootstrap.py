@@ -1,26 +1,26 @@
 """The bootstrap of a group: a full mesh of connections, Unix sockets within a host and TCP between hosts.
 
-Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the
-name and a random token in the process group's store. A rank connects to every lower rank and accepts connections of
-every higher one. On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket
-pair. From then on only the pair is used, because an accepted socket would keep the listener's name. When a rank has all
-its sockets, it sends "ready" with a digest of the peer's token on each socket, and waits for the same message from all
-peers. Then it closes the listener and clears its entry. So no named socket remains.
+Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the name
+and a random token in the process group's store. A rank connects to every lower rank and accepts connections of every higher
+one. On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket pair. From then
+on only the pair is used, because an accepted socket would keep the listener's name. When a rank has all its sockets, it
+sends "ready" with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it
+closes the listener and clears its entry. So no named socket remains.
 
 Two ranks are on one host if their boot ids and network namespaces are equal, since abstract socket names are valid only
 there. In a group on several hosts, a rank also listens on a TCP port, which it publishes in the store. Higher ranks on
 other hosts connect to this port. Both ends prove that they know the token, which is never sent over these connections
 (`weft.symm.hosts`). All ranks refuse a group with different versions of weft or torch.
 
-A rank that fails during the bootstrap writes the reason into its entry and closes its connections. Ranks whose entries
-the failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every
-other rank also raises an error with this reason once, even a rank that arrives later.
+A rank that fails during the bootstrap writes the reason into its entry and closes its connections. Ranks whose entries the
+failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other
+rank raises it once too, even a rank that arrives later.
 
-Ranks do not wait for a dead peer. They find its death by the pid in its entry, or because other groups of this process
-know that the peer has ended (the argument `ended` of `connect`).
+Ranks do not wait for a dead peer. They detect the death by the pid in the peer's entry, or another group of this process
+has detected it (the argument `ended` of `connect`).
 
-Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not
-enough. A connection that has not identified itself delays no rank, because a rank polls its listener and all
+Security. Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so it is not enough
+to know a name. A connection that has not identified itself delays no rank, because a rank polls its listener and all
 unidentified connections together. The store may still have entries of an earlier, failed attempt. So after a refused
 connection, a rank reads the entry again and retries until the deadline.
 
@@ -94,8 +94,8 @@ def connect(
 ) -> Mesh:
     """Connect to every other rank of the group. All ranks must make this call.
 
-    ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". If a
-        rank died before it published its entry, its peers do not know its pid and wait until the deadline.
+    ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". Without
+        this reason, ranks wait until the deadline for a peer that died before it published its entry.
     calls: the number of calls that this rank has begun on the group. It must be equal on all ranks.
 
     Raises:
@@ -103,8 +103,8 @@ def connect(
     - `RefusedError` if versions of weft or torch differ, or environment variables of weft are invalid
       (`weft.symm.entries`).
     - `DeadlineError`, which names the ranks that did not arrive within `deadline_s` seconds or cannot be reached.
-    - `PeerLostError` if another rank died, if it gave up (the text has its reason), or if the process that served the
-      store has ended.
+    - `PeerLostError` if another rank died, if it gave up (the text has its reason), or if the process that served the store
+      has ended.
     - `DisagreementError` if ranks have begun different numbers of calls.
     - `WeftError` for an error of this rank, such as no free descriptor.
 
@@ -147,8 +147,8 @@ def _connect(setup: _Setup) -> Mesh:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish `words`, the reason why this rank gives up. If the process has no free file descriptor, free one first:
-    close the descriptor that `_spare` holds for this purpose.
+    """Publish `words`, the reason why this rank gives up. If the process has no free file descriptor, first close the spare
+    descriptor `_spare`, which exists for this purpose.
     """
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
@@ -301,10 +301,8 @@ class _Setup(Attempt):
         self.still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
-        """Return the readable sockets: the listener if there is a new connection, and connections that are not
-        identified yet.
-
-        Raise an error if a known peer closes its connection.
+        """Return the readable sockets: the listener if there is a new connection, and connections that are not identified
+        yet. Raise an error if a known peer has closed its connection.
         """
         assert self.listener is not None
         listening = [self.listener, *self.unknown, *(self.control.sockets() if self.control is not None else ())]
@@ -321,16 +319,15 @@ class _Setup(Attempt):
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Accept a connection without waiting for its first packet, which a process outside the group may never send."""
+        """Accept a connection, but do not wait for its first packet: a process outside the group may never send it."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has already closed the connection
             self.unknown.append(ours(listener.accept()[0]))
         if len(self.unknown) > _MOST_UNKNOWN:
             self.unknown.pop(0).close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Accept a peer that has identified itself. Otherwise close the connection.
-
-        An unidentified connection comes from outside the group, or from a rank that has just died.
+        """Accept a peer that has identified itself. Close any other connection: it comes from outside the group, or from a
+        rank that has just died.
         """
         files: list[int] = []
         with sock:
@@ -355,8 +352,8 @@ class _Setup(Attempt):
             os.close(file)
 
     def _welcome_far(self, sock: socket.socket) -> None:
-        """Continue the handshake of a connection to the control port. Accept the peer when it has proved that it
-        belongs to the group.
+        """Continue the handshake of a connection to the control port. Accept the peer when it has proved that it belongs to
+        the group.
         """
         assert self.control is not None
         if (caller := self.control.go_on(sock)) is None:
@@ -396,9 +393,8 @@ class _Setup(Attempt):
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """Return the error for a known rank that has closed its connection.
-
-        The text has the rank's reason, or says that the rank died. The method waits a moment for this information.
+        """Return the error for a known rank that has closed its connection. Wait a moment for the rank's reason; without
+        it, the text says that the rank died.
         """
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)

@@ -1,8 +1,8 @@
 """Handles of symmetric memory: tensors that every rank can address (`SymmetricBuffer`), and counters (`Signal`).
 
-A handle belongs to the process group that the caller passes, and exists on each of its ranks. The caller makes and
-closes it. All ranks must make a handle together, but each rank may close its handle at any time. `csrc/signal.hpp`
-explains how a signal orders the writes before it.
+A handle belongs to the process group that the caller passes, and exists on each of its ranks. The caller makes and closes
+it. All ranks must make a handle together, but each rank may close its handle at any time. `csrc/signal.hpp` explains how a
+signal orders the writes before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.symm.memory import Region
 
 
 class _Handle:
-    """The base class of both handles: `close`, or the end of a `with` block, frees the handle's memory."""
+    """The base class of both handles. `close`, or the end of a `with` block, frees the handle's memory."""
 
     _region: Region
 

@@ -1,19 +1,19 @@
-"""The calls of a group, which are numbered. On GPUs, this module also sends refusals and compares calls across ranks.
+"""The numbered calls of a group. On GPUs, this module also sends refusals and compares calls across ranks.
 
 A rank makes calls on a group from one thread at a time. Ranks with GPUs do not synchronise before calls, so:
 
-- Refusals. A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached the call
-  refuses it too, and the group stays usable. The group also stays usable if the peer has refused the call by itself. If
-  a peer has already made the call, it would wait for this rank forever, so the group fails. The refusing rank makes no
-  further call until all peers have answered: its next call could pair with the refused call of a peer.
-- Comparison. For each call, a rank computes a digest of all its calls so far. A few times per second, the watchdog
-  thread sends the newest digest to the peers, which compare it with their own digest for this call. A difference makes
-  the group fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. The
-  comparison takes less than a microsecond per call, and finds a difference within a quarter of a second.
-- `WEFT_CHECK_CALLS=1` finds the source lines at which ranks make different calls. Each rank sends its peers the number
-  and the place (operator, file and line) of every call. A peer's watchdog compares the place with that of its own call
-  of this number, and makes the group fail if the places differ. By then a few more calls may have been enqueued. The
-  messages cost some microseconds of CPU time per call.
+- Refusals. A rank that refuses a call notifies its peers, and each peer answers. If the peer has not reached the call, or
+  refuses it for a reason of its own, both refuse the call, and the group stays usable. If the peer has already made the
+  call, it would wait for this rank forever, so the group fails. The refusing rank makes no further call until all peers
+  have answered: its next call could pair with the refused call of a peer.
+- Comparison. For each call, a rank computes a digest of all its calls so far. A few times per second, the watchdog thread
+  sends the newest digest to the peers, which compare it with their own digest for this call. A difference makes the group
+  fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. The comparison takes less
+  than a microsecond per call, and finds a difference within a quarter of a second.
+- `WEFT_CHECK_CALLS=1` finds the source lines at which ranks make different calls. Each rank sends its peers the number and
+  the place (operator, file and line) of every call. A peer's watchdog compares the place with that of its own call of this
+  number. If the places differ, the group fails, perhaps a few calls later. The messages cost some microseconds of CPU time
+  per call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupCalls(_core.CallCounts):
 
     Attributes of the native base class, which replayed calls (`weft.operator.replay`) update in native code:
 
-    - begun, ended: the number of the last call that this rank has begun, and of the last that it has ended.
+    - begun, ended: the numbers of the calls that this rank has begun and ended last.
     - running: the lock that a call holds.
     - refused_by_peers: the reasons of peers that refused a call, by the number of the call.
     - unanswered: the number of peers that have not answered this rank's last refusal.
@@ -90,8 +90,7 @@ class GroupCalls(_core.CallCounts):
         """Handle a peer's refusal of a call. If this rank has already made the call, return the peer's reason: the group
         must then fail. Otherwise return "".
 
-        A rank that refuses a call waits for an answer from each peer. If this rank has refused the call too, the peer
-        sends no other answer: its refusal counts as the answer.
+        If this rank has refused the same call, the peer's refusal counts as the peer's answer.
         """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:
@@ -102,10 +101,10 @@ class GroupCalls(_core.CallCounts):
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a peer's refusal. The answer says that this rank will not make the call either.
+        """Return the answer to a peer's refusal: this rank will not make the call either.
 
-        Return None if this rank has already begun the call. Then it either refuses the call too, which notifies the
-        peer, or it makes the call, and the group fails.
+        Return None if this rank has already begun the call. Then it either refuses the call too, which notifies the peer,
+        or it makes the call, and the group fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
@@ -128,10 +127,10 @@ _of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the record of this rank's calls on `group`. Make an empty record at the first call.
+    """Return the record of this rank's calls on `group`. The first call makes it.
 
-    check: a function that raises if the group is not usable. It runs at the first call, and if torch no longer knows
-        the group.
+    check: a function that raises if the group is not usable. It runs at the first call, and if torch no longer knows the
+        group.
     """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
@@ -143,10 +142,10 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls(_core.CallDigest):
-    """Digests of this rank's calls: digest n covers the calls 1 to n. They are compared with the digests of peers.
+    """Digests of this rank's calls, for comparison with those of peers. Digest n covers the calls 1 to n.
 
-    `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest. fingerprint: a
-    hash of the call, equal on all ranks that make equal calls. what: the text of the call, for errors.
+    `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest. fingerprint: a hash
+    of the call, equal on all ranks that make equal calls. what: the text of the call, for errors.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,8 @@ class MadeCalls(_core.CallDigest):
     def end(self, number: int, noted: Noted = NOTHING) -> None:
         """Store the digest of all calls up to call `number`, which has ended.
 
-        noted: the options of the layers that were called since the last call. Ranks compare them together with this call.
+        noted: the options of the layers that were called since the previous call. Ranks compare them together with this
+            call.
         """
         if noted is not NOTHING:
             self.words = self._layers.add(self.words, noted)
@@ -174,9 +174,8 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest with this rank's. Return an error text if they differ, else "".
-
-        If this rank has not made the call yet, keep the message for `heard_early`.
+        """Compare a peer's digest with this rank's. Return an error text if they differ, else "". If this rank has not made
+        the call yet, keep the message for `heard_early`.
         """
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
@@ -202,8 +201,8 @@ class MadeCalls(_core.CallDigest):
         return ""
 
     def heard_early(self) -> str:
-        """Compare the digests of calls that peers had made before this rank did. Return an error text if they differ,
-        else "".
+        """Compare the digests that `heard` has kept, for calls that this rank has made since. Return an error text if they
+        differ, else "".
         """
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self.last:
@@ -214,8 +213,8 @@ class MadeCalls(_core.CallDigest):
 
 
 class CallLog:
-    """The comparison of every call with `WEFT_CHECK_CALLS=1`. It keeps each call of this rank until all peers have sent
-    theirs, and calls of peers until this rank makes its own.
+    """The comparison of every call with `WEFT_CHECK_CALLS=1`. A call of this rank is kept until all peers have sent their
+    call of the same number, and a call of a peer until this rank makes its own.
 
     differ: a function that is called with an error text if two calls of one number differ.
     """
@@ -228,8 +227,8 @@ class CallLog:
         self._lock = threading.Lock()
 
     def note(self, number: int, what: str) -> bytes:
-        """Record this rank's call, and compare it with calls of this number that have arrived. Return the message to send
-        to every peer.
+        """Record this rank's call, and compare it with peers' calls of the same number that have arrived. Return the
+        message to send to every peer.
 
         number: the number of the call. what: its operator, file and line.
         """

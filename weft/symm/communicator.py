@@ -1,9 +1,9 @@
 """The communicator of a process group: memory that all its ranks can address, and waits with deadlines.
 
-Each pair (group, type of device) has one `Communicator`, until it is closed, its process group is destroyed, or the
-process exits. A communicator connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and
-allocates symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several communicators may be open at once, also for
-groups that overlap.
+Each pair (group, type of device) has one `Communicator`, until it is closed, its process group is destroyed, or the process
+exits. A communicator connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and allocates
+symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several communicators may be open at once, also for groups that
+overlap.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
-    Set-up waits are those of `all_gather` and `allocate`. If ranks compile or measure between two such waits, they also
-    wait for the slowest rank's compilation. For such waits, pass the longer `weft.env.deadline_s()`, the default
-    deadline of calls.
+    Set-up waits are those of `all_gather` and `allocate`. Pass the longer `weft.env.deadline_s()`, the default deadline of
+    calls, if ranks compile or measure between two such waits, because they then wait for the slowest rank's compilation.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -111,7 +110,7 @@ class Communicator:
 
     @property
     def failed_address(self) -> int:
-        """The address of a private int64: initially 0, and 1 when the group has failed or this communicator is closed."""
+        """The address of a private int64: 0, or 1 if the group has failed or this communicator is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -130,8 +129,8 @@ class Communicator:
     def check(self) -> None:
         """Raise `ValueError` if the communicator is closed. Raise an error if the group has failed.
 
-        The first report of a dead peer is a `PeerLostError`. All other reports are a `PoisonedGroupError` that repeats
-        the cause.
+        For a dead peer, the first error is a `PeerLostError`. All other errors are a `PoisonedGroupError` that repeats the
+        cause.
         """
         for look in tuple(self._looks):
             (look() or _nothing)()
@@ -139,15 +138,14 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """The native health record. Its `is_well()` is True if `check` would not raise, and is faster than `check`."""
+        """The native health record. Its `is_well()` is a faster `check`: True if `check` would not raise."""
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Make every later `check()` call the method `look` first. When the object of the method is freed, `check()` no
-        longer calls it.
+        """Make every later `check()` call the method `look` first, as long as the object of the method exists.
 
-        An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its `look`
-        then calls `poison`.
+        An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its
+        `look` then calls `poison`.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
@@ -158,8 +156,8 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Make the group fail on this rank, with the cause `text`, without notifying peers. Use it if every peer finds
-        the same error.
+        """Make the group fail on this rank, with the cause `text`, without notifying peers. Call it only for an error that
+        every peer finds too.
         """
         self._control.end(text)
 
@@ -170,8 +168,8 @@ class Communicator:
     def await_answers(self) -> None:
         """Wait until every peer has answered this rank's last refusal. Raise the group's error if the group fails.
 
-        On GPUs, the next call after a refusal begins with this wait. Otherwise the next call of this rank could pair with the
-        refused call of a peer.
+        On GPUs, the next call after a refusal begins with this wait. Otherwise that call could pair with the refused call
+        of a peer.
         """
         self._control.await_answers(setup_deadline_s(None))
 
@@ -180,10 +178,8 @@ class Communicator:
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Register `callback()`, which the watchdog thread runs once if the group fails. If the group has already
-        failed, run it now, on this thread.
-
-        Return a function that removes the callback.
+        """Register `callback()`, which the watchdog thread runs once if the group fails. If the group has already failed,
+        run it now, on this thread. Return a function that removes the callback.
         """
         return self._control.on_failure(callback)
 
@@ -234,8 +230,8 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks that have left, but only if no remaining rank can set the signal for which this rank waits.
-        Otherwise return [].
+        """Return the ranks that have left, if no remaining rank can set the signal for which this rank waits. Otherwise
+        return [].
 
         peer: the rank that sets the signal; None if any rank may set it.
         """
@@ -247,16 +243,14 @@ class Communicator:
     # -- rounds between hosts
 
     def begin_round(self) -> None:
-        """Begin the next round. Each rendezvous between hosts is a numbered round (`weft.symm.rounds`). All ranks must
-        make this call.
-        """
+        """Begin the next round, a rendezvous between hosts (`weft.symm.rounds`). All ranks must make this call."""
         self._control.rounds.begin()
 
     def absent_in_round(self) -> list[int]:
-        """Return the peers that have not told this rank that they have begun its round.
+        """Return the peers that are not known to have begun this rank's round.
 
         The first call in a round asks all peers, whose answers arrive later. So call it repeatedly during a wait. Raise
-        `PeerLostError` if one of the returned peers has left.
+        `PeerLostError` if one of these peers has left.
         """
         control = self._control
         absent = control.rounds.absent
@@ -277,16 +271,16 @@ class Communicator:
         set-up.
 
         All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
-        `DisagreementError`. The default deadline is set by `set_up_within`, or else by `WEFT_SETUP_DEADLINE_S`. Raises
-        the errors of `wait`.
+        `DisagreementError`. The default deadline is that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S` outside of it.
+        Raises the errors of `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
     def all_gather_files(
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
-        """Run `all_gather`, in which each rank may also send a file descriptor. Return (object, descriptor), by rank. The
-        caller must close the descriptors of peers.
+        """Run an `all_gather` in which each rank may also send a file descriptor. Return (object, descriptor) of each rank,
+        by rank. The caller must close the descriptors of peers.
         """
         deadline_s = setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
@@ -294,8 +288,8 @@ class Communicator:
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
         """Return every rank's `payload` of at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
 
-        The payloads travel over the watchdogs' connections, in about one round trip between hosts. `name` names the
-        all-gather in error texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
+        The payloads travel over the watchdogs' connections, in about one round trip between hosts. `name` is for error
+        texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
         """
         return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
 
@@ -336,8 +330,8 @@ class Communicator:
     # -- the end
 
     def close(self) -> None:
-        """Leave the group and notify peers. The group fails only if a peer still waits for this rank. Repeated calls
-        have no effect.
+        """Leave the group and notify peers. The group fails only if a peer still waits for this rank. Repeated calls have
+        no effect.
 
         Memory that peers have mapped, and tensors that this process still has, stay valid.
         """
@@ -421,8 +415,8 @@ def communicator(
 
 
 def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
-    """Return the group's open communicator on this type of device; None if there is none. Raise `ValueError` if it is on
-    another device of this type.
+    """Return the group's open communicator on this type of device, or None. Raise `ValueError` if it is on another device
+    of this type.
     """
     for known in list(_cache):
         if known._group() is group and (known.device == device or known.device.type == device.type):
@@ -439,7 +433,7 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | Non
 
 
 def open_communicator(group: dist.ProcessGroup, device_type: str) -> Communicator | None:
-    """Return the communicator of the group on this type of device if it is open; None otherwise."""
+    """Return the group's open communicator on this type of device, or None."""
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
@@ -466,11 +460,9 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    A daemon thread that returns from native code while the interpreter exits would abort the process. Closing the
-    communicators ends the native waits, and this function waits up to `_COME_OUT_S` for the threads to leave them.
-
-    A daemon thread that frees tensors during the exit, for example with a traceback, would abort the process too. So
-    this function then waits up to `_LET_GO_S` for the threads to free their tensors.
+    A daemon thread would abort the process if it returned from native code, or freed tensors (for example with a
+    traceback), while the interpreter exits. `close` ends the native waits. This function waits up to `_COME_OUT_S` until
+    the threads have left them, and up to `_LET_GO_S` until the threads have freed their tensors.
     """
     came_out = _threads_inside()
     close_all()
@@ -484,8 +476,8 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return the ids of other threads that run weft's code, or native code called by weft. Omit the threads that only
-    watch for failures (`_WATCHING`): they call nothing that could abort the process at exit.
+    """Return the ids of other threads that run weft's code, or native code called by weft. Threads that only watch for
+    failures (`_WATCHING`) are omitted: they call nothing that could abort the process at exit.
     """
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_WATCHING)}
     return {

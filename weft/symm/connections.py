@@ -34,7 +34,7 @@ _LEAST_SILENCE_S = 10.0
 
 
 class BadFrameError(OSError):
-    """The peer sent bytes that are not a frame of this connection: too large, or with a wrong authentication code."""
+    """The peer sent an invalid frame: too large, or with a wrong authentication code."""
 
 
 class Connection(Protocol):
@@ -67,7 +67,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def ours(sock: socket.socket) -> socket.socket:
-    """Register `sock` to be closed in forked children. Return it."""
+    """Return `sock`, registered to be closed in forked children."""
     _sockets.add(sock)
     return sock
 

@@ -1,26 +1,24 @@
 """The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank
-computes or waits. It handles these messages:
+A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank computes
+or waits. It handles these messages:
 
 - *data*: a peer's payload of a set-up collective, possibly with a file descriptor. A long payload is sent in parts: the
   last part is a *data* message, and the others are *more* messages.
-- *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal
-  that only this peer could set.
+- *goodbye*: the peer has left in an orderly way, with the reason. This is a failure only if a rank waits for a signal that
+  only this peer could set.
 - *poison*: a peer had an error, such as a missed deadline, after which ranks are out of step.
 - *lost*: a peer saw another rank die. Every rank also detects the death by its own connection; with this message all ranks
   name the same cause.
-- *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all its calls so far.
-  *refusal*: the peer does not make a call. *answer*: the peer will not make a call that this rank refused
-  (`weft.symm.calls`).
+- *call*: a peer's call, if `WEFT_CHECK_CALLS` compares every call. *made*: the digest of all the peer's calls so far.
+  *refusal*: the peer refuses a call. *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`).
 - *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`). *present*: the number of
   rounds that a peer has begun (`weft.symm.rounds`).
 - end-of-file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, also from another host.
-- an error of a connection between hosts: the other host has not responded for `WEFT_DEADLINE_S`, or sent an invalid
-  frame.
+- an error of a connection between hosts: the other host has not responded for `WEFT_DEADLINE_S`, or sent an invalid frame.
 
-A failure is final. The watchdog sets the *failed word* (a private int64 that native waits read) and runs the
-`on_failure` callbacks, and every later use raises. No failure is signalled in shared memory, so a rank that dies while
+A failure is final. The watchdog sets the *failed word* (a private int64 that native waits read) and runs the `on_failure`
+callbacks. From then on, every use of the group raises. No failure is signalled in shared memory, so a rank that dies while
 it writes leaves nothing that its peers could misread.
 """
 
@@ -61,9 +59,9 @@ _STALE_S = 1.0  # if the last check is older, this process was stopped, and mess
 class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
-    calls: the record of this rank's calls. failed: a function that is called with the error as soon as the group fails,
-        on the thread that detects the failure. afterwards: a function that the watchdog thread calls when all callbacks
-        of `on_failure` have run.
+    calls: the record of this rank's calls.
+    failed: a function that is called with the error as soon as the group fails, on the thread that detects the failure.
+    afterwards: a function that the watchdog thread calls after all callbacks of `on_failure`.
 
     If no file descriptor or thread is left for a watchdog, the constructor notifies the peers and raises `WeftError`.
     """
@@ -133,8 +131,8 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Wait until the watchdog has read its connections. Called if this process was stopped for a while: messages may
-        have arrived that the watchdog has not read yet.
+        """Wait until the watchdog has read its connections. Called after this process was stopped for a while, because
+        messages may have arrived meanwhile.
         """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
@@ -146,8 +144,8 @@ class Control:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
-        """Return the error of a failed or closed group, to be raised. Only the first error about a dead peer is a
-        `PeerLostError`; later ones are a `PoisonedGroupError`.
+        """Return the error of a failed or closed group, to be raised. For a dead peer, the first error is a
+        `PeerLostError`, and later errors are a `PoisonedGroupError`.
 
         context: text to append, such as the wait that the failure has ended.
         """
@@ -289,8 +287,8 @@ class Control:
     ) -> dict[int, T]:
         """Wait until every inbox has a message. Remove and return the first message of each, by rank.
 
-        before, after: in error texts, the words before and after the names of missing ranks. more: the advice at the end
-        of the text of a `DeadlineError`.
+        before, after: the words before and after the names of missing ranks in error texts. more: advice to append to the
+            text of a `DeadlineError`.
         """
         has_looked_again = False
         with self._lock:
@@ -321,7 +319,7 @@ class Control:
     # -- the end
 
     def close(self, why: str, until: float | None = None) -> bool:
-        """Say goodbye and stop. Return False if it was already closed.
+        """Say goodbye and stop. Return False if the control plane was already closed.
 
         until: the end of the wait for running callbacks, by `time.monotonic` (default: `CALLBACK_S` from now).
         """
@@ -341,7 +339,7 @@ class Control:
         return True
 
     def forked(self) -> None:
-        """Reset the object in a forked child, where no thread exists to release its locks. `weft.symm.connections`
+        """Reset the object in a forked child, which has no thread that could release its locks. `weft.symm.connections`
         closes the sockets.
         """
         self._lock, self._collective = threading.RLock(), threading.Lock()
@@ -393,7 +391,7 @@ class Control:
         self._release()
 
     def _compare_calls(self) -> None:
-        """Send the peers a digest of this rank's calls, and compare their digests with those of this rank."""
+        """Send the peers a digest of this rank's calls, and compare it with theirs."""
         made = self._calls.made
         if (
             self._word.value or self.health.looked_at < self._compared_at + _TICK_S
@@ -429,7 +427,7 @@ class Control:
         self._afterwards()
 
     def _read(self, rank: int) -> bool:
-        """Read the messages of `rank`. Return False at the end of its stream."""
+        """Read the messages of `rank`. Return False if its connection has ended."""
         connection = self._peers[rank].connection
         while True:
             try:
@@ -494,8 +492,8 @@ class Control:
             self._peers[rank].connection.flush()
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send a packet. If the peer's buffer is full, retry until the time `until`. Ignore a dead peer, which the
-        watchdog detects.
+        """Send a packet. If the peer's buffer is full, retry until the time `until`. Do nothing if the peer is dead, which
+        the watchdog detects.
         """
         connection = self._peers[rank].connection
         while True:

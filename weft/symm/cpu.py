@@ -1,9 +1,9 @@
 """Symmetric memory between CPU processes: anonymous files (memfd) that are passed over the communicator's sockets.
 
-The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all
-ranks have mapped it. So the kernel frees the pages when the last rank has ended, for any reason. Pages are reserved in
-advance, and the files are sealed against shrinking. So a lack of memory raises an error during allocation, instead of a
-bus error in a kernel.
+The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all ranks
+have mapped it. So the kernel frees the pages when the last rank has ended, for any reason. Pages are reserved in advance,
+and the files are sealed against shrinking. So a lack of memory raises an error during allocation, instead of a bus error in
+a kernel.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     """Reserve this rank's memory, and map the memory of the peers on this host. Raises the errors of
     `Communicator.allocate`.
 
-    There are three steps: check that enough memory is free, reserve this rank's memory, and map the peers' memory.
-    After each step, ranks exchange their errors, so that all raise or all continue.
+    There are three steps: check that enough memory is free, reserve this rank's memory, and map the peers' memory. After
+    each step, ranks exchange their errors, so that all raise or all continue.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory
@@ -122,7 +122,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free memory in bytes and "". If reading it fails, return 0 and the error text."""
+    """Return the free memory in bytes, and "". If it cannot be read, return 0 and the error text."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # this process has no free descriptor to read the file
@@ -160,7 +160,7 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
 
 
 def available_bytes() -> int:
-    """Return the number of bytes that this process can reserve now without swapping: the smallest of the host's available
+    """Return the number of bytes that this process can reserve now without swapping: the minimum of the host's available
     memory and the limits of its control groups (cgroup v2).
     """
     free = next(

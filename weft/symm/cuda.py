@@ -1,10 +1,9 @@
 """Symmetric memory on GPUs: regions that are cut from slabs of device memory, which every rank maps.
 
-A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps the slab, over NVLink or
-PCIe peer access. A slab exists as long as its communicator, or a tensor in the slab, exists. Regions are cut from slabs
-and may be returned to them. All ranks call `allocate` together with the same size, and place the region at an offset
-that is free on every rank. `allocate` waits for other ranks through the communicator, so the communicator's
-deadline applies.
+A slab is one allocation on each rank (`weft.symm.cuda_driver`). Every rank of the group maps the slab, over NVLink or PCIe
+peer access. A slab exists as long as its communicator, or a tensor in the slab, exists. Regions are cut from slabs and may
+be returned to them. All ranks call `allocate` together with the same size, and place the region at an offset that is free
+on every rank. Waits for other ranks have the communicator's deadline.
 
 In a group of one rank, a slab is ordinary memory.
 """
@@ -64,9 +63,8 @@ class CudaRegion:
         return self._open().buffers[rank]
 
     def give_back(self) -> None:
-        """Close the region. When every rank has called this, later allocations may reuse the memory.
-
-        Call it only if no kernel, captured graph or tensor on any rank will use the region again.
+        """Close the region. After every rank has called this, later allocations may reuse the memory. Call it only if no
+        kernel, captured graph or tensor on any rank will use the region again.
         """
         if self._slab is not None:
             self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
@@ -79,8 +77,8 @@ class CudaRegion:
 class _Slab:
     """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
 
-    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device. free:
-        the intervals (first byte, end) of the slab that no region of this rank uses.
+    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device.
+    free: the intervals (first byte, end) of the slab that no region of this rank uses.
     """
 
     def __init__(self, comm: SharingRanks, nbytes: int) -> None:
@@ -97,7 +95,8 @@ class _Slab:
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
-    """Allocate `nbytes` on every rank, zeroed, and map the memory of all ranks. Return it as uint8 [nbytes], by rank.
+    """Allocate `nbytes` on every rank, zeroed, and map the memory of all ranks. Return the memory of each rank, by rank, as
+    uint8 [nbytes].
 
     After the allocation and after the mapping, ranks exchange their errors, so that all raise or all continue.
     """
@@ -203,7 +202,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the intervals in ascending order, with adjacent and overlapping intervals merged."""
+    """Return the intervals in ascending order. Adjacent and overlapping intervals are merged."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:
@@ -221,8 +220,7 @@ def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
 
 
 def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
-    """Return (slab, offset) of the smallest interval of at least `wanted` bytes that is free on every rank; None if
-    there is none.
+    """Return (slab, offset) of the smallest interval of at least `wanted` bytes that is free on every rank, or None.
 
     free: the free intervals, by rank and slab.
     """

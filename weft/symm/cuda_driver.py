@@ -1,5 +1,5 @@
-"""Device memory that other processes can map, by CUDA's driver API: allocate it, export it as a file descriptor, map
-it, fill it.
+"""Device memory that other processes can map, by CUDA's driver API: allocate it, export it as a file descriptor, map it,
+fill it.
 
 torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, and holds the GIL. A peer
 that dies or stops would block every thread of the process. This module never waits. A communicator's sockets send the
@@ -161,8 +161,8 @@ class Mapping:
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
     """Enqueue on `stream` a memset of `nbytes` bytes at `address` to `byte`.
 
-    The first launch of a kernel loads its code, which can block until running kernels end. A memset loads no kernel, so
-    it also works while kernels of other streams wait for a peer.
+    Unlike the first launch of a kernel, a memset loads no code. So it also works while kernels of other streams wait for a
+    peer.
     """
     _call(
         "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),

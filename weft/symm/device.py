@@ -1,4 +1,4 @@
-"""Synchronisation with a device. CPUs need none: work on a CPU is complete when its call returns."""
+"""Synchronisation with a device. On CPUs it does nothing, because work is complete when its call returns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The entries that ranks publish about themselves in a process group's store, for the bootstrap
-(`weft.symm.bootstrap`).
-"""
+"""The entries that ranks publish about themselves in a process group's store, for the bootstrap (`weft.symm.bootstrap`)."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from weft.words import by_rank
 class Entry:
     """The entry of one rank.
 
-    name: the name of the rank's attempt to set up the group. The rank's listening socket has the same name.
+    name: the name of the rank's attempt to set up the group, which is also the name of its listening socket.
     token: the rank's secret. host: the host's name.
     """
 
@@ -53,8 +51,8 @@ class Entry:
 
     @staticmethod
     def read(given: dict[str, Any]) -> Entry:
-        """Return the entry in the dict `given`. Other versions of weft publish other fields: ignore unknown fields, and use
-        a default for a missing field.
+        """Return the entry in the dict `given`. If another version of weft has published it, ignore unknown fields, and use
+        defaults for missing fields.
         """
         known: dict[str, Any] = {
             "token": "",
@@ -71,8 +69,8 @@ class Entry:
 
 
 def require_one_version(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError` if ranks have different versions of weft or torch, because these may compute or send
-    differently. All ranks have the same entries, so all raise.
+    """Raise `RefusedError` if ranks have different versions of weft or torch, which may compute or send differently. All
+    ranks pass the same entries, so all raise.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
@@ -86,7 +84,7 @@ def require_one_version(entries: Sequence[Entry]) -> None:
 
 def require_valid_settings(entries: Sequence[Entry]) -> None:
     """Raise `RefusedError` if an environment variable of weft is invalid on any rank, or if WEFT_CHECK_CALLS differs
-    between ranks. All ranks have the same entries, so all raise.
+    between ranks. All ranks pass the same entries, so all raise.
     """
     if faults := by_rank((entry.rank, entry.faults) for entry in entries if entry.faults):
         raise RefusedError(f"environment variables have invalid values: {faults}. Correct the variables, or unset them")

@@ -1,11 +1,11 @@
-"""A small all-gather through shared memory, with which CPU ranks of one host agree on a call in microseconds.
+"""A small all-gather through shared memory, by which CPU ranks of one host compare a call in microseconds.
 
-The epoch is the number of the exchange. Every rank writes its payload into its own memory and sets its own counter to
-the epoch. It reads each peer's payload when the peer's counter has reached the epoch. Each rank has two buffers for
-payloads, and uses them alternately. Two buffers are enough, for the following reason. A rank that publishes epoch e + 1
-has read all payloads of epoch e. When this rank overwrites its payload of epoch e with that of e + 2, it has seen every
-counter at e + 1. So all ranks have read epoch e. A peer is therefore at most one epoch ahead of the epoch that this
-rank reads.
+The epoch is the number of the exchange. Every rank writes its payload into its own memory and sets its own counter to the
+epoch. It reads each peer's payload when the peer's counter has reached the epoch.
+
+Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has
+read all payloads of epoch e. A rank writes its payload of epoch e + 2 over that of epoch e only after it has seen every
+counter at e + 1. By then, all ranks have read epoch e.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank, which ranks may repeat. All ranks must construct it.
+    """An all-gather of up to `nbytes` bytes per rank, which ranks may repeat. All ranks must construct it, and make the
+    same calls from one thread at a time.
 
-    comm: a communicator on CPU. All ranks must make the same calls, from one thread at a time. In a group on several
-    hosts, payloads travel over the communicator's connections, in about one round trip.
+    comm: a communicator on CPU. In a group on several hosts, payloads travel over its connections, in about one round trip.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048):
@@ -54,8 +54,8 @@ class Exchange:
 
         name: a name for error texts.
 
-        Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`. Then
-        nothing is published, and this rank may call again with a shorter payload.
+        Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`: nothing is
+        then published, and this rank may call again with a shorter payload.
         """
         if len(payload) > self.nbytes:
             raise ValueError(f"the payload has {len(payload)} bytes: pass at most {self.nbytes}")

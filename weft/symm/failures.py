@@ -1,7 +1,4 @@
-"""Failures of process groups, and callbacks for them.
-
-A failure belongs to the group, not to a communicator: the group stays failed after its communicators are closed.
-"""
+"""Failures of process groups, and callbacks for them. A failed group stays failed after its communicators are closed."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
 
 
 def of(group: dist.ProcessGroup) -> WeftError | None:
-    """Return the failure of this group; None if it has not failed."""
+    """Return the failure of this group, or None."""
     return _failures.get(group)
 
 
@@ -80,7 +77,9 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Run a callback in the body of this context manager. Log its exception, so that other callbacks still run."""
+    """Run a callback in the body of this context manager. Log its exception instead of raising it, so that other callbacks
+    still run.
+    """
     try:
         yield
     except BaseException:

@@ -1,17 +1,17 @@
 """The bootstrap between hosts: this host's addresses, a control port, and a proof that both ends belong to the group.
 
-If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. The shared secret is
-the listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C is the
-rank that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with L's token as the key:
+If a group is on several hosts, each rank listens on a TCP port while the ranks find each other. The shared secret is the
+listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C is the rank
+that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with L's token as the key:
 
     L -> C    nonce of L                                       32 random bytes
     C -> L    C's rank and attempt, nonce of C, and            84 bytes. L reads no more, and checks the code first
               code(nonce of L, rank, attempt, nonce of C)
     L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
-Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code
-is logged and closed. A host may have several addresses, some of which may also exist on other hosts (container
-bridges). So C tries all addresses at once, and uses the first whose proof succeeds.
+Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is
+logged and closed. A host may have several addresses, some of which may also exist on other hosts (container bridges). So C
+tries all addresses at once, and uses the first whose proof succeeds.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Port(NamedTuple):
 
 
 def listen(backlog: int) -> tuple[socket.socket, Port]:
-    """Return a listening socket and its port. It listens on all addresses, or with `WEFT_SOCKET_IFNAME` only on the first
-    address of the named interfaces.
+    """Return a listening socket and its port. The socket listens on all addresses, or with `WEFT_SOCKET_IFNAME` only on the
+    first address of the named interfaces.
 
     backlog: the number of connections that may wait to be accepted.
     """
@@ -85,7 +85,7 @@ def listen(backlog: int) -> tuple[socket.socket, Port]:
 
 def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
     """Return this host's IP addresses, without loopback and link-local addresses. The first is the address that this host
-    uses towards the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
+    uses to reach the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
 
     interfaces: if given, return all addresses of these interfaces instead, in this order.
     """
@@ -120,7 +120,9 @@ def _ipv6(interface: str) -> list[str]:
 
 
 def _towards(host: str) -> str:
-    """Return the local address that the kernel would use for packets to `host`; "" if there is no route. No packet is sent."""
+    """Return the local address from which the kernel would send packets to `host`; "" if there is no route. No packet is
+    sent.
+    """
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -130,8 +132,8 @@ def _towards(host: str) -> str:
 
 
 class Caller:
-    """An incoming connection to the control port. When the other end has proved that it belongs to the group, `rank` is
-    its rank; before, `rank` is -1.
+    """An incoming connection to the control port. `rank` is the rank of the other end, or -1 until it has proved that it
+    belongs to the group.
     """
 
     def __init__(self, sock: socket.socket, source: str, token: str) -> None:
@@ -184,8 +186,8 @@ class ControlPort:
         return [self._socket, *self._callers]
 
     def go_on(self, sock: socket.socket) -> Caller | None:
-        """Handle the readable socket `sock`: accept a new connection, or read from a connection. Return the connection if
-        its other end has now proved that it belongs to the group, else None.
+        """Accept a new connection on `sock`, or read from it. Return the connection if its other end has now proved that it
+        belongs to the group, else None.
         """
         if sock is self._socket:
             with contextlib.suppress(
@@ -217,7 +219,7 @@ class ControlPort:
 
 
 def attempt_of(name: str) -> bytes:
-    """Return 16 bytes, a hash of an attempt's name. They identify the attempt in a handshake."""
+    """Return the 16 bytes that identify an attempt in a handshake: a hash of its name."""
     return hashlib.sha256(name.encode()).digest()[:16]
 
 
@@ -245,8 +247,8 @@ class Dialing:
 
     @property
     def failed(self) -> bool:
-        """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in
-        time. A peer that has accepted a connection may take longer, because it may be busy.
+        """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in time.
+        After it has accepted a connection, a peer may take longer.
         """
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))
@@ -259,7 +261,7 @@ class Dialing:
 
     def go_on(self, patience_s: float) -> TcpConnection | None:
         """Continue the handshakes for at most `patience_s` seconds. Return the first connection whose other end has proved
-        that it belongs to the group; None if there is none yet.
+        that it belongs to the group, or None.
         """
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]

@@ -1,8 +1,8 @@
 """Allocation of device memory that outlives the current call.
 
-A call may run while torch allocates from a temporary pool. With `torch.compile(mode="reduce-overhead")`, first calls
-allocate from the pool of CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. A
-temporary pool applies to one thread only, so this module allocates on another thread.
+torch may allocate from a temporary pool during a call. With `torch.compile(mode="reduce-overhead")`, first calls allocate
+from the pool of CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. A temporary pool
+applies to one thread only, so this module allocates on another thread.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread and return its result. On that thread, torch allocates tensors on `device` from its
-    permanent pool, even if the calling thread uses a temporary pool, such as the pool of a graph capture.
+    """Call `make` on another thread and return its result. There, torch allocates tensors on `device` from its permanent
+    pool, even if the calling thread uses a temporary pool, as during a graph capture.
 
     Work that `make` enqueues is on the calling thread's current stream.
     """

@@ -1,13 +1,13 @@
 """Options of layers, which ranks compare in addition to the layers' calls.
 
-A layer may use options that its operators do not see: a rotary table, a mask, an activation, the eps of a norm. So a
-layer records these options at the beginning of its forward, and the group's next call compares them:
+A layer may use options that its operators do not see: a rotary table, a mask, an activation, the eps of a norm. So a layer
+records these options at the beginning of its forward, and the group's next call compares them:
 
     on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
     on GPUs   in an exchange between CPUs at the first call of a shape, and later with the digests of calls (`weft.symm.calls`)
 
-There are two records: one for layers whose forward needs all ranks, and one for other layers, such as norms, which a
-single rank may call alone. Compiled graphs record no options, so a record that is empty on a rank is not compared.
+There are two records: one for layers whose forward needs all ranks, and one for other layers, such as norms, which a single
+rank may call alone. A record that is empty on a rank is not compared, because compiled graphs record no options.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TEXT_BYTES = 1024
 class Noted(NamedTuple):
     """The layer options that ranks compare with a call.
 
-    records: a pair of 64-bit hashes. The first is of the options of layers whose forward needs all ranks, the second of
-        the options of other layers. A hash is 0 if no such layer was called.
+    records: two 64-bit hashes: of the options of layers whose forward needs all ranks, and of the options of other layers.
+        A hash is 0 if no such layer was called.
     texts: the options as text, for errors.
     """
 
@@ -40,7 +40,7 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The options of layers whose forward began on this rank since the group's last call.
+    """The options of layers whose forward has begun on this rank since the group's last call.
 
     counts: the record of the group's calls (`GroupCalls`). Its field `has_layers` is True while this object has options
         that no call has compared yet.
@@ -62,7 +62,7 @@ class Layers:
         self._counts.has_layers = True
 
     def take(self) -> Noted:
-        """Return the options that were recorded since the last call, and clear them."""
+        """Return the options that were recorded since the last call, and forget them."""
         if not self._collective and not self._others:
             return NOTHING
         taken, self._collective, self._others = (self._collective, self._others), {}, {}
@@ -83,7 +83,7 @@ def differ(records: Sequence[tuple[int, ...]]) -> bool:
 
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
-    """Return an error text with the options that not all ranks have recorded. texts: `Noted.texts` of each rank."""
+    """Return an error text with the options that some ranks have not recorded. texts: `Noted.texts` of each rank."""
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
@@ -99,11 +99,11 @@ def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
 
 
 class MadeLayers:
-    """The option texts of all layers that this rank has called, and those that peers have sent.
+    """The options, as texts, of all layers that this rank has called, and the texts that peers have sent.
 
     Ranks compare digests of the options of all calls so far: one for layers whose forward needs all ranks, and one for
-    other layers, as in `Noted.records`. A digest is a 64-bit word: 48 bits of a hash, and 16 bits that count the calls
-    with options. Only words with equal counts are compared.
+    other layers, as in `Noted.records`. A digest is a 64-bit word: 48 bits of a hash, and 16 bits that count the calls with
+    options. Only words with equal counts are compared.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Two interfaces: `Region`, symmetric memory on any type of device, and `SharingRanks`, the part of a communicator that
 allocators use.
 
-`weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because
-they must not import the communicator, which is a layer above.
+`weft.symm.cpu` and `weft.symm.cuda` allocate symmetric memory for a communicator. They use these interfaces because they
+must not import the communicator, which is a layer above.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Region(Protocol):
         """Return a view of `rank`'s memory. The view stays valid after `close`."""
 
     def owner(self, rank: int) -> Any:
-        """Return an object that keeps `rank`'s memory mapped in this process as long as a reference to the object
-        exists.
-        """
+        """Return an object that keeps `rank`'s memory mapped in this process while it is referenced."""
 
     def close(self) -> None:
-        """Release this rank's mappings. A mapping ends when its last view is freed. Mappings of other ranks stay."""
+        """Release this rank's mappings. A mapping ends when its last view is freed. Mappings of other ranks are not
+        affected.
+        """
 
     def give_back(self) -> None:
         """Close the region, so that later regions may use its memory. Call it only if no view and no kernel on any rank

@@ -1,9 +1,9 @@
 """The peers that are late for a rendezvous between hosts (`weft.runtime.rails`). Each rendezvous is a numbered round.
 
-In a round, a rank receives messages from some peers only. So a waiting rank cannot tell if the peer that it waits for is
-late, or itself waits for a third rank. Therefore a rank that has waited for a moment sends all peers the number of its
-round. Peers that have begun this round answer at once; other peers answer when they begin it. Peers that have not
-answered are absent. If all ranks arrive in time, no such message is sent.
+In a round, a rank receives messages from some peers only. So a waiting rank cannot tell if such a peer is late, or if the
+peer itself waits for a third rank. Therefore a rank that has waited for a moment sends all peers the number of its round. A
+peer answers as soon as it has begun this round. Peers that have not answered are absent. If all ranks arrive in time, no
+such message is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NUMBER = struct.Struct("!Q")
 
 
 class Rounds:
-    """The last round that this rank has begun, and the last that each peer is known to have begun.
+    """The newest round that this rank has begun, and the newest that each peer is known to have begun.
 
     lock: a reentrant lock that guards this object. tell: a function that sends a message to a peer.
     """
@@ -28,7 +28,7 @@ class Rounds:
         self._known = dict(self._told)  # the last round that the peer is known to have begun
 
     def begin(self) -> None:
-        """Begin the next round, and answer peers that wait in it."""
+        """Begin the next round, and answer the peers that have asked about it."""
         with self._lock:
             self._number += 1
             for peer, known in self._known.items():
@@ -36,7 +36,7 @@ class Rounds:
                     self._tell_one(peer)
 
     def tell_all(self) -> None:
-        """Send all peers the number of this rank's round, unless they know it."""
+        """Send the number of this rank's round to all peers that do not know it."""
         with self._lock:
             for peer in self._told:
                 self._tell_one(peer)
@@ -47,7 +47,7 @@ class Rounds:
             self._tell(peer, _NUMBER.pack(self._number))
 
     def hear(self, peer: int, body: bytes) -> None:
-        """Handle a message of `peer`, which contains the number of its round. Answer if this rank has begun the round."""
+        """Record the number of `peer`'s round, which is in the message. Answer if this rank has begun the round."""
         with self._lock:
             (self._known[peer],) = _NUMBER.unpack(body)
             if self._number >= self._known[peer]:
@@ -55,6 +55,6 @@ class Rounds:
 
     @property
     def absent(self) -> list[int]:
-        """The peers that have not told this rank that they have begun its round."""
+        """The peers that are not known to have begun this rank's round."""
         with self._lock:
             return [peer for peer, known in self._known.items() if known < self._number]

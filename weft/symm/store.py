@@ -1,8 +1,7 @@
 """Queries of a process group's store, with a deadline.
 
-The store is served by a process: the launcher, or rank 0. If this process is stopped, torch waits for its answer forever,
-regardless of the store's timeout. The wait is in native code, which Ctrl-C cannot interrupt. So a separate thread makes
-the queries.
+A process, the launcher or rank 0, serves the store. If this process is stopped, torch waits for an answer forever,
+regardless of the store's timeout, in native code that Ctrl-C cannot interrupt. So a separate thread makes the queries.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class PatientStore:
     """The store of a process group, queried by `rank`.
 
     until: the deadline of all queries, by `time.monotonic`. Methods raise `DeadlineError` if the store has not answered by
-    then, and the store's own errors.
+        then, and the store's own errors.
     """
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
@@ -45,12 +44,12 @@ class PatientStore:
         self._ask("set", key, value)
 
     def close(self) -> None:
-        """End the thread once the store has answered the last query."""
+        """End the thread when the store has answered the last query."""
         self._asked.put(None)
 
     def _start(self) -> None:
-        """Start the thread that makes the queries. If no thread can be started, queries run on the caller's thread, so
-        that this rank can still publish its error.
+        """Start the thread that makes the queries. If there is no thread left, the caller's thread makes them, so that this
+        rank can still publish its error.
         """
         self._is_started = True
         self._thread = threading.Thread(target=self._answer, name=f"weft-store-{self._rank}", daemon=True)
