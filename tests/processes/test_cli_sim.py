@@ -90,6 +90,12 @@ def test_help_teaches_with_this_command() -> None:
     assert "weft plan embedding_all_to_all" not in " ".join(done.output.split())
 
 
+def test_help_has_only_options_of_this_command() -> None:
+    for command, has_it in (("plan", True), ("sim", False)):
+        done = runner.invoke(app, [command, "all_gather_matmul", "--help"])
+        assert ("--all" in done.output) == has_it, command
+
+
 def test_a_kineto_trace_is_a_file_for_each_rank_with_its_kernels(tmp_path: Path) -> None:
     folder = tmp_path / "kineto"
     arguments = ["sim", "matmul_all_reduce", "--shape", "4096,4096,4096", "--hw", "mi300x", "--ranks", "4"]

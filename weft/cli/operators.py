@@ -109,6 +109,8 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     if not sizes or sizes == inspect.getdoc(Problem.sized):  # the problem's docstring defines M, N and K
         sizes = f"{rest}\n\n    {group.command} {problem.name} --shape 8192,8192,4096 --ranks 8"
     sizes = sizes.replace("weft plan ", f"{group.command} ")
+    if "everything" not in inspect.signature(group.run).parameters:
+        sizes = sizes.replace(" --all", "")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, help=f"{first}\n\n{sizes}", epilog=group.epilog_of_operators or None)(command)
     return get_command(alone)

@@ -29,9 +29,12 @@ from weft.cli.operators import (
 )
 from weft.files import append_json, write_whole
 
-_COLUMNS = """speedup: the time of serial divided by this time. exposed: the time in which a rank has nothing to compute; empty if
-kernels send while they compute. x bound: this time divided by a lower bound for all schedules. Open traces in
-https://ui.perfetto.dev."""
+_COLUMNS = (
+    "predicted us: the time of a call",
+    "speedup: the time of serial, the schedule without overlap, divided by the schedule's time",
+    "exposed us: the time in which a rank has nothing to compute; empty if kernels send while they compute",
+    "x bound: the schedule's time divided by the bound, a time that no schedule can beat",
+)
 _ALL = "all"
 
 
@@ -56,7 +59,7 @@ def _run(
         tuple[str, Path] | None,
         typer.Option(
             metavar="NAME FILE",
-            help="Write the timeline of one run of this schedule as a Chrome trace.",
+            help="Write the timeline of one run of this schedule as a Chrome trace, for https://ui.perfetto.dev.",
             show_default=False,
         ),
     ] = None,
@@ -112,7 +115,7 @@ def _run(
     facts = found.facts()
     width = max(len(what) for what, _ in facts)
     print("\n".join(f"{what:<{width}}  {text}" for what, text in facts))
-    print_table("schedules", HEADER, found.cells(), (" ".join(_COLUMNS.split("\n")), *found.left_out()))
+    print_table("schedules", HEADER, found.cells(), (*_COLUMNS, *found.left_out()))
     if json is not None:
         append_json(json, [found.as_json()])
         print(appended(json, 1))
@@ -129,7 +132,7 @@ def _run(
         traced = found.simulated(trace[0])
         about = {what: text for what, text in facts if what != "bound"}
         write_trace(trace[1], {trace[0]: traced.timeline}, **about)
-        print(f"written: {trace[1]}, a trace of {trace[0]}")
+        print(f"written: {trace[1]}, a trace of {trace[0]}: open it in https://ui.perfetto.dev")
     if kineto is not None:
         from weft.trace.kineto import write_kineto
 
@@ -145,14 +148,15 @@ def _run(
 class _Sims(Operators):
     run = staticmethod(_run)
     command = "weft sim"
-    epilog_of_operators = _COLUMNS
+    epilog_of_operators = "\n\n".join(("Columns of the table:", *_COLUMNS))
 
 
 sim = typer.Typer(
     cls=_Sims,
     no_args_is_help=True,
     help=(
-        "Simulate every schedule of an operator on this machine or another: time, gain over serial, exposed communication, bound."
+        "Simulate every schedule of an operator, on this machine or another. Compare the predicted times with the time without "
+        "overlap (serial), and with a lower bound."
         "\n\n    weft sim matmul_reduce_scatter --shape 16384,8192,4096 --hw mi300x --topology torus:16x8"
         "\n\n    weft sim embedding_all_to_all --shape 32768,64,32 --option tables=128 --hw mi300x --topology torus:16x8"
         "\n\n    weft sim all_gather_matmul --shape g5 --hw mi300x --ranks 8 --trace serial serial.json"

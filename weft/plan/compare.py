@@ -24,7 +24,7 @@ from weft.sim.orbits import MOST_RANKS, orbit, orbit_us
 from weft.sim.orbits import NAMES as ORBITS
 from weft.words import decimal_us, in_us
 
-HEADER = ("schedule", "us", "speedup", "exposed us", "x bound")
+HEADER = ("schedule", "predicted us", "speedup", "exposed us", "x bound")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Compared:
 
     name: str
     us: float | None = None
-    speedup: float | None = None  # serial's time / this time
+    speedup: float | None = None  # serial's time / us
     exposed_us: float | None = None  # time without computation; None if kernels send while they compute
-    over_bound: float | None = None  # this time / the bound
+    over_bound: float | None = None  # us / the bound
     why_not: str = ""
 
 
