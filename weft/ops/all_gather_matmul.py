@@ -69,8 +69,8 @@ def all_gather_matmul(
     return_A: True to return the gathered A too. This needs memory for A, and copies the rows that arrive into it.
     schedule: the name of a schedule, such as "serial" or "shard[chunks=1,send=in_turn,by=dma]". `weft.plan.explain`
         lists the names. "autotune" times schedules at the first call of a shape, and caches the fastest
-        (docs/planning.md). "heuristic" takes the pick of the static heuristic in FiCCO (the paper in "Source"). If the
-        picked schedule cannot run, weft warns with the reason and uses its default choice.
+        (docs/planning.md). "heuristic" uses the schedule that FiCCO's static heuristic picks (the paper in "Source").
+        If this schedule cannot run, weft warns with the reason and uses its default choice.
     rows: a list with the size of `gather_dim` on each rank, if the sizes differ. Pass the same list on every rank.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,

@@ -74,12 +74,12 @@ def all_to_all_matmul(
         never waits, and a CUDA graph can capture the call unless the schedule is "serial". The number may differ
         between ranks and between calls.
     return_received: True to return `received` too.
-    capacity: the largest number of tokens T of any rank in any call, equal on all ranks. weft allocates memory for
-        arriving tokens by this number, enough even if every rank sends all its tokens to one peer. Default: slightly
-        more than the largest T at the first call of this shape.
+    capacity: the largest number of tokens T of any rank in any call, equal on all ranks. It determines the memory for
+        arriving tokens, which is enough even if every rank sends all its tokens to one peer. Default: slightly more
+        than the largest T at the first call of this shape.
     schedule: the name of a schedule, such as "serial" or "dispatch[by=kernel,rest=together]". "autotune" times
-        schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" takes the pick of
-        the static heuristic in FiCCO (the first paper in "Sources"). If the picked schedule cannot run, weft warns with
+        schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" uses the schedule
+        that FiCCO's static heuristic picks (the first paper in "Sources"). If this schedule cannot run, weft warns with
         the reason and uses its default choice.
     deadline_s: the longest wait for a peer, in seconds, at most 1e6 (default: WEFT_DEADLINE_S, 60). On CPU it applies
         in backward too; on GPUs backward uses the default. On GPUs the serial schedule and parts of backward call NCCL,
