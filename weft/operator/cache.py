@@ -99,8 +99,7 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 class _OfGroup(Generic[E]):
     """The cache of one operator, such as `all_gather_matmul`, on one process group: its compiled operators by shape.
 
-    All ranks of a group make the same calls, so they drop the same compiled operators. Calls on other groups have no
-    effect.
+    All ranks of a group make the same calls, so they drop the same compiled operators.
 
     Compiling for a size takes as long as several calls, which is wasted on a size that never recurs, such as a sequence
     length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have been

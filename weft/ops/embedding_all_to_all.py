@@ -288,10 +288,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     """The operator, compiled once per plan, and with transport="auto" once per size bucket: calls with similar numbers
     of samples.
 
-    With "auto" the planner chooses between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of
-    the size bucket (`weft.plan.nearby`). On CPU, with one rank, or without a performance model of the GPU, "auto" is
-    `direct`. Under `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks use the same transport:
-    rank 0 plans, and measured times are the slowest rank's.
+    `weft.operator.embedding_transport` then chooses a transport for the middle of the size bucket (`weft.plan.nearby`).
     """
 
     name, form = "embedding_all_to_all", _Call
