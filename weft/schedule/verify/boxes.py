@@ -1,7 +1,7 @@
 """Boxes of rows and columns: which boxes overlap, and which part of a box no other box covers.
 
-An array of boxes is int [n, 4]. A row is a `Box`: the first row, the row after the last, the first column and the column
-after the last. A box has at least one element.
+A box is a rectangle with at least one element: (first row, row after the last, first column, column after the last). An
+array of n boxes is int [n, 4].
 
 The search for overlaps sorts the boxes by their first row or by their first column, whichever leaves fewer candidates. If
 each box overlaps with few others, the time is O(n log n).

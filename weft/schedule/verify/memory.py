@@ -18,8 +18,9 @@ from weft.schedule.verify.happens_before import HappensBefore
 
 
 class Instance(NamedTuple):
-    """A buffer in the memory of a rank. run: the number of the run for the caller's tensors, which are new in every run; 0
-    for persistent buffers.
+    """A buffer in the memory of one rank, in one run if its contents do not persist.
+
+    run: the number of the run for the caller's tensors, which are new in every run; 0 for persistent buffers.
     """
 
     rank: int
@@ -30,8 +31,10 @@ class Instance(NamedTuple):
 class Accesses(NamedTuple):
     """The accesses of all steps to one buffer, as arrays with an element for each access.
 
-    events: the numbers of events, in rising order. runs: the runs of these events. boxes: int [n, 4]; see
-    `weft.schedule.verify.boxes`. reads, writes, updates: bools; an atomic update also writes.
+    events: the numbers of the events that make the accesses, ascending.
+    runs: the number of the run of each event.
+    boxes: the rows and columns of each access, int [n, 4] (`weft.schedule.verify.boxes`).
+    reads, writes, updates: the kind of each access, as bools. An atomic update also writes.
     """
 
     events: np.ndarray
@@ -51,7 +54,10 @@ class _StepAccess(NamedTuple):
 
 
 def accesses(happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]]) -> dict[Instance, Accesses]:
-    """Return the accesses of all events, in the order of events. buffers: for each rank, its buffers by name."""
+    """Return {buffer: its accesses} of all events, in the order of events.
+
+    buffers: for each rank, its buffers by name.
+    """
     found: dict[Instance, list[tuple[int, int, Box, tuple[bool, bool, bool]]]] = defaultdict(list)
     of_ranks = [[[_of_step(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
     for number, (run, rank, lane, step) in enumerate(happened.events):
@@ -72,8 +78,10 @@ def _of_step(step: Step) -> list[_StepAccess]:
 
 
 def races(found: Accesses, happened: HappensBefore) -> list[tuple[int, int]]:
-    """Return the pairs of accesses, as rising indices in rising order, that race: both access an element, at least one
-    writes it, and no signal orders them. Two updates may run in any order.
+    """Return the pairs of accesses that race: both access an element, at least one writes it, and no signal orders
+    them.
+
+    A pair is two indices of `found`, the smaller first; the pairs are sorted. Two updates may run in any order.
     """
     pairs: list[tuple[int, int]] = []
     stores = found.writes & ~found.updates
@@ -89,11 +97,11 @@ def races(found: Accesses, happened: HappensBefore) -> list[tuple[int, int]]:
 
 
 def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, Box]]:
-    """Yield (index, box) for each access that reads elements that no step has written earlier in the same run. box: some of
-    these elements.
+    """Yield (index of the access, box of some of the elements) for each access to elements that no step has written
+    earlier in the same run.
 
-    A write counts as earlier unless it certainly happens after the read; `races` returns unordered pairs. An update also
-    reads its elements. For an update, other updates count as earlier only if they certainly happen before it.
+    A write counts as earlier unless it certainly happens after the read; `races` returns unordered pairs. An update
+    also reads its elements. For an update, other updates count as earlier only if they certainly happen before it.
     """
     covered = np.zeros(len(found.events), bool)
     earlier = [np.zeros((2, 0), np.int64)]
@@ -119,14 +127,18 @@ def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, B
 
 
 def hole_of_writes(whole: Box, found: Accesses | None) -> Box | None:
-    """Return a rectangle of `whole` that no step writes; None if there is none. found: None without any access."""
+    """Return a rectangle of `whole` that no step writes; None if every element is written.
+
+    found: the accesses to the buffer; None if there are none.
+    """
     return hole(whole, np.zeros((0, 4), np.int64) if found is None else found.boxes[found.writes])
 
 
 def _overlapping(boxes: np.ndarray, some: np.ndarray, others: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of arrays of indices of `boxes`: an index of `some`, and an index of `others`, whose boxes overlap.
+    """Yield pairs of arrays of indices (i, j): box i[k], which is in `some`, overlaps with box j[k], which is in
+    `others`.
 
-    some, others: bools, with an element for each box.
+    some, others: which boxes to compare, as bools with an element for each box.
     """
     if some.any() and others.any():
         of_some, of_others = np.flatnonzero(some), np.flatnonzero(others)
