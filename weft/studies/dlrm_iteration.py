@@ -30,7 +30,7 @@ class Task:
     tasks named in `after`.
 
     beside: the name of a task that produces this task's input piece by piece, such as the embedding for a fused
-    all-to-all; "" if there is none. This task starts no earlier than that task, and ends no earlier.
+    all-to-all; "" if there is none. This task may start when `beside` starts, and cannot end before it.
     """
 
     name: str

@@ -47,10 +47,10 @@ _BINS = 50  # of curves of bytes over time
 class Part:
     """A configuration of a figure, with the name `figure/config`.
 
-    batch: the global batch size. tables: the number of tables of each rank, or if not `per_rank`, of all ranks
-        together. dim,
-    rows: the size of each table. bags: the distribution of the number of rows in a bag. ranks: None to run on all ranks
-        together; 1 to let each rank run alone, and record rank 0's times. variants: the implementations to compare.
+    batch: the global batch size. variants: the implementations to compare.
+    tables: the number of tables of each rank, or if not `per_rank`, of all ranks together.
+    dim, rows: the size of each table. bags: the distribution of the number of rows in a bag.
+    ranks: None to run on all ranks together; 1 to let each rank run alone, and record rank 0's times.
     """
 
     figure: str
@@ -251,7 +251,7 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
     """Return the `Lines` of the array that a kernel wrote as its timeline.
 
     found: a row for each of `units` units of work, then a row for each program's wait for its peers. Times are in ns.
-    Rows of zeros were not written. `weft.kernels.embedding_all_to_all` defines the columns.
+    `weft.kernels.embedding_all_to_all` defines the columns. Rows that no program wrote are zero, and are left out.
     """
     done, waits = (part[part[:, 1] > 0] for part in (found[:units], found[units:]))
     begin = done[:, 0].min()
@@ -270,8 +270,8 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
     """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
 
-    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 for less than 7 KiB, which
-    limits none of these kernels.
+    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 if it does not limit the
+    occupancy.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)

@@ -276,8 +276,8 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:
-    """Return sentences for the report: how often a schedule that the paper leaves out is the fastest, and the sections
-    of the paper's numbers.
+    """Return sentences for the report: how often a schedule that the paper leaves out is the fastest, and from which
+    sections the paper's numbers are.
     """
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)

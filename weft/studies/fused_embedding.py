@@ -32,7 +32,7 @@ from weft.studies.pages import block, figure, head_of, last_run, where_simulated
 
 STUDY = "fused_embedding"
 BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
-"""The presets fused-inter of weft's benchmark, because the paper shows figure 10's configurations only in a picture."""
+"""The configurations of figure 10, as in weft's presets fused-inter. The paper shows its own only in a picture."""
 WITHIN = tuple(Setting(b, t, 4) for b in (512, 1024, 2048, 4096) for t in (64, 256))
 ONE = Setting(1024, 256)
 """The configuration of figures 11 and 12."""

@@ -78,7 +78,7 @@ class LossRow:
     ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both
         ran}.
     varies: (over repetitions, over ranks) how much the time of the undivided GEMM varies, as fractions of the median.
-        The variation over repetitions is that of the middle three fifths.
+        Over repetitions, only the middle three fifths count.
     """
 
     gemm: GatheredGemm
@@ -366,8 +366,10 @@ def _said(row: LossRow, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Return the fractions of decomposition and contention in the total loss, for figure 10. decomposition, contention:
-    times divided by those without loss; below 1 counts as no loss. Without any loss, both fractions are 0.
+    """Return the fractions of decomposition and contention in the total loss, for figure 10.
+
+    decomposition, contention: the time with the loss divided by the time without it. A quotient below 1 counts as no
+    loss. Without any loss, both fractions are 0.
     """
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0

@@ -69,8 +69,7 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
 class Side(AbstractContextManager["Side"], ABC):
     """One rank's part of the all-gathers: it owns their memory, and runs lanes. nbytes: the size of the rank's shard.
 
-    Gathered shards have two buffers: symmetric memory for copies by peers, and ordinary memory for NCCL or gloo. Use it
-    as a context manager, which frees the symmetric memory. All ranks must construct it.
+    Use it as a context manager, which frees the symmetric memory. All ranks must construct it.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -483,9 +482,8 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
     make this call.
 
     An error is the root mean square of the difference, relative to that of the undivided result. Raise `RuntimeError`
-    if it exceeds eps * sqrt(accumulated pieces) of the dtype plus eps * sqrt(K) of fp32: each accumulation rounds, and
-    cuBLAS may sum in another order. A missing piece would cause a much larger error, at least about 1 / sqrt(64) for
-    `CUTS`.
+    if it exceeds a limit: eps * sqrt(accumulated pieces) of the dtype, plus eps * sqrt(K) of fp32 for another order of
+    additions.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]

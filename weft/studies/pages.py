@@ -76,9 +76,9 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
-    """Return the fields that all records of a simulated run have, also of runs without a machine file. machine: a
-    description.
-    assumed: [how many numbers of the model are assumed, how many there are].
+    """Return the fields that all records of a simulated run have, also of runs without a machine file.
+
+    machine: a description. assumed: [how many numbers of the model are assumed, how many there are].
     """
     code = provenance()
     return {

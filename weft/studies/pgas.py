@@ -89,7 +89,7 @@ class PgasRow:
 
     @property
     def sending(self) -> float:
-        """The time in us in which `direct` sends: without the end, when the kernel pools the rank's own samples."""
+        """The time in us in which `direct` sends: its time minus the time to pool the rank's own samples, which come last."""
         return self.direct - self.pooling / self.ranks
 
     @property

@@ -55,6 +55,7 @@ BACKWARD = ("FC-1", "IP")
 class Network(NamedTuple):
     """A Transformer of the paper's table 2. tokens: the number of tokens in a batch. ranks: the degrees of tensor
     parallelism.
+
     large: True for the networks of section 6.4.
     """
 

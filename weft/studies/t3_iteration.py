@@ -1,8 +1,8 @@
 """T3's whole iterations: training and the prompt phase of Transformers, from the times of their sub-layers (figures 4
 and 19).
 
-The paper scales a breakdown of MLPerf's BERT on one MI210, which it does not publish. Here an iteration consists of the
-simulated GEMMs and collectives:
+The paper scales an unpublished breakdown of MLPerf's BERT on one MI210. Here an iteration consists of the simulated
+GEMMs and collectives:
 
     forward    IP, OP + collective, FC-1, FC-2 + collective
     backward   FC-2, FC-1 + collective, OP, IP + collective, and the gradients of the four weights

@@ -36,10 +36,8 @@ class Ceilings:
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return a lower bound in ms of work that moves `memory` bytes in memory and `link` bytes over the link, and
-        computes `flops`.
-
-        Each of the three takes a time at its peak rate. The bound is the longest of the three times.
+        """Return a lower bound in ms: the longest of three times at peak rates, for `memory` bytes, `link` bytes and
+        `flops`.
         """
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 

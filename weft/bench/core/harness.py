@@ -1,15 +1,12 @@
 """Timing of calls on all ranks. The time of a repetition is that of the slowest rank. There are three timing modes:
 
-- `single`: the CPU synchronises with the device after each call, as in a loop that uses each result. Ranks start the
-  first call together. The next call follows at once, because launches on a device that has been idle take longer.
-- `queued`: many calls in a row and then one synchronisation, as in training. The time is divided by the number of
-  calls. On CUDA the calls are enqueued behind a sleep kernel, so the time does not include launches unless these take
-  longer than the work. After the sleep, a barrier on the devices starts all ranks together. Calls that synchronise with
-  the device get no sleep kernel. On CPU a call returns a complete result. There `single` starts ranks together before
-  each call, and `queued` only before the first call of the row.
+- `single`: the CPU synchronises with the device after each call, as in a loop that uses each result.
+- `queued`: the CPU makes many calls in a row and then synchronises, as in training. The time is divided by the number
+  of calls. On GPUs the calls are enqueued behind a sleep kernel and a barrier of all ranks. So the time contains
+  launches only if they take longer than the work.
 - `graph`: a call is captured in a CUDA graph, and the graph is replayed many times in a row, as in decoding.
 
-Each repetition runs all variants, so that a drift of clocks, temperature or load affects all of them. Their order is
+All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. Their order is
 random, because a variant influences the clock rate of the next one. Differences that will be published get more
 repetitions, up to a limit, while they are below twice their noise.
 
@@ -86,11 +83,8 @@ class Ranks:
 
     @cached_property
     def _meeting(self) -> Any:
-        """A barrier of signals in symmetric memory; None without peer access.
-
-        An NCCL barrier does not work here: the CPU would wait for its end before it launches a graph with NCCL
-        collectives.
-        """
+        """A barrier of signals in symmetric memory; None without peer access."""
+        # Not an NCCL barrier: the CPU would wait for its end before it launches a graph with NCCL collectives.
         if self.world_size == 1:
             return None
         import torch.distributed._symmetric_memory as symm_mem
@@ -140,8 +134,7 @@ class Timing:
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
     """Return the relative standard error of the median of `repetitions` times with the percentiles p20, p50 and p80.
 
-    For a normal distribution, p80 - p20 is 1.68 standard deviations, and the standard error of the median of n times is
-    1.25 / sqrt(n) standard deviations.
+    Times are assumed to be normally distributed: p80 - p20 is 1.68 standard deviations.
     """
     return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
 
@@ -257,11 +250,7 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class HostClock:
-    """The timer for CPUs, where a call returns a complete result. last: (number of the input set, output) of the last
-    call.
-
-    Each output is freed before the next call, so that the next call can reuse the memory.
-    """
+    """The timer for CPUs, where a call returns a complete result. last: (number of the input set, output) of the last call."""
 
     call: Call
     ranks: Ranks
@@ -310,9 +299,8 @@ class SingleClock(HostClock):
 class QueueClock(HostClock):
     """The timer for the modes `queued` and `graph` on GPUs: calls are enqueued behind a sleep kernel.
 
-    The first attempt has no sleep, and measures how long enqueueing takes. If the sleep ends on any rank before all
-    calls are enqueued, the calls are repeated with a longer sleep. Calls that synchronise with the device get no sleep,
-    because they would wait for its end.
+    If the sleep ends on any rank before all calls are enqueued, the calls are repeated with a longer sleep. Calls that
+    synchronise with the device get no sleep, because they would wait for its end.
     """
 
     sleep_s: float = field(default=0.0, init=False)

@@ -35,7 +35,8 @@ class Workload(ABC):
     waiting: Collection[str] = ()
     """Variants that synchronise with the device in each call. They are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise.
+    """(variant, baseline) pairs whose difference is published. They are repeated, up to a limit, until the difference is
+    clearly above its noise.
     """
 
     @abstractmethod
@@ -62,7 +63,7 @@ class Workload(ABC):
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
-        """Fill `output` of variant `name` with NaN. No one reads this output."""
+        """Fill `output`, an output of variant `name` that is no longer needed, with NaN."""
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
@@ -106,9 +107,8 @@ memory."""
 class Results:
     """The results of one configuration by variant, or by (mode, variant). They are equal on all ranks.
 
-    wrong: {variant that differs from the reference: error text}. Such a variant has no time in the modes in which it
-    was wrong, and in later modes. not_captured: {variant: reason why it cannot be a graph}. graphs: {variant: the
-    captured graph of each input set}.
+    wrong: {variant with a wrong result: error text}; it lacks times in some or all modes. not_captured: {variant:
+    reason why it cannot be a graph}. graphs: {variant: the captured graph of each input set}.
     """
 
     errors: dict[str, float]
@@ -244,14 +244,12 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Compare all variants with the reference on all input sets, and add their errors to `found`, or to new results.
-    Return the results. All ranks must make this call.
+    """Compare all variants with the reference on all input sets. Return `found`, or new results, with their errors. All
+    ranks must make this call.
 
-    An error is the largest difference divided by the reference's largest element. Before each checked call, the variant
-    computes another input set. This output is filled with NaN and freed, so that the checked call probably gets the
-    same
-    memory: elements that it does not write are then NaN. With a recorder, each call is captured, and its graph is
-    replayed into memory full of NaN. Raise RuntimeError if the first variant, the baseline, is wrong.
+    An error is the largest difference divided by the reference's largest element. Memory is filled with NaN before each
+    checked call, so that elements that the call does not write are found. With a recorder, a graph of each call is
+    checked instead. Raise RuntimeError if the first variant, the baseline, is wrong.
     """
     found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):

@@ -94,9 +94,7 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on `rows`. If rows have equal keys, the last row of the first run counts, and the last row of a
-    second run after it.
-    """
+    """The verdict on `rows`. Of rows with equal keys only the last counts, separately for first and second runs."""
 
     rows: Sequence[Record]
 

@@ -135,8 +135,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     """Measure mode `changing`, and return its fields for the row: for each of `item.sizes`, time one call of weft and
     one of serial.
 
-    An untimed call of serial comes first. cuBLAS needs up to 5 ms for the first GEMM of a size, to load kernels and
-    search heuristics. Without the untimed call, these 5 ms would count for the variant that is timed first.
+    An untimed call of serial comes first, because cuBLAS needs up to 5 ms more for the first GEMM of a size.
     """
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()

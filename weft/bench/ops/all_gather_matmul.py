@@ -134,12 +134,11 @@ class GatherVariants(TorchVariants):
         return variants | ({PREFETCH: self.prefetched()} if PREFETCH in wanted else {}), beside, notes
 
     def prefetched(self) -> Variant:
-        """Return the variant that gathers the next call's x during this call's GEMM.
+        """Return the variant that gathers the next call's x during this call's GEMM, on a second stream of high
+        priority.
 
-        Call i enqueues the gather for call i + 1 on a second stream of high priority, as FSDP does. This gather can
-        start when the GEMM of call i - 1 starts. The gathers of the first two timed calls can therefore run before the
-        timing starts, which favours this variant. A call whose x was not gathered, because it uses an unexpected input
-        set, gathers it first.
+        The gather for call i + 1 can start when the GEMM of call i - 1 starts. So the gathers for the first two timed
+        calls can run before the timing starts, which favours this variant.
         """
         side = torch.cuda.Stream(self.ranks.device, priority=-1)
         places = [torch.empty_like(self.gathered) for _ in range(_PLACES)]

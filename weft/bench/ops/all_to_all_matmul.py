@@ -121,11 +121,10 @@ class MoeShape(GemmShape):
 class RouterLoad:
     """The load of ranks and experts after routing.
 
-    max_rows: the argument `max_rows` of bounded variants. capacity: the number of rows that each expert gets from each
-        rank in variant `padded`. rank_skew: the number of rows that arrive at the busiest rank, divided by the mean
-        over ranks.
-    expert_skew: the same for experts. busiest_bytes: the bytes that a rank sends or the bytes that it receives,
-        whichever is more, for the busiest rank.
+    max_rows: the argument `max_rows` of bounded variants.
+    capacity: the number of rows that each expert gets from each rank in variant `padded`.
+    rank_skew, expert_skew: the rows of the busiest rank or expert, divided by the mean over ranks or experts.
+    busiest_bytes: the bytes that the busiest rank sends or receives, whichever is more.
 
     max_rows and capacity are maxima over the input sets; the other fields are means.
     """

@@ -88,10 +88,7 @@ class EmbeddingData(Workload):
         return max(2 * errors[BASELINE], eps)
 
     def reference(self, which: int) -> torch.Tensor:
-        """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call.
-
-        To save memory, each rank pools and exchanges one feature at a time.
-        """
+        """Return the expected output of this rank, float64 [local batch, sum of D]. All ranks must make this call."""
         config, (values, offsets) = self.config, self.inputs[which]
         batch, device = config.global_batch, self.ranks.device
         output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=device)

@@ -243,7 +243,7 @@ class TorchStep(_ByHand):
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager: torch and FBGEMM sum deterministically. torch does not fill new memory, which would take time."""
+    """Context manager: torch and FBGEMM sum deterministically."""
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -194,8 +194,8 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the dtype's epsilon times twice the mean length of the longest bags, but at least
-        times 16.
+        """Return the error limit: the dtype's epsilon times twice the mean length of the longest bags, or times 16 if
+        this is more.
         """
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 

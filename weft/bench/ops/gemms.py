@@ -147,9 +147,8 @@ class Pinned(NamedTuple):
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
     """Yield (suffix, variant, candidate) for each pinned variant whose name begins with one of `names`.
 
-    problems: (problem, suffix) of a shape's calls; the suffix, such as "-bounded", ends the variant's name. A candidate
-    is a schedule that the planner would try, or one that an entry of `names` spells out. A problem with a suffix has no
-    serial variant.
+    problems: (problem, suffix) for each kind of call of a shape. The suffix, such as "-bounded", is the end of the
+    variant's name. A candidate is a schedule that the planner would try, or that an entry of `names` spells out.
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
