@@ -107,7 +107,7 @@ class FusedUpdate:
             )
 
     def move(self, device: torch.device) -> None:
-        """Move learning rate, step and states to `device`. Tensors that were on meta are initialised."""
+        """Move learning rate, step and states to `device`. Tensors that were on the meta device are initialised."""
 
         def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
             return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)

@@ -79,8 +79,10 @@ def _machine(name: str) -> Machine:
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:
-    """Return the datasheet's FLOP/s for `dtype`. If the datasheet lacks the dtype, scale bf16's by the ratio of
-    measured matmul rates.
+    """Return the datasheet's FLOP/s for `dtype`.
+
+    If the datasheet lacks the dtype, return the FLOP/s of bf16, scaled by the ratio of the two dtypes' measured matmul
+    rates.
     """
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si

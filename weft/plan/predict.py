@@ -466,8 +466,8 @@ def _lanes_us(built: _Built, model: Model) -> float:
     Latencies of copies by kernel are not included, because one kernel may do several copies.
 
     For more than `_MANY_RANKS` ranks, another bound is the time for which a resource of a rank, such as its links, is
-    busy. If all ranks behave alike (`built.even`), the uses of peers' resources by rank 0 equal the uses of rank 0's
-    resources by peers, so they count too.
+    busy. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses theirs, so all
+    uses by rank 0 count. Otherwise only its uses of its own resources count.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

@@ -289,9 +289,9 @@ def launches_of_rank(
     order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    A launch that includes the waits after its sets is issued at the last of these waits, which delays the sets. So it
-    includes them only if no other lane waits for a peer in between: on a shared hardware queue, the sets would be stuck
-    behind that wait.
+    A launch is issued at its last wait. So if it includes the waits after its sets, the sets are delayed. It includes
+    these waits only if `order` has no other lane's wait for a peer between the sets and these waits. Otherwise the
+    delayed sets could be stuck behind that wait on a shared hardware queue.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

@@ -58,7 +58,7 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps after unrolling loops, of which each loop and each empty iteration counts as one.
+    """Return the number of steps after unrolling loops. A loop, and an iteration without steps, counts as a step.
 
     where: the place of the steps in the schedule, for error texts.
     """

@@ -153,7 +153,7 @@ class _Split:
 
 
 def wrong_sends(schedule: Schedule) -> Iterator[str]:
-    """Yield a text for each send whose size the receiver cannot know."""
+    """Yield an error text for each send whose size the receiver cannot know."""
     held = {contents.buffer for contents in schedule.contents}
     for lane in schedule.lanes:
         for send in of_kind(walk(lane.steps), Send):

@@ -151,7 +151,7 @@ class Declared(NamedTuple):
     """The names to which a step of `rank` may refer.
 
     buffers: for each rank, its buffers by name, with evaluated sizes.
-    signals: the number of counters, by name.
+    signals: the number of counters of each array of signals, by the array's name.
     held: the names of the buffers whose contents determine sizes (`Contents`).
     """
 

@@ -426,10 +426,10 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance from this rank to rank or place `number`, if it is the same on all ranks; None otherwise.
+    """Return the distance from this rank to rank or place `number`, if it is the same on all ranks.
 
-    The distance is modulo `count`, the number of ranks or places. For a place it counts from the rank's first place.
-    None also if `number` is out of range on some rank.
+    Distances to places count from this rank's first place. Distances are modulo `count`, the number of ranks or places.
+    Return None if the distance differs between ranks, or if `number` is out of range on some rank.
     """
     ranks = np.arange(world)
     try:

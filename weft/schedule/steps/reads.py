@@ -17,8 +17,8 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 class Read(Step):
     """Read the numbers in a buffer, so that sizes and offsets of later steps of this lane may depend on them.
 
-    `weft.schedule.expr.total` makes the expressions for such sizes. They keep the numbers that were read, even if the
-    buffer changes later.
+    `weft.schedule.expr.total` makes the expressions for such sizes. The expressions use the numbers that were read,
+    even if the buffer changes later.
 
     region: the whole buffer, int64.
     by: who reads the numbers:

@@ -90,7 +90,7 @@ class Move(NamedTuple):
 class Moves:
     """The `Move` of each step of all ranks.
 
-    of_ranks: of_ranks[rank][lane][step].
+    of_ranks: the moves, with indices [rank][lane][step].
     per_run: {counter: number of its sets in one run}.
     """
 

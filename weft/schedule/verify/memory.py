@@ -54,7 +54,7 @@ class _StepAccess(NamedTuple):
 
 
 def accesses(happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]]) -> dict[Instance, Accesses]:
-    """Return {buffer: its accesses} of all events, in the order of events.
+    """Return {buffer: the accesses of all events to the buffer, in the order of events}.
 
     buffers: for each rank, its buffers by name.
     """
