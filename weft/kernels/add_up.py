@@ -3,17 +3,17 @@ written once.
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-Additions by torch would read and write the sum once per part. With `NORM`, the program that has reduced a row also
-computes its RMSNorm from the rounded row, as the next operation of a transformer does:
+With `NORM`, the program that has reduced a row also computes its RMSNorm from the rounded row, as the next operation of
+a transformer does:
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
 A part is a matrix in memory of this device or of a peer, given by its address and its row pitch. The pitch is the
 number of items from a row to the next. With pitch 0, the part's only row is added to all rows.
 
-Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base, offset, pitch). A part
-whose address is the same in all launches has base 0, and offset is its address. Otherwise base is 1 to 4, for the
-argument part1 to part4, and offset is the number of bytes from the address in this argument to the part.
+Up to four parts are kernel arguments. More parts are described by a table `[PARTS, 3]` of (base, offset, pitch). With
+base 0, `offset` is the part's address. With base 1 to 4, the address is the argument part1 to part4 plus `offset`
+bytes; so a table stays valid if these addresses change between launches.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
 reduce-scatter, which reduces received parts at once) and 7.6 (following operators).

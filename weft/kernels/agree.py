@@ -19,9 +19,9 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Run the comparison that the module docstring describes. A pair of ranks has `counts` counts. W is the number of
-    ranks.
+    """Run the comparison that the module docstring describes. W is the number of ranks.
 
+    counts: the number of counts for each pair of ranks.
     expected: int64 `[W, counts]`, the numbers of rows that this rank expects from each rank.
     sent: int64 `[W * W, counts]`. Line i * W + j has the numbers of rows that rank i sent to rank j. row: the number j
         of this rank.

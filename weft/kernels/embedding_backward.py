@@ -183,10 +183,9 @@ def update_rows_kernel(
     """Reduce the gradient of every run, and apply the update rule to its row. A program works on GROUP runs at a time.
 
     run_keys: the sort key of each run, ascending (see `weft.kernels.embedding_runs`).
-    RULE: the number of an `EmbeddingOptimizer`'s rule; 0 to write gradients instead of an update; 6 to write their
-        norms. Rule 0 writes to the output of the table. The row there is the table row, or with SPARSE the index of the
-        run among the runs of its table. Rule 6 writes the sum of the gradient's squares to the run's element of
-        `extra`, fp32.
+    RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6, which update no table. Rule 0 writes each gradient to
+        an output of its table. The row there is the table's row, or with SPARSE the run's index among the table's runs.
+        Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32.
     numbers: the rule's constants, fp32. learning_rate: fp32 `[]`.
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
@@ -380,9 +379,13 @@ def by_owner_kernel(
     block [rows, columns of the rank's tables] to `send`.
 
     grad: rows are stride * WIDTH elements apart.
-    table: int64 [chunks, OWNER_FIELDS]. A chunk is WIDTH consecutive columns. Its line says where they are: the first
-        column in grad, and the first column in the block. Between them are the total width of all earlier blocks, and
-        the width of the block. All are multiples of WIDTH.
+    table: int64 [chunks, OWNER_FIELDS]. A chunk is WIDTH consecutive columns. Its line has these numbers of columns,
+        all multiples of WIDTH:
+
+    - its first column in grad
+    - the total width of all earlier blocks
+    - the width of its block
+    - its first column in its block
 
     Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
     """

@@ -138,11 +138,9 @@ def pack_kernel(
 def _write_offsets(lengths, offsets, first, bags, BAGS: tl.constexpr, SUM: tl.constexpr):
     """Write `first` plus the exclusive prefix sums of `lengths`, int32 [bags], to `offsets`. Programs with the same
     index in grid dimension 0 share this work.
-
-    Each program scans consecutive blocks of BAGS lengths, after it has reduced all earlier lengths, SUM at a time. The
-    reduction is much faster than a scan, and needs no results of other programs. A piece has fewer than 2^31 ids, so
-    int32 suffices.
     """
+    # Each program scans consecutive blocks, after it has reduced all earlier lengths. The reduction is much faster than a scan,
+    # and needs no results of other programs. A piece has fewer than 2^31 ids, so int32 suffices.
     of_program = tl.cdiv(tl.cdiv(bags, BAGS), tl.num_programs(1)) * BAGS
     begin = tl.program_id(1) * of_program
     end = tl.minimum(begin + of_program, bags)

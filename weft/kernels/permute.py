@@ -1,8 +1,7 @@
 """Copy many segments of rows in one launch, for example to sort received tokens by expert.
 
 A segment is (first row of the source, first row of the target, number of rows). The device has computed these numbers
-(`weft.kernels.totals`). Programs share the blocks of rows of all segments evenly. To find the segment of a block, a
-program compares the block's number with running sums of the numbers of blocks of the segments.
+(`weft.kernels.totals`). Programs share the blocks of rows of all segments evenly.
 """
 
 from __future__ import annotations

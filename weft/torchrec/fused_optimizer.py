@@ -25,8 +25,9 @@ class FusedOptimizer(fused.FusedOptimizer):
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """Wrap weft's optimizer `by_weft`. params: {name of a parameter in the module: parameter}. states: {the same
-        name: {state: tensor}}.
+        """Wrap weft's optimizer `by_weft`. params: {parameter's name in the module: parameter}. states: {parameter's
+        name: {name of a
+        state: tensor}}.
         """
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}

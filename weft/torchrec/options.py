@@ -104,9 +104,10 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
 
 
 def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:
-    """Return `given` as a torch dtype: a torch dtype, or a value of FBGEMM's or TorchRec's enumeration of dtypes.
+    """Return `given`, or `default` if it is None, as a torch dtype.
 
-    at: a description of the table, for error texts. default: the result if `given` is None.
+    given: a torch dtype, or a value of FBGEMM's or TorchRec's enumeration of dtypes. at: a description of the table,
+    for error texts.
     """
     if given is None:
         return default

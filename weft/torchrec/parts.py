@@ -12,7 +12,7 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 def is_cut(module: Any) -> bool:
-    """True if `module`, a module of weft, has a class for tables that are sharded by rows or columns."""
+    """True if `module`, a module of weft, can have tables that are sharded by rows or columns."""
     return isinstance(getattr(module, "partition", None), Partition)
 
 

@@ -45,8 +45,8 @@ class _Batch(Multistreamable):
     """The received input of a call: the features of this rank's tables for all samples, and the number of samples of
     each rank.
 
-    jagged: the received features; None if all tables are data-parallel. arranged: the input before it was sent, divided
-        into tables with parts and data-parallel tables; None if all tables are whole.
+    jagged: the received features; None if all tables are data-parallel. arranged: this rank's own input, separated by
+        kind of table (`weft.nn.partitioned_input.Arranged`); None if no table is sharded.
     """
 
     def __init__(self, jagged: JaggedInput | None, batch_sizes: tuple[int, ...], arranged: _Arranged | None) -> None:

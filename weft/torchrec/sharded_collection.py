@@ -32,10 +32,10 @@ class ShardedEmbeddingCollection(
 ):
     """TorchRec's `ShardedModule` of an EmbeddingCollection. `weft.torchrec.EmbeddingCollectionSharder` makes it.
 
-    Inputs and outputs are TorchRec's objects, and names are the same as in TorchRec's own module. The module wraps a
-    `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features, and `compute` exchanges
-    the ids. So TorchRec's pipelines work, but do not overlap the exchange. All ranks must construct the module and make
-    every call.
+    Inputs and outputs are TorchRec's objects. Parameters and the state dict have the names of TorchRec's own module.
+    The module wraps a `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features, and
+    `compute` exchanges the ids. So TorchRec's pipelines work, but do not overlap the exchange. All ranks must construct
+    the module and make every call.
     """
 
     def __init__(
