@@ -318,7 +318,7 @@ def test_timeline(group: dist.ProcessGroup) -> None:
     timeline = weft.Timeline()
     output = exchanged(group, p, timeline=timeline)
     assert_close(output.cpu(), p)
-    assert len(timeline) >= 200  # a span covers at most one sample
-    assert {(span.lane, span.bytes) for span in timeline} == {("local", 0)}
+    assert {(span.lane, span.bytes) for span in timeline} <= {("local", 0), ("wait", 0)}
+    assert sum(span.lane == "local" for span in timeline) >= 200  # such a span covers at most one sample
     assert all(0 < span.start_us <= span.end_us for span in timeline)
     assert max(span.end_us for span in timeline) - min(span.start_us for span in timeline) < 60e6
