@@ -48,6 +48,13 @@ def fused_records() -> list[dict[str, Any]]:
         "last_put_us": 50,
         "puts_first": 0.99,
     }
+    fused_kernel = {
+        "name": "embedding_all_to_all_kernel",
+        "launches": 1,
+        "registers": 128,
+        "threads": 32,
+        "occupancy": 0.25,
+    }
     return [
         one("grid", "embedding_bag", 10),
         one("grid", "put", 5),
@@ -73,9 +80,22 @@ def fused_records() -> list[dict[str, Any]]:
             "kernels",
             "embedding_bag",
             None,
-            kernels=[{"name": "EmbeddingBag_x", "registers": 32, "threads": 256, "occupancy": 1.0}],
+            kernels=[
+                {
+                    "name": "void at::(anonymous namespace)::EmbeddingBag_x<float>(int)",
+                    "registers": 32,
+                    "threads": 256,
+                    "occupancy": 1.0,
+                }
+            ],
         ),
-        one("kernels", "put", None, kernels=[{"name": "weft", "registers": 128, "threads": 32, "occupancy": 0.25}]),
+        one("kernels", "batched", None, kernels=[{**fused_kernel, "occupancy": 0.375, "registers": 80}]),
+        one(
+            "kernels",
+            "put",
+            None,
+            kernels=[{"name": "weft", "registers": 128, "threads": 32, "occupancy": 0.25}, fused_kernel],
+        ),
     ]
 
 
@@ -181,6 +201,27 @@ def test_rates_of_rows_are_bytes_over_time() -> None:
     assert "copies in memory reach 2990 GB/s" in rates.title
     # 256 samples, 70 rows of 1 KiB: 18.35 MB a table; 256 tables in 4.4 ms and 4 ms
     assert rates.cells == [("1024|256", "18", "17.2", "15.6", "1068", "1174")]
+
+
+def test_kernels_have_short_names_and_one_row_each() -> None:
+    rows = fused.rows_of(fused_records())
+    kernels = next(table for table in fused.tables(rows) if table.title.startswith("Kernels of a call"))
+    names = [(cells[0], cells[1]) for cells in kernels.cells]
+    mine = "embedding_all_to_all_kernel"
+    assert names == [("embedding_bag", "EmbeddingBag_x"), ("batched", mine), ("put", mine)]
+    said = " ".join(fused.conclusions(rows))
+    assert (
+        "is 25.0% with puts, and 37.5% if it only pools (`batched`). So communication lowers it by 12.5 points" in said
+    )
+
+
+def test_the_note_gives_each_commit_with_its_figures() -> None:
+    records = fused_records()
+    (note,) = fused.notes(records)
+    assert "after a barrier; commit abc, 2026-01-02." in note
+    later = {**records[-1], "commit": "def", "date": "2026-01-03T", "run": "2"}
+    (note,) = fused.notes([*records, later])
+    assert "commit abc, 2026-01-02 (grid, occupancy, slices, timeline); commit def, 2026-01-03 (kernels)." in note
 
 
 def test_a_smaller_gain_than_a_percent_is_none() -> None:

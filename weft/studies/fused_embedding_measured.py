@@ -22,6 +22,8 @@ STUDY = "fused_embedding_measured"
 BASELINE = "embedding_bag"
 GRIDS = {"grid": "70 rows a bag", "grid-short": "1 to 10 rows a bag"}
 FUSED = {"put": "slices of 32", "per-table": "zero-copy, a kernel for each table", "direct": "zero-copy, one kernel"}
+_COMPILED = "weft"
+"""The name of the entry for weft's kernel as Triton compiled it. The kernels that the profiler saw follow this entry."""
 _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
 
@@ -132,7 +134,7 @@ def _of_timeline(rows: Rows) -> Iterator[Claim]:
 def _of_kernels(rows: Rows) -> Iterator[Claim]:
     for _, by in _configs(rows, "kernels"):
         theirs = [k for k in by.get(BASELINE, {}).get("kernels", ()) if "EmbeddingBag" in k["name"]]
-        ours = [k for k in by.get("put", {}).get("kernels", ()) if k["name"] == "weft"]
+        ours = [k for k in by.get("put", {}).get("kernels", ()) if k["name"] == _COMPILED]
         if theirs and ours:
             lower = 100 * (theirs[0]["occupancy"] - ours[0]["occupancy"])
             what = "measured: occupancy of the fused kernel below that of torch's EmbeddingBag, in points"
@@ -253,13 +255,24 @@ def _timeline_table(by: Mapping[str, Record]) -> ResultTable:
 
 
 def _kernels_table(by: Mapping[str, Record]) -> ResultTable:
-    shown = [(variant, kernel) for variant, record in by.items() for kernel in record.get("kernels", ())]
+    shown = [
+        (variant, kernel)
+        for variant, record in by.items()
+        for kernel in record.get("kernels", ())
+        if kernel["name"] != _COMPILED or len(record["kernels"]) == 1
+    ]
     columns: dict[str, Callable[[Any], str]] = {
-        "variant": lambda of: of[0], "kernel": lambda of: of[1]["name"].partition("<")[0].removeprefix("void "),
+        "variant": lambda of: of[0], "kernel": lambda of: _short(of[1]["name"]),
         "launches": lambda of: str(of[1].get("launches", "")), "registers": lambda of: str(of[1]["registers"]),
         "threads": lambda of: str(of[1]["threads"]), "theoretical occupancy": lambda of: f"{of[1]['occupancy']:.1%}",
     }  # fmt: skip
     return table("Kernels of a call on rank 0, 1024|64 (section 3.4)", shown, columns)
+
+
+def _short(kernel: str) -> str:
+    """Return a kernel's name without its return type, namespaces and arguments."""
+    name = kernel.replace("(anonymous namespace)", "").partition("<")[0].partition("(")[0]
+    return name.rpartition("::")[2].removeprefix("void ")
 
 
 def conclusions(rows: Rows) -> list[str]:
@@ -283,7 +296,20 @@ def conclusions(rows: Rows) -> list[str]:
         if ratios := _ratios(cases, "direct", "direct-natural"):
             least, most = 100 * (1 / max(ratios) - 1), 100 * (1 / min(ratios) - 1)
             said.append(f"The order remote first changes the time of `direct` by {least:+.1f}% to {most:+.1f}%.")
+    for _, by in _configs(rows, "kernels"):
+        alone, fused = _occupancy(by, "batched"), _occupancy(by, "put")
+        if alone is not None and fused is not None:
+            said.append(
+                f"The theoretical occupancy of weft's kernel is {fused:.1%} with puts, and {alone:.1%} if it only pools "
+                f"(`batched`). So communication lowers it by {100 * (alone - fused):.1f} points."
+            )
     return said
+
+
+def _occupancy(by: Mapping[str, Record], variant: str) -> float | None:
+    """Return the theoretical occupancy of the weft kernel that a call of `variant` launched; None if none was recorded."""
+    found = (k for k in by.get(variant, {}).get("kernels", ()) if "embedding_all_to_all" in k["name"])
+    return next((kernel["occupancy"] for kernel in found), None)
 
 
 def _ratios(cases: Sequence[Mapping[str, Record]], variant: str, over: str) -> list[float]:
@@ -351,8 +377,8 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
 
 
 def _programs(axis: Any, spans: Sequence[Any]) -> None:
-    """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. spans: see
-    `spans_of`.
+    """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. Most waits are shorter
+    than a pixel, so a triangle marks the beginning of each. spans: see `spans_of`.
     """
     named: set[str] = set()
 
@@ -364,13 +390,26 @@ def _programs(axis: Any, spans: Sequence[Any]) -> None:
     for program, (units, wait) in enumerate(spans):
         for start, end, put in units:
             name, colour = ("pool for a peer", "#7da7d9") if put else ("pool for this rank", "#24476b")
-            axis.barh(program, end - start, left=start, height=0.8, color=colour, label=label(name))
-            if put:
-                axis.plot([put], [program], marker="|", color="#b8432f", linestyle="none", label=label("put"))
-        if wait:
             axis.barh(
-                program, max(wait[1] - wait[0], 0.5), left=wait[0], height=0.8, color="#c8c8c8", label=label("wait")
+                program, end - start, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.5,
+                label=label(name),
+            )  # fmt: skip
+            if put:
+                axis.plot(
+                    [put],
+                    [program],
+                    marker="|",
+                    markeredgewidth=1.6,
+                    color="#d9381e",
+                    linestyle="none",
+                    label=label("put"),
+                )
+        if wait:
+            axis.barh(program, wait[1] - wait[0], left=wait[0], height=0.8, color="#c8c8c8")
+            axis.plot(
+                [wait[0]], [program], marker=5, markersize=5, color="#e0a030", linestyle="none", label=label("wait")
             )
+    axis.set_xlim(left=0)
     axis.set_xlabel("us", fontsize=9)
     axis.set_ylabel("program", fontsize=9)
     axis.set_yticks(np.arange(0, len(spans), 4))

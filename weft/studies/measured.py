@@ -25,11 +25,18 @@ def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
 
 
 def note_on_run(records: Sequence[Record], study: str, *, ranks: bool) -> str:
-    """Return a sentence for the report that describes the last run of `study`. ranks: True to mention the number of ranks."""
-    last = [record for record in records if record.get("study") == study][-1]
+    """Return a sentence for the report that describes the runs of `study` that it shows: the machine, and each commit with
+    the figures that it measured. ranks: True to mention the number of ranks.
+    """
+    rows = rows_of_study(records, study, study)
+    figures: dict[str, list[str]] = {}
+    for (figure, _), by in rows.items():
+        for record in by.values():
+            of = figures.setdefault(f"commit {record['commit']}, {record['date'][:10]}", [])
+            if figure not in of:
+                of.append(figure)
+    last = [record for by in rows.values() for record in by.values()][-1]
     said = f"{last['machine']}, {last['ranks']} ranks" if ranks else last["machine"]
+    runs = [f"{run} ({', '.join(of)})" for run, of in figures.items()] if len(figures) > 1 else [*figures]
     tiny = " Tiny sizes for a test: the times say nothing." if last["tiny"] else ""
-    return (
-        f"Measured on {said}, {last['dtype']}, each call alone after a barrier; commit {last['commit']}, "
-        f"{last['date'][:10]}.{tiny}"
-    )
+    return f"Measured on {said}, {last['dtype']}, each call alone after a barrier; {'; '.join(runs)}.{tiny}"
