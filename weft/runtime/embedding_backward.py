@@ -138,8 +138,8 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Collect the gradients of several backward calls, for one update of the tables (`update_collected`). Yield a list to
-    which backward, inside this context manager, appends its gradients. It does not update the tables of `update`.
+    """Yield a list, in which backward collects the gradients of several calls for one update of the tables
+    (`update_collected`). Inside this context manager, backward does not update the tables of `update`.
     """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:

@@ -31,9 +31,8 @@ from weft.words import counted
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, grad: torch.Tensor, world: int) -> torch.Tensor:
-    """Return this rank's gradients of all tables, flattened and concatenated in float32. If `needs_flags`, a flag for each row
-    follows: 1 if this rank has read the row. Zeros follow, so that `reduced` can divide the result by `world`, the number of
-    ranks.
+    """Return this rank's gradients of all tables, flattened and concatenated in float32. If `needs_flags`, a flag for each
+    row follows: 1 if this rank has read the row. Zeros pad the result to a multiple of `world`, the number of ranks.
 
     grad: the gradient of this rank's pooled vectors, [samples, columns of all tables].
     """

@@ -135,7 +135,7 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Time transfers of growing sizes while there is time, until `until_s`, for a few transfers of the next size. Then
+        """Time transfers of growing sizes, as long as a few transfers of the next size would end before `until_s`. Then
         repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's time in seconds) for
         the two largest sizes. For the largest size, the times are of the fastest transfer.
 

@@ -142,7 +142,7 @@ class Communicator:
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Make every later `check()` call the method `look` first, as long as the object of the method exists.
+        """Make every later `check()` call `look` first. `look` is a method, whose object is held weakly.
 
         An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its
         `look` then calls `poison`.
@@ -296,10 +296,10 @@ class Communicator:
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """Allocate `nbytes` of zeroed symmetric memory on every rank. All ranks must make this call with the same size.
 
-        On CPU, a rank of a group on several hosts maps the memory of the ranks on its own host. On GPUs such a group
-        raises `RefusedError`. Raises `OutOfSharedMemoryError` on every rank if any rank cannot reserve the memory; then
-        nothing stays reserved, and the group stays usable. Raises `DisagreementError` if `nbytes` or `what` differs
-        between ranks, and the errors of `all_gather`. Any other error, on this rank only, makes the group fail.
+        On CPU, a rank of a group on several hosts maps the memory of the ranks on its own host. On GPUs such a group raises
+        `RefusedError`. Raises `OutOfSharedMemoryError` on every rank if any rank cannot reserve the memory; then nothing
+        stays reserved, and the group stays usable. Raises `DisagreementError` if `nbytes` or `what` differs between ranks,
+        and the errors of `all_gather`. An error that only this rank raises makes the group fail.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")

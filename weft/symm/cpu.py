@@ -122,7 +122,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free memory in bytes, and "". If it cannot be read, return 0 and the error text."""
+    """Return the free memory in bytes, and an error text: "" unless it cannot be read."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # this process has no free descriptor to read the file
@@ -130,8 +130,8 @@ def _room() -> tuple[int, str]:
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and "". If this fails, return
-    None and the error text.
+    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and an error text. On success the
+    text is "". On failure the descriptor is None.
     """
     descriptor = None
     try:

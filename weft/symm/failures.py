@@ -77,9 +77,7 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Run a callback in the body of this context manager. Log its exception instead of raising it, so that other callbacks
-    still run.
-    """
+    """Log an exception that a callback raises in the body of this context manager, so that other callbacks still run."""
     try:
         yield
     except BaseException:

@@ -42,8 +42,8 @@ class PushedGradients:
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Exchange gradients. Return those of the vectors that this rank pooled, [global batch, columns of its tables],
-        as `dtype`. They are valid until the next exchange.
+        """Exchange gradients. Return the gradients of the vectors that this rank pooled, [global batch, columns of its
+        tables], as `dtype`. They are valid until the next exchange.
 
         grad: the gradient of this rank's output, [samples, columns of all tables].
 
@@ -95,8 +95,11 @@ class PushedGradients:
 
 @lru_cache(maxsize=64)
 def _pieces(sharding: EmbeddingSharding) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each run of adjacent columns with one owner, the owner, and a line of `_core.copy_columns` in
-    elements, whose addresses are relative to a row. The source's pitch is 0.
+    """Divide the columns of a gradient into runs of adjacent columns with one owner. Return two int64 arrays:
+
+    - The owner of each run, [runs].
+    - A piece for `_core.copy_columns` for each run, [runs, 5], in elements: first column in the owner's inbox, columns of
+      the inbox, first column in the gradient, 0, number of columns.
     """
     runs, columns = column_runs(sharding), sharding.columns_of_ranks
     begins = accumulate((end - begin for _, begin, end in runs), initial=0)

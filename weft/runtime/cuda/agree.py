@@ -22,7 +22,7 @@ class Agreeing:
     W is the world size, and C is the number of counts per pair of ranks: one for each expert.
 
     expected: int64 [W, C], the numbers of rows that this rank expects from each rank.
-    sent: int64 [W * W, C], a table [W, C] of each rank: the numbers of rows that this rank sent to each rank.
+    sent: int64 [W * W, C], one table [W, C] for each rank r: the numbers of rows that r sent to each rank.
     differs_at: an address in pinned memory, where the kernel stores 1 + the number of a rank whose counts differ.
     row: the row, in each table of `sent`, with the counts for this rank.
     width, item_bytes: the number of elements of a received row, and the number of bytes of an element.

@@ -132,15 +132,15 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits (lane, flag) in which a run may be blocked that makes no progress: at most one for each rank that
-    sets signals. The list is empty if no run is blocked.
+    """Return the waits, as (lane, flag), that may block the last run: at most one for each rank that sets signals. The list
+    is empty if no run is blocked.
 
     A flag that this run has already cleared looks like a flag that was never raised, so some of these waits may have ended.
     Waits for signals of the previous run are listed only if there are no others.
 
     words: the contents of the rank's words.
-    standing: the contents of the standing word (`RankSchedule.standing_word`). If it is 0, no run is blocked if all flags
-        of the previous run are still raised: each run first clears these flags.
+    standing: the contents of the standing word (`RankSchedule.standing_word`). If it is 0, a run is in progress only if a
+        flag of the previous run is clear, because each run first clears these flags.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):

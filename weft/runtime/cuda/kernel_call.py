@@ -24,8 +24,8 @@ class Base(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A grid whose two sizes may differ in each run. x and y are the indices, among the numbers that a run passes to the
-    program, at which the sizes are.
+    """A grid whose two sizes may differ in each run. x and y are the indices of the sizes among the base addresses that a
+    run passes.
     """
 
     x: int

@@ -141,8 +141,8 @@ class ScheduleMemory:
                 region.give_back()
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
-        """Return the barrier, a program, and its base addresses. It notifies peers that this rank's runs have ended, and
-        waits until theirs have ended.
+        """Return the program of the barrier, and the program's base addresses. The barrier notifies peers that this rank's
+        runs have ended, and waits until theirs have ended.
         """
         world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]

@@ -68,9 +68,9 @@ class FarFirst:
     def way(
         self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
     ) -> tuple[bool, Callable[[], None]]:
-        """Choose whether this call sends rows for other hosts first. Return True or False, and a function that the caller
-        must call when its call ends. The function records the time of the call. All ranks must make the same calls of
-        this method.
+        """Choose whether this call sends rows for other hosts first. Return the choice, and a function that the caller must
+        call when its call ends. The function records the time of the call. All ranks must make the same calls of this
+        method.
 
         The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed: it sends
         these rows first, unless the links are too fast for a gain.
@@ -138,8 +138,8 @@ class FarFirst:
         """Return a call of `experts.matmul_all_to_all`, with the same arguments, that this rank has not begun yet.
 
         ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
-        key: the kind of the call, and its largest number of rows. Calls whose messages are too large for `early` are
-            remembered by it.
+        key: the kind of the call, and its largest number of rows. If the call's messages turn out to be too large for
+            `early`, calls with this key do not use it again.
         """
         return Combine(self, h, w, sizes, rows, turn, ended, name, key)
 
