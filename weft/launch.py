@@ -111,7 +111,7 @@ class Pool:
 
         `group` is the default process group (`dist.group.WORLD`) of these workers. `group.rank()` and `group.size()`
         give a worker's rank and the number of ranks. Consecutive runs with the same number of ranks share the group and
-        its caches. A different number needs a new group, which takes some ten milliseconds. Raises the errors of
+        its caches. A different number needs a new group, which takes tens of milliseconds. Raises the errors of
         `run_ranks`.
         """
         return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)

@@ -47,8 +47,8 @@ class _Layout:
     """The order in which the features of inputs with these `keys` are sent.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: the index in this rank's own header (which has the counts of all features) of each number in the
-        headers that it sends.
+    header_index: for each number in the headers that this rank sends, its index in this rank's own header, which has
+        the counts of all features.
     """
 
     keys: tuple[str, ...]

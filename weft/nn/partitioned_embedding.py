@@ -283,8 +283,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """The pooled vectors from which each block of output columns is made, as indices into the list of all pooled
-        vectors: first those of parts, then those of data-parallel tables.
+        """For each block of output columns, the pooled vectors from which it is made, as indices: first the vectors of
+        parts are numbered, then those of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots

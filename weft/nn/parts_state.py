@@ -64,8 +64,8 @@ class ModelState:
     """The state dict of `model` for `torch.distributed.checkpoint`, with sharded tables under the names of the whole
     tables.
 
-    Pass a `ModelState` instead of the model if a module has sharded tables. Checkpoints then do not depend on the
-    sharding: a model with other parts, or with whole tables, can load them.
+    Pass a `ModelState` instead of the model if a module has sharded tables. Then a model with other parts, or with
+    whole tables, can load the checkpoint.
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)

@@ -139,8 +139,8 @@ class CpuAgreement(Agreement):
 
 
 class GpuAgreement(Agreement):
-    """The protocol of GPU ranks, which do not synchronise before each call: it would take longer than the CPU's part of
-    the call.
+    """The protocol of GPU ranks. They do not synchronise before each call, because synchronising takes longer than the
+    CPU's part of the call.
     """
 
     def at_first_call(

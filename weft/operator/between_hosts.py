@@ -103,7 +103,7 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 
     The prediction includes only collectives and messages. In the best case, the schedule's GEMMs hide all of its
     transfers except the shortest, while serial hides none. But if serial's collectives are small, serial saves a round
-    trip: weft sends their data with the messages by which ranks synchronise (`weft.runtime.rails`).
+    trip, because weft sends their data with the messages by which ranks synchronise (`weft.runtime.rails`).
     """
     has_rails = ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES

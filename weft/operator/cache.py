@@ -101,11 +101,11 @@ class _OfGroup(Generic[E]):
 
     All ranks of a group make the same calls, so they drop the same compiled operators.
 
-    Compiling for a size takes as long as several calls, which is wasted on a size that never recurs, such as a sequence
-    length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have been
-    called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
-    reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation of the CPUs.
-    Only its second call compiles it.
+    Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
+    sequence length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have
+    been called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count
+    has reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation of the
+    CPUs. Only its second call compiles it.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return the latest compiled operator of the family if this call runs unfused without compilation; otherwise
-        None.
+        """Return the latest compiled operator of the family if this call is to run unfused, without compilation;
+        otherwise None.
 
         The caller copies the returned operator, and sets the call's size in the copy. A size is the family and the
         number of rows of the call's first tensor.
@@ -149,7 +149,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Count `prepared`, a newly compiled operator, under its family."""
+        """Record that `prepared` has been compiled for a new size of its family."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)

@@ -121,10 +121,11 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """Reshape each result, a matrix [gathered * others, N], to the shape of a shard with the gathered size at
-    `gather_dim` and N as last size.
+    """Return each result in the form of a shard: reshape the matrix [gathered * others, N] to [gathered, others ...,
+    N], and move the gathered dimension to `gather_dim`.
 
-    shape: the shape of a shard. rows: the sizes of `gather_dim` on all ranks, if they differ.
+    shape: the shape of a shard, which gives the other sizes. rows: the sizes of `gather_dim` on all ranks, if they
+        differ.
     """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:

@@ -26,8 +26,8 @@ all-to-all has a stream for each pair of ranks, which may carry first one direct
 with the same index on their hosts) have a stream for each direction, and all rails together reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
-(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). Most pages of the new buffer are mapped while bytes arrive, at
-no cost in time, but not the pages of a rank's own rows. For buffers of 32 MiB and more, glibc calls mmap each time
+(torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). The pages of the new buffer are mapped while bytes arrive, at
+no cost in time, except the pages for a rank's own rows. For buffers of 32 MiB and more, glibc calls mmap each time
 (mallopt(3), M_MMAP_THRESHOLD), so all pages are mapped again. Smaller buffers are reused, so for smaller matrices fresh
 is 0.
 

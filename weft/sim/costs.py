@@ -437,7 +437,7 @@ def kernel_cost(
 
 def blended(memory_us: float, compute_us: float) -> float:
     """Return the time of a kernel that needs `memory_us` for its memory traffic and `compute_us` for its computation.
-    They overlap only partly, so the result is between the longer time and the sum (`_BLEND`).
+    Memory traffic and computation overlap only partly, so the result is between the longer time and the sum (`_BLEND`).
     """
     if not memory_us or not compute_us:
         return memory_us or compute_us

@@ -4,8 +4,8 @@ signals.
 Most schedules are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted by r. If GPUs and
 links are equal too, all ranks do the same at the same time. Then only rank 0 is simulated, and each of its resources
 represents the resources of all ranks. When rank 0 sends data to rank d, rank -d sends the same data to rank 0. If the
-links are only symmetric for shifts by p ranks (p GPUs per host), the first p ranks are simulated. If sizes or signals
-are not symmetric, every rank is simulated.
+links are symmetric only for shifts by p ranks, as with hosts of p GPUs, the first p ranks are simulated. If sizes or
+signals are not symmetric, every rank is simulated.
 """
 
 from __future__ import annotations

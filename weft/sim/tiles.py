@@ -78,8 +78,8 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Tiles that represent all tiles of a kernel, because every tile has the same values of given expressions as one of
-    them, on every rank.
+    """Representative tiles of a kernel: every tile has the same values of given expressions as one of them, on every
+    rank.
 
     at: the indices of these tiles.
     times: the number of tiles that each represents.
@@ -168,7 +168,7 @@ class Tables:
 
     These ranks must have the same number of tiles. Buffers that determine dynamic sizes, such as tables of counts, must
     have the same expected contents on all of them. Then most expressions have the same values on all these ranks, and
-    are counted once.
+    each value is counted once.
     """
 
     def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:
@@ -236,8 +236,8 @@ class Tables:
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
-        """Return (table, representatives). The table has the values of the expressions `numbers` for representative
-        tiles: [expressions, ranks, representatives]. The second dimension is 1 if all ranks have the same values.
+        """Return (table, representatives). The table [expressions, ranks, representatives] has the values of the
+        expressions `numbers` for representative tiles. The second dimension is 1 if all ranks have the same values.
 
         ranks: the slice of `numbers` whose values are ranks. In the table they are distances.
         """

@@ -234,7 +234,7 @@ def reduce_scatter(
 
 
 def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) -> ControllerRun:
-    """Simulate a ring all-gather whose result has `total` bytes, by a kernel.
+    """Simulate a ring all-gather in which a kernel sends the chunks. Its result has `total` bytes.
 
     units: the compute units of the kernel; 0 for no limit.
     """
