@@ -132,7 +132,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Like `dispatch_by_expert`, but sort the arrived tokens of each group of experts by expert before the GEMM.
+    """Like `dispatch_by_expert`, but sort the arrived tokens of each group by expert before the GEMM.
 
     chunks: the number of groups into which a rank's experts are divided.
     send: see `SendOrder`.

@@ -274,7 +274,8 @@ class _Owned:
 def _matmul_all_reduce(p: MatmulAllReduce, *, hosts: int, chunks: int) -> Schedule:
     """GEMM + all-reduce in two levels.
 
-    chunks: the number of GEMMs, and of messages to each peer (twice as many for more than two hosts).
+    chunks: the number of GEMMs, and of messages to each peer. With more than two hosts, there are twice as many
+        messages.
 
     With two hosts, the two ranks of a rail exchange their sums, and both add the same two numbers, so they get the same
     bits. With more hosts, each rank of a rail reduces one piece and sends the result, so that no rank sends its whole

@@ -193,7 +193,7 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
     Both copies must read the same columns of one buffer, and write buffers with equal row pitches: symmetric or scratch
-    buffers, or both one tensor of the caller. They must not accumulate, and must not write the buffer that they read.
+    buffers, or the same tensor of the caller. They must not accumulate, and must not write the buffer that they read.
     Their sizes must be fixed and equal, or both depend on `held`. In the second case, the buffers that they write must
     have equal numbers of rows.
     """

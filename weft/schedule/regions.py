@@ -71,10 +71,11 @@ class Region:
 class Norm:
     """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight.
 
-    weight: `[1, cols]`.
+    out: the region of the result.
+    weight: the factor of each column, `[1, cols]`.
 
-    The input is the rows after they have been rounded to their dtype. The norm computes in fp32 (fp64 for fp64), and
-    rounds once. Raises `ValueError` unless eps is finite and at least 0.
+    The norm reads the rounded rows, computes in fp32 (fp64 for fp64), and rounds once. Raises `ValueError` unless eps
+    is finite and at least 0.
     """
 
     out: Region

@@ -130,8 +130,8 @@ class AllGatherMatmul(Problem):
     def takes(self, candidate: Candidate) -> bool:
         """Return False for schedules that take too long to plan for more than 32 ranks.
 
-        They cut each shard into as many pieces as there are ranks, or ranks compute different parts, so that every rank
-        has to be simulated.
+        Some cut each shard into as many pieces as there are ranks. In others, ranks compute different parts, so every
+        rank has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")

@@ -105,7 +105,7 @@ class EmbeddingAllToAll(Problem):
         zipf: Annotated[float | None, "Exponent of Zipf's law for ids, with rows. Default: 0, which is uniform."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
         """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan predicts the choice of
-        `transport="auto"`. The schedule serial pools, calls NCCL's all-to-all, and permutes the columns.
+        `transport="auto"`. `serial` pools, then calls NCCL's all-to-all, then permutes the columns.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 

@@ -17,9 +17,9 @@ The ancestors of a step are the step itself and all steps that happen before it:
 The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,
 which removes steps, until nothing changes.
 
-With a step, the ancestors contain all earlier steps of its lane. So a vector clock describes the ancestors: for each lane
+If a step is an ancestor, so are all earlier steps of its lane. So ancestors are stored as a vector clock: for each lane
 of all ranks, the number of its steps that are ancestors, counted over all runs. A union of sets is the maximum of their
-clocks. The steps that are in at least k sets are the k-th largest number for each lane.
+clocks, lane by lane. The k-th largest number of each lane gives the steps that are in at least k of several sets.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HappensBefore:
         return int(self._clocks.sum(dtype=np.int64)) < total
 
     def _clock_of_wait(self, event: Event, move: Move) -> np.ndarray | None:
-        """Return the clock of the steps without which a wait cannot end. None: the wait needs no set."""
+        """Return, as a clock, the steps without which a wait cannot end; None if the wait needs no set."""
         assert move.counter
         assert move.wait
         sets = self._sets[move.counter]

@@ -93,7 +93,11 @@ def _waits_for_any(happened: HappensBefore, one: _Polling, events: np.ndarray) -
 def _lanes_that_hold(
     happened: HappensBefore, events: list[int], polling: list[_Polling], compute_units: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield (event, lanes) for each event that `polling`, launches of its rank and run, may keep from a compute unit."""
+    """Yield (event, lanes) for each of `events` whose step may never get a compute unit.
+
+    lanes: the indices of the lanes whose launches together may hold all units.
+    polling: the polling launches of the same rank and run.
+    """
     if not events or not polling:
         return
     numbers, lane = np.array(events), np.array([happened.events[n].lane for n in events])
