@@ -399,7 +399,12 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         weights: whole tables, by table name; tables of other ranks may be present too. For an unsharded collection pass
             `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`.
 
-        Raises `ValueError` for a missing or unknown table or a wrong shape, before anything is copied.
+        If the collection has data-parallel tables, all ranks must call this method with equal values for these tables.
+        Otherwise ranks do not communicate.
+
+        Raises `ValueError` for a missing or unknown table or a wrong shape, and `DisagreementError` on every rank if values
+        of a data-parallel table differ between ranks, before anything is copied. A rank that calls this method alone
+        raises `DeadlineError`.
         """
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:

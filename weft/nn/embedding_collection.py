@@ -348,10 +348,16 @@ class ShardedEmbeddingCollection(TrainedTables):
         return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts from whole tables, by table name. Raise `ValueError` for missing, unknown or
-        misshapen tables, before anything is copied.
+        """Copy this rank's parts from whole tables, by table name. Values are converted to the tables' dtype.
+
+        If the collection has data-parallel tables, all ranks must call this method with equal values for these tables.
+        Otherwise ranks do not communicate.
+
+        Raises `ValueError` for missing, unknown or misshapen tables, and `DisagreementError` on every rank if values of a
+        data-parallel table differ between ranks, before anything is copied. A rank that calls this method alone raises
+        `DeadlineError`.
         """
-        load_full(self.partition, self.rank, self.parts(), weights)
+        load_full(self.partition, self.parts(), weights, self.group, self.device, self.deadline_s)
 
     def reset_parameters(self) -> None:
         """Fill this rank's tables with their initial values, for use after `to_empty`. Ranks do not communicate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from weft.nn.embedding_table import first_values
 from weft.nn.id_bound import check_max_ids
 from weft.symm.groups import require_member
 from weft.words import by_rank
+
+T = TypeVar("T")
 
 
 def rank_in(group: Any) -> int:
@@ -156,15 +158,29 @@ def fill_together(
 
     If a rank runs out of memory, or its `init_fn` raises, all ranks raise.
     """
-    failed = None
+    on_all_ranks(make, "filling embedding tables", "tables could not be filled", group, device, deadline_s)
+
+
+def on_all_ranks(
+    act: Callable[[], T], what: str, failure: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> list[T]:  # fmt: skip
+    """Call `act`, and return its results on all ranks, by rank. All ranks must make this call.
+
+    If `act` raises on a rank, every rank raises `RefusedError` with the reasons. A rank whose memory is exhausted raises
+    its own error, because callers may catch memory errors and retry.
+
+    what: a name of the call, which ranks compare. failure: the beginning of the error text.
+    """
+    result, failed = None, None
     try:
-        make()
+        result = act()
     except Exception as error:
         failed = error
     comm = _comm_of(group, device, deadline_s)
     said = None if failed is None else str(failed) or repr(failed)
-    everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(deadline_s))
-    if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch memory errors and retry
+    everyone = comm.all_gather((said, result), what=what, deadline_s=_patient(deadline_s))
+    if isinstance(failed, MemoryError | torch.OutOfMemoryError):
         raise failed
-    if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
-        raise RefusedError(f"tables could not be filled: {reasons}") from failed
+    if reasons := by_rank((rank, text) for rank, (text, _) in enumerate(everyone) if text is not None):
+        raise RefusedError(f"{failure}: {reasons}") from failed
+    return [one for _, one in everyone]

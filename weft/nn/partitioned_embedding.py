@@ -351,7 +351,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return device_for(self.group, None) if self.device.type == "meta" else self.device
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        load_full(self.partition, self.rank, self.parts(), weights)
+        load_full(self.partition, self.parts(), weights, self.group, self.device, self.deadline_s)
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         """Return this rank's parts and their weights, in the order of `embedding_bags`. The part of a data-parallel

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from weft.arguments import check_tensor
 from weft.embedding.partition import Partition, TablePart
+from weft.errors import DisagreementError
+from weft.nn.making import on_all_ranks
 
 
 def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
@@ -20,14 +24,47 @@ def parts_of_rank(partition: Partition, rank: int) -> list[TablePart]:
 
 
 def load_full(
-    partition: Partition, rank: int, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor]
+    partition: Partition, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
 ) -> None:  # fmt: skip
-    """Copy this rank's parts from whole tables.
+    """Copy this rank's parts from whole tables. If the partition has data-parallel tables, all ranks must make this call,
+    so that the copies of these tables cannot become different.
 
-    Raise `ValueError` for missing, unknown or misshapen tables, before anything is copied.
+    Raise `ValueError` for missing, unknown or misshapen tables, and `DisagreementError` on every rank if ranks have
+    different values for a data-parallel table, before anything is copied.
 
     parts: (part, its weight) for each part of this rank. weights: whole tables, by table name.
     """
+    rank = dist.get_rank(group)
+    if not partition.replicated_tables:
+        _check_full(partition, rank, parts, weights)
+    else:
+        names = {partition.tables[number].name for number in partition.replicated_tables}
+        dtypes = {partition.tables[part.table].name: weight.dtype for part, weight in parts}
+
+        def digests() -> dict[str, bytes]:
+            _check_full(partition, rank, parts, weights)
+            return {name: _digest(weights[name].to(dtypes[name])) for name in sorted(names)}
+
+        what, failure = "loading weights of data-parallel tables", "weights could not be loaded"
+        first, *others = on_all_ranks(digests, what, failure, group, device, deadline_s)
+        for other_rank, other in enumerate(others, 1):
+            for name, digest in first.items():
+                if other[name] != digest:
+                    raise DisagreementError(
+                        f"ranks 0 and {other_rank} load different values into data-parallel table {name!r}: pass the same "
+                        "weights on all ranks"
+                    )
+    with torch.no_grad():
+        for part, weight in parts:
+            whole = weights[partition.tables[part.table].name]
+            weight.copy_(whole[part.row : part.row + part.rows, part.column : part.column + part.columns])
+
+
+def _check_full(
+    partition: Partition, rank: int, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor]
+) -> None:  # fmt: skip
+    """Raise `ValueError` for missing, unknown or misshapen tables."""
     names = [table.name for table in partition.tables]
     if unknown := [name for name in weights if name not in set(names)]:
         raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
@@ -42,7 +79,8 @@ def load_full(
         given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]
         if given != wanted:
             raise ValueError(f"weights[{table.name!r}] has shape {given}: pass the whole table, {wanted}")
-    with torch.no_grad():
-        for part, weight in parts:
-            whole = weights[partition.tables[part.table].name]
-            weight.copy_(whole[part.row : part.row + part.rows, part.column : part.column + part.columns])
+
+
+def _digest(values: torch.Tensor) -> bytes:
+    """Return a hash of the bits of a tensor. The CPU waits for the device."""
+    return hashlib.blake2b(values.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
