@@ -279,7 +279,7 @@ def test_what_is_taken_beats_serial_clearly_itself() -> None:
 
 def test_of_schedules_alike_one_is_taken_that_does_not_stop_the_host() -> None:
     """With many rows all schedules hide the exchange, and their predicted times are nearly equal."""
-    p = AllToAllMatmul(2, 8, (32768, 32768), 28672, 4096, "bf16", 32768)
+    p = AllToAllMatmul(2, 16, (32768, 32768), 28672, 4096, "bf16", 32768)
     choice = plan.choose(p, H200)
     assert "simplest" in choice.reason
     assert choice.candidate.name == "dispatch_by_expert[by=kernel,chunks=1]"

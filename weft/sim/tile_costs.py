@@ -11,7 +11,7 @@ from functools import singledispatch
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.builders.row_reuse import share_found
-from weft.schedule import Compute, Copy
+from weft.schedule import ITEM_BYTES, Compute, Copy
 from weft.schedule.kernels import (
     FEW_ROWS,
     LibraryGroupedMatmul,
@@ -61,6 +61,7 @@ class Rates(NamedTuple):
         1.
     found: the share of row reads of a pooling kernel that the cache supplies.
     least_part: `TileKernel.least_part`.
+    may_split: True if the kernel may run as one cuBLAS GEMM per tile (`LibraryGroupedMatmul.is_one_per_expert`).
     """
 
     compute: float = 1.0
@@ -69,6 +70,7 @@ class Rates(NamedTuple):
     sources: int = 1
     found: float = 0.0
     least_part: int = 0
+    may_split: bool = False
 
 
 @singledispatch
@@ -79,7 +81,7 @@ def rates(kernel: TileKernel, model: Model) -> Rates:
 @rates.register
 def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
     compute, memory = model.library_grouped
-    return Rates(compute / model.grouped_efficiency, memory)
+    return Rates(compute / model.grouped_efficiency, memory, may_split=True)
 
 
 @rates.register
@@ -109,11 +111,13 @@ def cost_of_tiles(
     read_bytes: the bytes that matmuls read from this rank's memory. A byte counts once, even if several tiles read it.
     of_kernel: the kernel's properties, from `rates(kernel, model)`.
     """
+    parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
+    if of_kernel.may_split and _is_one_per_tile(parts):
+        of_kernel = Rates(1 / model.grouped_efficiency)
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[ResourcePlace, float] = {HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
     loaded = 0
-    parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
     parts = _in_shared_tiles(parts, of_kernel.sources) if of_kernel.sources > 1 else parts
     units = sum(times for step, _, times in parts if step.multiplies)
     for step, operands, times in parts:
@@ -149,6 +153,16 @@ def cost_of_tiles(
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0) + (model.first_bag_us if pools else 0.0)
     return merged_cost(cast(What, what), start_us, us, uses, sent)
+
+
+def _is_one_per_tile(parts: list[Part]) -> bool:
+    """Return True if the GEMMs in `parts` run as one cuBLAS GEMM per tile."""
+    gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
+    if not gemms:
+        return False
+    (a, *_, out), _ = gemms[0]
+    tiles, rows = sum(times for _, times in gemms), sum(times * operands[-1].rows for operands, times in gemms)
+    return LibraryGroupedMatmul.is_one_per_expert(tiles, rows, a.cols, out.cols, ITEM_BYTES[a.dtype])
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:

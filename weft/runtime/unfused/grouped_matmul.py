@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from weft.runtime.unfused.sizes import Sizes
+from weft.schedule.kernels import LibraryGroupedMatmul
 
 _ALIGNMENT = 16  # bytes: alignment of addresses and strides that torch's grouped GEMM needs
 
@@ -19,7 +20,11 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
 
     cut: True if x has fewer rows than the sum of the experts' sizes.
     """
-    if _has_grouped_gemm(x, w):
+    of_experts = [count for count in sizes.host.of_experts if count]
+    one_each = LibraryGroupedMatmul.is_one_per_expert(
+        len(of_experts), sum(of_experts), w.shape[1], w.shape[2], w.itemsize
+    )
+    if not one_each and _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
     y = x.new_empty(x.shape[0], w.shape[2])
     for _ in multiply(x, w, sizes, y):
