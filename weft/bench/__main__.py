@@ -81,7 +81,7 @@ largest that fits). For inefficiency: M, N and K (default: 1/32 on CPU). The out
 def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
     """Parse the command line; raise ValueError for invalid options.
 
-    Default device: cuda if there is a GPU. Default number of ranks: torchrun's under torchrun, otherwise one per GPU,
+    Default device: cuda if there is a GPU. Default number of ranks: as many as torchrun has started, else one per GPU,
     or 2 on CPU.
     """
     parser = argparse.ArgumentParser(

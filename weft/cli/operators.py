@@ -117,7 +117,7 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the parameter `--option`, whose help lists the operator's own options. It is hidden if there are none."""
+    """Return the parameter `--option`, whose help lists the operator's own options. An operator without options hides it."""
     from weft.builders.options import keywords
 
     listed = []

@@ -116,7 +116,7 @@ def load_rows(
 
 @triton.jit
 def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
-    """Return the index in the global batch after the last sample of each rank, int32. ranks: a vector of rank numbers."""
+    """Return the end of each rank's samples in the global batch (exclusive), int32. ranks: a vector of rank numbers."""
     if is_even != 0:
         ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
     else:

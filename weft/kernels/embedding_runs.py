@@ -122,8 +122,8 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return the sorted keys at the indices `at`, a mask of those that begin a run, and a mask of the first that is out
-    of range.
+    """Return (keys of the sorted occurrences `at`, begins, ends). begins is a mask of the occurrences that begin a run;
+    ends is a mask of the first occurrence that is out of range.
     """
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)

@@ -27,9 +27,9 @@ def permute_kernel(
     """Run the copy that the module docstring describes.
 
     own, slots, target: addresses of `[own_rows, width]`, `[slots_rows, width]` and `[target_rows, width]`. width and
-        pitches count items of type ITEM. They and the addresses are multiples of ALIGN.
-    segments: the address of int64 `[n_segments, 3]`. The source of the first `n_own` segments is own, of the others
-        slots. A segment that is not inside its source is skipped. Rows beyond the target are not copied.
+        pitches count items of type ITEM. width, pitches and addresses are multiples of ALIGN items.
+    segments: the address of int64 `[n_segments, 3]`. The source of the first `n_own` segments is own, the source of the
+        others is slots. A segment that is not inside its source is skipped. Rows beyond the target are not copied.
     """
     number = tl.arange(0, SEGMENTS_P2)
     entry = words(segments) + 3 * number

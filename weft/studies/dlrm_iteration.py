@@ -7,9 +7,9 @@ is a graph of tasks on two resources, the GPU and the network:
 
 All ranks run the same tasks. A resource runs one task at a time, in the order in which tasks become ready.
 
-In the baseline, the forward all-to-all starts when the embedding has ended. In the fused kernel both start together,
-and the all-to-all cannot end before the embedding. The baseline already hides a part of the all-to-all behind the
-bottom MLP. So fusion saves at most the exposed rest.
+In the baseline, the forward all-to-all starts when the embedding has ended. In the fused kernel the all-to-all starts
+with the embedding, and cannot end before it. The baseline already hides a part of the all-to-all behind the bottom MLP.
+So fusion saves at most the exposed rest.
 
 Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2. The order
 of tasks is from DLRM's training loop.

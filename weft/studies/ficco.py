@@ -291,8 +291,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return a note on GEMMs that ran with a smaller M than in the paper. It names those whose M is now at most K,
-    because the heuristic then chooses another schedule.
+    """Return a note on GEMMs that ran with a smaller M than in the paper. If M is now at most K, the heuristic chooses
+    another schedule, so the note names these GEMMs.
     """
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:

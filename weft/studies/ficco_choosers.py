@@ -92,8 +92,9 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 class Swept(NamedTuple):
     """The best result of one form of heuristic. form: a description of it. among: the schedules that it chooses from.
 
-    A pick is near if its time is within `NEAR` of the fastest schedule. near: {table of GEMMs: the number of near picks
-    with the best thresholds}. thresholds: {table of GEMMs: these thresholds, as text}.
+    near: {table of GEMMs: the number of GEMMs for which the chosen schedule's time is within `NEAR` of the fastest,
+        with the best thresholds}.
+    thresholds: {table of GEMMs: the best thresholds, as text}.
     """
 
     form: str

@@ -110,8 +110,8 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of the operator on two nodes with one GPU each. slice_size: vectors in a slice. occupancy: that
-    of the fused kernel; 0 for the paper's value.
+    """Return the times of the operator on two nodes with one GPU each. slice_size: the number of vectors in a slice.
+    occupancy: the occupancy of the fused kernel; 0 for the paper's value.
     """
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
     exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]

@@ -276,8 +276,8 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
     """Return the p-value of a rank correlation between `x` and `y` whose claimed sign is 1 or -1.
 
-    The p-value is the fraction of random permutations of `y` whose correlation with `x` is at least as strong, in the
-    direction of `sign`, as that of `y`.
+    The p-value is the fraction of random permutations of `y` that correlate with `x` at least as strongly as `y` does,
+    with the claimed sign.
     """
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
@@ -379,7 +379,7 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
     """Draw the fraction of decomposition in the total loss (`shares`) of each GEMM and each all-gather.
 
-    GEMMs are cut by rows, and all-gathers are copied by "dma". For GEMMs in 64 pieces, the contention loss is that of 8
+    GEMMs are cut by rows, and all-gathers are copied by "dma". For GEMMs in 64 pieces, contention was measured with 8
     pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")

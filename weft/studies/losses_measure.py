@@ -7,8 +7,8 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 Each repetition runs every variant. A variant has a lane (`StudyLane`): a series of equal calls, one after the other.
 For contention, a lane of GEMMs and a lane of all-gathers run concurrently. The numbers of calls are chosen so that both
-take equally long. Timestamps of the calls show how far each lane came while both ran; only this period counts. Its
-fraction of the whole time is recorded as `overlap`.
+lanes take equally long. Only the period in which both lanes run counts. Timestamps of the calls show how far each lane
+came in this period. The period's fraction of the whole time is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ class Found:
     """The results of one GEMM, equal on all ranks.
 
     timings: {variant: the time of the complete operation, in all its pieces}. overlap: {variant with two concurrent
-    lanes: the fraction of time in which both ran}, the median over repetitions on the rank with the smallest. errors:
-    see `check_cuts`.
+    lanes: the fraction of time in which both ran}. This is a median over repetitions, on the rank where it is smallest.
+    errors: see `check_cuts`.
     """
 
     timings: dict[str, Timing]

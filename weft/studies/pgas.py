@@ -43,8 +43,9 @@ SENSITIVE = (
 @dataclass(frozen=True)
 class Scaling:
     """A scaling experiment of the paper. tables: a function from the number of ranks to the number of tables of all
-    ranks. rows: the mean number of rows in a bag. speedups: {number of ranks: the paper's speedup}. mean: the mean of
-    these. where: the section.
+    ranks. rows: the mean number of rows in a bag.
+
+    speedups: {number of ranks: the paper's speedup}. mean: the paper's mean speedup. where: the section.
     """
 
     name: str

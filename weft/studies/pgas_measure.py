@@ -9,11 +9,11 @@
 | 4, IV | dlrm | inference over 100 batches, with the dense MLP before the retrieval or concurrent with it |
 
 The baseline is the paper's: EmbeddingBagCollection (an `nn.EmbeddingBag` for each table), an all-to-all with
-`async_op=True`, a wait, and unpacking. Its components are found by the paper's method: the phase after pooling is timed
-as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference of both is
-the communication. The `direct` and `put` kernels record when they send their bytes.
+`async_op=True`, a wait, and unpacking. Its components are found by the paper's method. The phase after pooling is timed
+as it is, and again with an all-to-all of a single float. The second time is "sync + unpack"; the difference of both
+times is the communication. The `direct` and `put` kernels record when they send their bytes.
 
-For times on one GPU, both ranks measure alone at the same time, and rank 0's times are recorded.
+For times on one GPU, each rank runs without the other, and rank 0's times are recorded.
 
 Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
 Systems", III-A, IV.

@@ -89,7 +89,9 @@ class HardwareRow:
         return self.us("sequential") / self.us(variant)
 
     def less(self, *kinds: str) -> float:
-        """Return by what factor T3-MCA reduces the bytes of these kinds of access, relative to the sequential configuration."""
+        """Return the bytes that the sequential configuration moves by accesses of these kinds, divided by the bytes of
+        T3-MCA.
+        """
         return sum(self.moved["sequential"][k] for k in kinds) / sum(self.moved["t3-mca"][k] for k in kinds)
 
     @property

@@ -76,7 +76,7 @@ def check_pictures(path: Path) -> None:
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return the number of ranks to start: under torchrun its number, else `given`, else one per GPU, or 2 on CPU.
+    """Return the number of ranks: as many as torchrun has started, else `given`, else one per GPU, or 2 on CPU.
 
     Raise `ValueError` for more ranks than GPUs, or if `given` is set under torchrun.
     """

@@ -1,10 +1,11 @@
-"""The peak rates of this machine. They are measured in the same run as the results that are compared with them.
+"""The peak rates of this machine, measured in the same run as the results that are compared with them.
 
     memory   bytes read plus bytes written per second, by a copy within local memory. On CPU also by a read; the faster counts
     link     bytes per second from a rank to the next rank: by a copy engine on GPUs, by memcpy into shared memory on CPU
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
-All ranks measure at the same time, with as many threads as in the benchmark: ranks on CPU share the memory bus.
+All ranks measure at the same time, because ranks on CPU share the memory bus. They use as many threads as in the
+benchmark.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ memory."""
 class Results:
     """The results of one configuration by variant, or by (mode, variant). They are equal on all ranks.
 
-    wrong: {variant with a wrong result: error text}; it lacks times in some or all modes. not_captured: {variant:
-    reason why it cannot be a graph}. graphs: {variant: the captured graph of each input set}.
+    wrong: {variant with a wrong result: error text}; such a variant lacks times in some or all modes. not_captured:
+    {variant: reason why it cannot be a graph}. graphs: {variant: the captured graph of each input set}.
     """
 
     errors: dict[str, float]

@@ -124,7 +124,7 @@ class Verdict:
 
     @cached_property
     def below(self) -> list[Record]:
-        """The rows whose shape was under (`is_under`) in both runs."""
+        """The judged rows whose shape ran too slowly (`is_under`) in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 

@@ -470,8 +470,8 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Scale each rank's row of `splits` so that its sum is `rows`. The remainder of the division goes to the first
-    experts.
+    """Scale the numbers of rows of each rank so that they sum to `rows`. The remainder of the division goes to the
+    first experts.
 
     splits: each rank's number of rows for each expert, int64 [world size, experts].
     """

@@ -44,9 +44,8 @@ POOL, EXCHANGE = " pooling alone", "exchange alone"
 class Traffic:
     """The bytes that one rank must move in a call, with any algorithm.
 
-    rows: all reads of table rows. distinct_rows: the same if each row were read once, as with a perfect cache. ids,
-    offsets: the jagged input. outputs: all pooled vectors that this rank writes. wire: those of them that leave the
-    rank.
+    rows: all reads of table rows. distinct_rows: one read of each distinct row, as with a perfect cache. ids, offsets:
+    the jagged input. outputs: all pooled vectors that this rank writes. wire: the pooled vectors that leave the rank.
     """
 
     rows: float
@@ -75,7 +74,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
         """Return (variants, other calls to time, no notes). The other calls are the pooling of each serial variant
-        alone. With variant `weft`, they include the baseline's all-to-all alone.
+        alone, and the baseline's all-to-all alone if variant `weft` is measured.
         """
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}

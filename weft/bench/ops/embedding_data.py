@@ -66,7 +66,7 @@ class EmbeddingData(Workload):
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def rows_read(self) -> RowsRead:
-        """Return which rows this rank reads in a call, averaged over the input sets."""
+        """Return the number and the bytes of the rows that this rank reads in a call, averaged over the input sets."""
         nbytes = distinct = distinct_bytes = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())

@@ -1,11 +1,11 @@
 """Realistic configurations of embedding + all-to-all, and their scaling to fit a machine.
 
 `embedding_all_to_all.toml` has the configurations and their sources. A `Scale` shrinks the batch, and the rows of
-tables that have more than `SMALL_TABLE` rows. Columns, bag lengths and the number of tables stay, because they
-determine the access pattern.
+tables that have more than `SMALL_TABLE` rows. It keeps columns, bag lengths and the number of tables, which determine
+the access pattern.
 
-If ids are uniform, the batch and the rows have separate factors: the batch shrinks until a call is short enough, and
-the rows until tables fit into memory. If ids follow Zipf's law, both have the same factor, so that ids repeat as often
+If ids are uniform, batch and rows have separate factors: the batch shrinks until a call is short enough, and the rows
+until tables fit into memory. If ids follow Zipf's law, batch and rows have the same factor, so that ids repeat as often
 as in the original.
 """
 

@@ -2,8 +2,8 @@
 of a Llama.
 
 A variant communicates by torch's collectives, by weft's modules, by AsyncTP, or not at all. Between blocks the sequence
-is sharded over ranks. It is the first dimension, as in Megatron, so that gathers and scatters need no copy. In `-whole`
-models, activations are replicated, and the sequence is the second dimension.
+is sharded over ranks. The sequence is the first dimension, as in Megatron, so that gathers and scatters need no copy.
+In `-whole` models, activations are replicated, and the sequence is the second dimension.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
 
 
 class _Through(torch.autograd.Function):
-    """An autograd function: forward returns `there(x)`, backward returns `back(gradient)`. Both exchange data between ranks."""
+    """An autograd function: forward returns `there(x)`, backward returns `back(gradient)`. `there` and `back` exchange
+    data between ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
