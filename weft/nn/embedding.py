@@ -100,8 +100,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
         rows in backward. None: backward leaves gradients for a torch optimizer.
     sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Not supported with an optimizer.
-    deterministic: with an optimizer, True for equal bits from equal inputs. False allows a faster update whose bits
-        vary: `weft.SGD` on GPUs then uses atomics instead of sorting ids.
+    deterministic: with an optimizer, True for equal bits from equal inputs. False allows a faster update without this
+        guarantee: on GPUs, `weft.SGD` then uses atomics instead of sorting ids.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
         TorchRec do. "sum" does not.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).

@@ -59,7 +59,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """This rank's samples, after all checks for which the CPU need not wait for the device."""
+    """This rank's samples, after the checks that need not wait for the device."""
 
     layout: _Layout
     values: torch.Tensor

@@ -2,9 +2,9 @@
 
 A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives or messages
 run there. On CPU, the first call of a problem family times the candidates in `Problem.between_hosts`, except candidates
-that cannot be clearly faster than serial with the measured links (`worth_timing`). A call whose size differs by more
-than a factor of two from all timed sizes is timed too. On GPUs, and if no candidate is clearly faster than serial,
-calls run unfused.
+that cannot be clearly faster than serial with the measured links (`worth_timing`). Candidates are timed again for a
+size that differs by more than a factor of two from all timed sizes. On GPUs, and if no candidate is clearly faster than
+serial, calls run unfused.
 """
 
 from __future__ import annotations

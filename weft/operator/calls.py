@@ -136,7 +136,9 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if the schedule for `call`, which is made inside another call, is not serial or has not been chosen yet."""
+    """True if `call`, made inside another call, does not run the serial schedule, or if its schedule has not been
+    chosen yet.
+    """
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())

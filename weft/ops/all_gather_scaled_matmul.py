@@ -79,7 +79,7 @@ def all_gather_scaled_matmul(
           as row-wise.)
         - Any other single element, such as a scalar: one scale for all of A. Pass the same value on every rank; weft
           does not check it.
-    B_scales: for each B, its fp32 scale: one element. With row-wise A_scale also [1, N_i], a scale for each column.
+    B_scales: for each B, its fp32 scale: one element or, with row-wise A_scale, [1, N_i]: a scale for each column.
     biases: for each B, [N_i] or None. A bf16 or fp16 result needs a bias of its own dtype, an fp8 result needs a bf16
         bias, and an fp32 result cannot have a bias. None: no biases.
     result_scales: must be None, or a list of None: scales of results are not supported. Multiply B_scales by them

@@ -305,7 +305,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     tags = (torch.Tag.cudagraph_unsafe,)  # results are in buffers that later calls reuse
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Replace transport="auto" by a fixed transport, if all batch sizes use the same."""
+        """Replace transport="auto" by a fixed transport, if the transport is the same for all batch sizes."""
         if call.transport != "auto":
             return call
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))

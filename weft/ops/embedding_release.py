@@ -1,4 +1,4 @@
-"""The bytes and the release of the result buffers that `embedding_all_to_all` keeps between calls."""
+"""Functions that measure and free the result buffers that `embedding_all_to_all` keeps between calls."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ counter has reached this value:
     a wait for n sets of the same run         (e - 1) sets_per_run + n
     a wait for n sets of the previous run     (e - 2) sets_per_run + n
 
-A rank begins its next run when all its lanes have ended the last run. Ranks are not synchronized otherwise.
+A rank begins its next run when all its lanes have ended the previous run. Ranks are not synchronized otherwise.
 """
 
 from __future__ import annotations

@@ -199,11 +199,11 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return a lower bound on the time in us of a grouped GEMM, whose compute units each compute one tile in a
-        round.
+        """Return a lower bound on the time in us of a grouped GEMM, in which every compute unit computes one tile in
+        each round.
 
-        A tile takes as long as its products, or as the loads of its operands from the cache, whichever is longer. The
-        shapes of tiles are those of `weft.kernels.grouped_matmul`.
+        A tile takes as long as its multiplications, or as the loads of its operands from the cache, whichever is
+        longer. The shapes of tiles are those of `weft.kernels.grouped_matmul`.
 
         segments: (number of rows, number of segments with this many rows).
         """

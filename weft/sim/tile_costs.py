@@ -1,6 +1,6 @@
 """The cost of a kernel that computes all tiles of a step: GEMMs of tiles, segments of experts, copies and pooling.
 
-It is less than the sum of the costs of the tiles (`weft.sim.costs`), because consecutive tiles find a shared operand in
+The kernel costs less than the sum of its tiles (`weft.sim.costs`), because consecutive tiles find a shared operand in
 the cache.
 """
 

@@ -51,8 +51,7 @@ class Topology:
     """The links between `ranks` ranks. Without links, transfers take no time.
 
     dims: the sizes of a grid of ranks, such as (GPUs per host, hosts), if collectives may use one dimension after the
-        other. All lines along a dimension have equal links. The first dimension is the fastest in the numbering of
-        ranks.
+        other. All lines along a dimension have equal links. Consecutive ranks lie along the first dimension.
     """
 
     ranks: int
