@@ -303,7 +303,7 @@ def _planning() -> Finding:
     sources = {ranks: calibrated(machine, ranks) for ranks in sorted({max(2, count), *saved})}
     lines = [f"{counted(ranks, 'rank')}: {found.source}; {found.note}" for ranks, found in sources.items()]
     lines += [machine.about] if machine.about else []
-    lines += [f"GPUs differ ({', '.join(names)}): all ranks take the first rank's schedules"] if names[1:] else []
+    lines += [f"GPUs differ ({', '.join(names)}): all ranks take the slowest GPU's schedules"] if names[1:] else []
     of_all = sources[max(2, count)]
     if of_all.refused or of_all.source == "derived":
         fix = "weft plan calibrate" if count > 1 else "not needed to try weft"

@@ -56,15 +56,16 @@ def choose_transport(
     """
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
-    planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
+    planner = this_machine.planning_rank(p, comm, patience_s)
+    planned = _planned(found, p, comm) if comm.rank == planner and not tuned else None
     for_all = planned is not None and _is_for_all(_planned_before.get(comm, {}).get(found, {}))
     said = comm.all_gather((tuned, planned, for_all), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
     if len({theirs for theirs, *_ in said}) > 1:
         text = f"only some ranks called {_NAME} under weft.plan.use: enter weft.plan.use on every rank or on none"
         comm.end(text)
         raise DisagreementError(text)
-    transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
-    if said[0][2]:
+    transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[planner][1]
+    if said[planner][2]:
         _settled.setdefault(comm.group, {})[found] = transport
     return transport
 
@@ -76,7 +77,7 @@ _MANY = 1 << 30  # more samples than any batch
 _CLEARLY_PUT = 0.6
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
-"""The transports that the first rank chose by a model, by size bucket."""
+"""The transports that this rank chose for all ranks by a model, by size bucket."""
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
 """Transports that all ranks use for every batch size. For a plan without an entry, the first call in each size bucket
 is collective, to choose a transport. This takes one or two milliseconds.

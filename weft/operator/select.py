@@ -11,8 +11,8 @@ with a machine file. On a known machine, the first call with weights of a new sh
 of rows (`weft.plan.nearby`). "autotune" also times whole schedules. Later calls use cached times instead of
 predictions, with or without "autotune".
 
-All ranks must use the same schedule. So ranks compare pinned names, use the plan of rank 0, and compare schedules by
-the slowest rank's times.
+All ranks must use the same schedule. So ranks compare pinned names, use the plan of one rank, and compare schedules by
+the slowest rank's times. If the GPUs differ, the plan of the slowest is used (`this_machine.planning_rank`).
 
 On a known machine "autotune" measures the time that the planner predicts: the mean of several calls in a row, while the
 CPU is ahead of the GPU (mode "queued"). Under CUDA graphs the CPU does not delay the GPU either, so these times are
@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -188,6 +188,7 @@ def _schedules(p: Problem, names: Names, comm: Communicator) -> dict[str, Schedu
     return {name: _built(p, named(p, name), comm) for name in dict.fromkeys(names) if name != "serial"}
 
 
+T = TypeVar("T")
 Names: TypeAlias = tuple[str, str]
 """The names of the schedules for calls and for captured calls."""
 
@@ -205,12 +206,20 @@ def _names(
     model = this_machine.machine_model(comm.device, p.world_size)
     if pinned is not None:
         _tune(p, comm, tensors, model, deadline_s, serial)
-    # Ranks may have different calibrations or machine files, so all use the first rank's choice.
-    mine = None
+    mine: Any = None
     if model is not None:
         mine = tuple(planned(p, model, comm.device, mode, pinned).candidate.name for mode in _MODES)
-    names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+    names: Names | None = _planned_for_all(mine, p, comm, f"choices for {p}", deadline_s)
     return names or _fastest(p, comm, tensors, deadline_s, serial)
+
+
+def _planned_for_all(mine: T, p: Problem, comm: Communicator, what: str, deadline_s: float | None) -> T:
+    """Return the planning rank's `mine` (`this_machine.planning_rank`). All ranks must make this call.
+
+    Ranks may have different calibrations or machine files, so each may have planned something else.
+    """
+    found: list[T] = comm.all_gather(mine, what=what, deadline_s=deadline_s)
+    return found[this_machine.planning_rank(p, comm, deadline_s)]
 
 
 class _Measured:
@@ -261,12 +270,11 @@ def _names_near(
         if len(near.names) >= _MOST_NEAR:  # each uneven shape forms a separate family
             near.names.clear()
             near.measured.clear()
-        model, mine = this_machine.machine_model(comm.device, p.world_size), None
+        model, mine = this_machine.machine_model(comm.device, p.world_size), cast(Any, None)
         if model is not None:
             base = this_machine.calibrated_model(comm.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
-        # Ranks may have different calibrations or machine files, so all use the first rank's choice.
-        names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+        names: Names | None = _planned_for_all(mine, p, comm, f"choices for {p}", deadline_s)
         if names is None:
             family, size = p.measured_family
             measured, here = near.measured[p if itself else family, from_outside], plan.octave_of(size)
@@ -321,18 +329,17 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure the promising schedules, unless times of this problem are cached. Do nothing if the first rank has no
+    """Measure the promising schedules, unless times of this problem are cached. Do nothing if the rank that plans has no
     model of the machine. All ranks must make this call.
     """
     names: list[str] | None = None
     if model is not None:
-        # All ranks measure the first rank's list, because the list depends on GEMM times, which may differ between
-        # processes.
+        # All ranks measure one rank's list, because the list depends on GEMM times, which may differ between processes.
         names = list(plan.known_times(p, this_machine.device_name(comm.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
             names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
-    names = comm.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
+    names = _planned_for_all(names, p, comm, f"candidates for {p}", deadline_s)
     if names is not None:
         schedules = {name: _built(p, named(p, name), comm) for name in names}
         measure.measured(p, schedules, comm, tensors, deadline_s, serial, "queued", 3)

@@ -42,6 +42,7 @@ from weft.words import by_rank
 
 _CAPTURED = "a CUDA graph is being captured"
 _settled: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_mixed: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -82,6 +83,8 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
         return False
     with symm.set_up_within(deadline_s):
         stands = comm.all_gather(_stand(comm, name), what="what is known of this machine")
+        if _kinds(stands) > 1:
+            _mixed.add(comm)
         if all(stand.unable != _CAPTURED for stand in stands):
             _settled.add(comm)
         first, why = stands[0], _why_not(stands)
@@ -96,11 +99,16 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
     return True
 
 
+def gpus_differ(comm: Communicator) -> bool:
+    """True if ranks have different models of GPUs. `self_calibrate` must have been called."""
+    return comm in _mixed
+
+
 def _why_not(stands: Sequence[_Stand]) -> str:
     """Return the reason why these ranks do not measure; "" if they do."""
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
-        return f"the GPUs differ ({names}), so all ranks use the first rank's schedules"
+        return f"the GPUs differ ({names}), so all ranks use the slowest GPU's schedules"
     if len({stand.gpu for stand in stands}) < len(stands):
         return "ranks share a GPU"
     return by_rank((rank, stand.unable) for rank, stand in enumerate(stands) if stand.unable)

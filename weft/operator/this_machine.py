@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 
 import torch
 
 from weft import caller, plan
+from weft.builders import Problem, named
 from weft.hw import machine_of
-from weft.operator.self_calibrate import self_calibrate
+from weft.operator.self_calibrate import gpus_differ, self_calibrate
 from weft.plan import gemms
 from weft.plan.machine import machine_name
+from weft.plan.predict import predict
 from weft.sim import Model
 from weft.symm import Communicator
 
@@ -22,6 +25,20 @@ def know_machine(comm: Communicator, deadline_s: float | None) -> None:
     """
     if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
+
+
+def planning_rank(p: Problem, comm: Communicator, deadline_s: float | None) -> int:
+    """Return the rank whose plan for `p` all ranks use. All ranks must make this call, after `know_machine`.
+
+    If all GPUs are of the same model, this is rank 0. Otherwise it is the first rank whose own model predicts the longest serial
+    time, because a collective waits for the slowest GPU. If ranks have no model, it is the first of these ranks.
+    """
+    if not gpus_differ(comm):
+        return 0
+    model = machine_model(comm.device, p.world_size)
+    mine = None if model is None else predict(named(p, "serial").build(), model, "queued")
+    times = comm.all_gather(mine, what=f"predicted times of {p}", deadline_s=deadline_s)
+    return max(range(len(times)), key=lambda rank: math.inf if times[rank] is None else times[rank])
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
