@@ -277,9 +277,8 @@ def _matmul_all_reduce(p: MatmulAllReduce, *, hosts: int, chunks: int) -> Schedu
     chunks: the number of GEMMs, and of messages to each peer. With more than two hosts, there are twice as many
         messages.
 
-    With two hosts, the two ranks of a rail exchange their sums, and both add the same two numbers, so they get the same
-    bits. With more hosts, each rank of a rail reduces one piece and sends the result, so that no rank sends its whole
-    sum to every other host.
+    With two hosts, both ranks of a rail add the same two sums, so they get the same bits. With more hosts, each rank of
+    a rail reduces one piece and sends the result.
     """
     grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
     d, result, pieces = o.d, Result(o, p), 1 if hosts == 2 else hosts

@@ -244,9 +244,8 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
-    The margin protects against prediction errors. It is reduced by serial's CPU time if only serial makes the CPU wait
-    for sizes, because with serial the device then waits for the CPU. On H100s this took 7% of the time
-    (1204x14336x30336, 32 experts).
+    If only serial makes the CPU wait for sizes, the device then waits for the CPU: 7% of the time on H100s
+    (1204x14336x30336, 32 experts). So serial's CPU time is subtracted from the margin.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -288,7 +287,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 def _outlasts(row: Row, serial: Row) -> bool:
     """True if the CPU time of `row` is longer than its device time, and than serial's CPU and device times.
 
-    In a loop of such calls the device would always wait for the CPU, so the loop would be slower than with serial.
+    In a loop of such calls the device would always wait for the CPU.
     """
     longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
     return row is not serial and not row.reads_on_host and row.host_us > longest_us
@@ -297,8 +296,8 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    Return False if a prediction error of `CLEARLY_US` would be more than the fraction `SPARED` of serial's time. If
-    weft's kernels compute the GEMMs of `row`, serial's CPU time must also be more than half of its device time.
+    Return False if `CLEARLY_US` is more than the fraction `SPARED` of serial's time, or if weft's kernels compute the
+    GEMMs and serial's CPU time is at most half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None

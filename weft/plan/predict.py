@@ -463,8 +463,6 @@ more simulation time than it costs. With fewer ranks, more candidates are simula
 def _lanes_us(built: _Built, model: Model) -> float:
     """Return a lower bound on the time of a run, in us: the time of rank 0's longest lane, with each step timed alone.
 
-    Latencies of copies by kernel are not included, because one kernel may do several copies.
-
     For more than `_MANY_RANKS` ranks, another bound is the time for which a resource of a rank, such as its links, is
     busy. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses theirs, so all
     uses by rank 0 count. Otherwise only its uses of its own resources count.
@@ -476,6 +474,7 @@ def _lanes_us(built: _Built, model: Model) -> float:
         us = 0.0
         for priced, times in lane.items():
             found = kept_cost(model, world, priced.step, priced.operands)
+            # Without the latency of copies by kernel, because one kernel may do several copies.
             us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
             for use in found.uses if world > _MANY_RANKS else ():
                 kind, at = use.place

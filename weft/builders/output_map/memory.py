@@ -146,10 +146,9 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots to the nodes of each rank. Return ({node: its first slot}, the largest number of
-        slots of a rank).
+        """Assign consecutive slots to the nodes of each rank, in which the chunks of one owner share slots.
 
-        A slot has room for all rows of an owner, so the chunks of one owner share slots.
+        Return ({node: its first slot}, the largest number of slots of a rank).
 
         counts: the number of slots that each node needs.
         """

@@ -400,8 +400,7 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
     """Return {node: its earliest possible time}. Nodes in cycles are omitted.
 
     before: {node: the nodes that it waits for}, whose times are earlier.
-    least: {node: the smallest time allowed}: the chunk's index in the order of computation; 0 if its rank does not
-        compute it.
+    least: {node: the smallest time allowed}: the chunk's index in the order of computation, or 0.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
@@ -426,10 +425,11 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance from this rank to rank or place `number`, if it is the same on all ranks.
+    """Return the distance (modulo `count`) from this rank, or from its first place, to rank or place `number`.
 
-    Distances to places count from this rank's first place. Distances are modulo `count`, the number of ranks or places.
     Return None if the distance differs between ranks, or if `number` is out of range on some rank.
+
+    count: the number of ranks or places.
     """
     ranks = np.arange(world)
     try:
