@@ -1,4 +1,4 @@
-"""Groups of commands, whose error for an unknown command lists the known commands."""
+"""Groups of commands. For an unknown command, the error lists the known commands."""
 
 from __future__ import annotations
 

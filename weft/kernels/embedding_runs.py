@@ -38,8 +38,7 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the index of the last of `offsets` that is at most `at`, which is the bag of id number `at`. -1 if there
-    is none.
+    """Return the bag of id number `at`: the index of the last of `offsets` that is at most `at`; -1 if there is none.
 
     offsets: `[bags + 1]`, ascending.
     """

@@ -84,8 +84,8 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
-    """Return a table with a row for each claim. The last column says which claims are reproduced, or, if any claim has
-    its own limit, which of such claims are reproduced.
+    """Return a table with a row for each claim. The last column says which claims are reproduced. If any claim has its
+    own limit, the column has entries only for such claims.
     """
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {

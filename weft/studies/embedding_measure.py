@@ -203,8 +203,9 @@ def solo(ranks: Ranks) -> Ranks:
 class Lines(NamedTuple):
     """The timeline of a fused embedding kernel. Times are in us from the start of the first unit of work.
 
-    All arrays except `waits` have an element for each unit, which one Triton program pools: a slice (`put`), or some
-    features of a sample (`direct`). sent: the bytes that a unit sends to peers. program: the program that ran the unit.
+    A unit is a slice (`put`), or some features of a sample (`direct`); one Triton program pools it. All arrays except
+    `waits` have an element for each unit. sent: the bytes that the unit sends to peers. program: the program that ran
+    the unit.
     """
 
     start: np.ndarray
@@ -221,8 +222,8 @@ class Lines(NamedTuple):
         return float(max(self.end.max(initial=0), self.waits[:, 1].max(initial=0)))
 
     def bytes_by(self) -> tuple[list[float], list[float]]:
-        """Return (times in us, MB sent until each time), at `_BINS` + 1 equidistant times. The bytes of a unit count
-        when it ends.
+        """Return (times in us, MB sent until each time), at `_BINS` + 1 equidistant times. A unit's bytes count from
+        its end.
         """
         edges = np.linspace(0, self.end_us, _BINS + 1)
         totals = [float(self.sent[self.end <= edge].sum()) / 1e6 for edge in edges]

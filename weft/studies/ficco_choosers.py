@@ -57,8 +57,8 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[GatheredGemm]:
 
 
 def judge_drawn(machine: Machine, model: Model, ranks: int, step: Callable[[str], None] = lambda what: None) -> Record:
-    """Return a record with the losses of the closed form and of the heuristic on random GEMMs. A loss is 1 minus the
-    pick's speedup as a fraction of the best speedup of the eight schedules.
+    """Return a record with the losses of the closed form and of the heuristic on random GEMMs. A loss is 1 - (speedup
+    of the chosen schedule / best speedup of the eight schedules).
     """
     lost: dict[str, list[float]] = {"closed_form": [], "heuristic": []}
     for gemm in drawn():

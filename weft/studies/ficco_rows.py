@@ -101,6 +101,10 @@ class GemmRow:
         return None if best is None else self.ms[SERIAL] / self.ms[best]
 
     def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Return 1 minus the speedup of `chosen` as a fraction of the best speedup in `among`; None if a time is missing."""
+        """Return the fraction of the best speedup in `among` that is lost with `chosen`: 1 - speedup of `chosen` / best
+        speedup.
+
+        Return None if a time is missing.
+        """
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)

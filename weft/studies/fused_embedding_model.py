@@ -163,8 +163,8 @@ def with_message(setting: Setting, numbers: Numbers) -> Numbers:
 
 
 def in_a_node(setting: Setting, numbers: Numbers) -> Times:
-    """Return the times of the operator on the GPUs of one node. The fused operator launches a kernel for each table,
-    which stores vectors directly into the memory of the GPU that needs them, without NIC and shuffle.
+    """Return the times of the operator on the GPUs of one node. The fused operator launches a kernel for each table.
+    The kernel stores vectors directly into the memory of the GPU that needs them, so there is neither NIC nor shuffle.
     """
     peers = setting.ranks - 1
     over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks

@@ -250,9 +250,7 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section `where` of an observation, or "not in the paper" for copies by kernel (`by`), which the paper
-    does not study.
-    """
+    """Return the section `where` of an observation. For copies by kernel (`by`), return "not in the paper"."""
     return "not in the paper" if by == "kernel" else where
 
 

@@ -24,7 +24,7 @@ class Numbers(Quantities):
     """
 
     def with_value(self, key: str, value: float) -> Numbers:
-        """Return a copy with another value for `key`. value: in the unit that the file has for this key."""
+        """Return a copy in which `key` has another value. The value is in the unit that the file has for this key."""
         self[key]
         return replace(self, quantities={**self.quantities, key: replace(self.quantities[key], value=value)})
 

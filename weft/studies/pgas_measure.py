@@ -214,9 +214,9 @@ class _Inference(EmbeddingData):
         return out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. For the baseline it is 1e-4, because fp32 rounds the sums of 64 rows, the dot
-        products, and the top MLP with 8,000 features. For other variants it is twice the baseline's error, but at least
-        1e-5.
+        """Return the error limit. The baseline's limit is 1e-4, because fp32 rounds the sums of 64 rows, the dot
+        products, and the top MLP with 8,000 features. The limit of other variants is twice the baseline's error, but at
+        least 1e-5.
         """
         return 1e-4 if name == PIPELINES[0] else max(2 * errors[PIPELINES[0]], 1e-5)
 

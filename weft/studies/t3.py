@@ -92,9 +92,9 @@ _ABOVE = (
 class SublayerRow:
     """The results of one sub-layer. problem: its sizes. chosen: the schedule that weft selected; `weft_ms` is its time.
 
-    gather_ms: the time of the all-gather; 0 if not recorded. moved: {kind of access: bytes of memory traffic} with
-    serial, and the same with `chosen`; None for machines without a file. pinned: {pinned schedule: ms}. row_major: True
-    if the weight is not transposed, as in the backward pass.
+    gather_ms: the time of the all-gather; 0 if not recorded. moved: (memory traffic of serial, memory traffic of
+        `chosen`), each as {kind of access: bytes}; None for machines without a file.
+    pinned: {pinned schedule: ms}. row_major: True if the weight is not transposed, as in the backward pass.
     """
 
     network: Network

@@ -26,8 +26,9 @@ _LAYER_SPEEDUPS = {"t3": "T3", "t3-mca": "T3-MCA"}
 def claims(
     small: Sequence[HardwareRow], large: Sequence[HardwareRow], found: Mapping[str, Record], gpu: TrackingGpu
 ) -> Iterator[Claim]:
-    """Yield the claims with the simulation's numbers. small: the sub-layers of Mega-GPT-2 and T-NLG. large: those of
-    GPT-3, PALM and MT-NLG. found: {figure: its record}.
+    """Yield the claims with the simulation's numbers.
+
+    small, large: the sub-layers of Mega-GPT-2 and T-NLG, and of GPT-3, PALM and MT-NLG. found: {figure: its record}.
     """
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)

@@ -25,9 +25,8 @@ class FusedOptimizer(fused.FusedOptimizer):
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """Wrap weft's optimizer `by_weft`. params: {parameter's name in the module: parameter}. states: {parameter's
-        name: {name of a
-        state: tensor}}.
+        """Wrap weft's optimizer `by_weft`. params: {name in the module: parameter}. states: the optimizer states, by
+        the parameter's name and then by the state's name.
         """
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}

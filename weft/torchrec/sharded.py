@@ -171,7 +171,7 @@ class ShardedEmbeddingBagCollection(
         return [values if values.dtype == self._output_dtype else values.to(self._output_dtype)]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Return the result of `compute` as a KeyedTensor, which has the names of features. No communication."""
+        """Return the result of `compute` as a KeyedTensor with the names of features. This call does not communicate."""
         return EmbeddingBagCollectionAwaitable([NoWait(output[0])], list(self._dims), list(self._keys))
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""The base classes of benchmarks. An `OperatorBenchmark` has an operator's presets and tables. It makes a `Variants`
-for each preset, which has inputs, variants, baselines and the number of bytes to move.
+"""The base classes of benchmarks. An `OperatorBenchmark` has an operator's presets and tables. For each preset it makes
+a `Variants` with inputs, variants, baselines and the number of bytes to move.
 
 An operator with its own baselines has a module in `weft.bench.ops` with the operator's name, and in it the benchmark
 `OPERATOR`. All operators share timing, checks, records, command line and documents.
@@ -106,7 +106,7 @@ class Variants(Workload):
     def as_measured(
         self, rows: list[Record], beside: Mapping[str, Call], found: Results, notes: list[str], options: BenchOptions
     ) -> Measured:
-        """Return `rows`, which are the records of variants, with a title, notes, and the times of the calls `beside`."""
+        """Return `Measured` with the records `rows`, the times of the calls `beside`, a title, and notes."""
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
@@ -145,7 +145,7 @@ class Variants(Workload):
 
 
 class ChoosingVariants(Variants):
-    """Variants for `weft bench never-slower`, which compares an operator that selects its schedule with serial calls."""
+    """Variants for `weft bench never-slower`: an operator that selects its schedule is compared with serial calls."""
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
@@ -167,7 +167,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def resized(self, size: int) -> Self:
-        """Return variants with the same weights, whose inputs are the first `size` rows (tokens, samples) of these inputs."""
+        """Return variants with the same weights and smaller inputs: the first `size` rows (tokens, samples) of these inputs."""
 
 
 class OperatorBenchmark(ABC, Generic[P]):

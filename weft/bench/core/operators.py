@@ -56,8 +56,8 @@ def measured() -> list[str]:
 
 
 def operator(name: str) -> Any:
-    """Return the `OperatorBenchmark` of operator `name`. Raise `ValueError`, which lists the known names, for an
-    unknown name.
+    """Return the `OperatorBenchmark` of operator `name`. For an unknown name raise `ValueError`, which lists the known
+    names.
 
     An operator that a user has registered can be measured too, if its spec (`weft.operator.spec.Operator`) draws random
     inputs and computes the expected results.

@@ -19,7 +19,7 @@ class ResultTable(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> ResultTable:
-    """Return a table with a line for each of `rows`, and then the lines `last`, each {column: text}.
+    """Return a table with a line for each of `rows`, followed by the lines `last`. A line of `last` is {column: text}.
 
     columns: {column: function that returns the cell for a row}. Columns that are empty for all rows are omitted.
     """

@@ -74,8 +74,8 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that a shape may need on each rank. flops: of GEMMs. read_bytes: of table rows in a call. bytes: of
-    inputs and float64 results in memory.
+    """The most that a shape may need on each rank. flops: the FLOPs of its GEMMs. read_bytes: the bytes of table rows
+    that a call reads. bytes: the bytes of inputs and float64 results in memory.
     """
 
     device: str
@@ -105,8 +105,8 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return the shape for mode `changing`, and `count` random sizes that its calls have, each at most the shape's own
-    size.
+    """Return the shape for mode `changing`, and `count` random sizes for its calls. Each size is at most the shape's
+    own size.
 
     A size is M, the number of tokens of a rank, or the number of samples of all ranks. Sizes are distinct, so there may
     be fewer than `count`.

@@ -86,7 +86,7 @@ class GatherVariants(TorchVariants):
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. It is higher for FiCCO's 2D schedules, which round an output once per step."""
+        """Return the error limit. FiCCO's 2D schedules have a higher limit, because they round an output once per step."""
         chosen = [choice.schedule for choice in self.choices.values()] if name in (WEFT, *self.rules) else []
         if name == plan.HEURISTIC and (pick := plan.pick_here(self.problem, device_name(self.ranks.device))[0]):
             chosen = [named(self.problem, pick).build()]

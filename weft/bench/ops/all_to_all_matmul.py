@@ -52,8 +52,8 @@ _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)
 
 @dataclass(frozen=True)
 class MoeShape(GemmShape):
-    """A mixture-of-experts layer with `experts` experts over all ranks, whose weights are [k, n]. Each rank has m
-    tokens, each of which is routed to `top_k` experts.
+    """A mixture-of-experts layer. `experts` is the number of experts over all ranks, and each expert's weight is [k,
+    n]. Each rank has m tokens, and each token is routed to `top_k` experts.
 
     skew: the exponent of Zipf's law, by which experts are drawn; 0 is uniform.
     """
@@ -93,7 +93,7 @@ class MoeShape(GemmShape):
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return the problem of calls without max_rows, and the problem of bounded calls, which have max_rows."""
+        """Return (problem of calls without max_rows, problem of calls with max_rows), each with its variants' suffix."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
@@ -234,8 +234,8 @@ class ExpertVariants(GemmVariants):
         """
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return a lower bound in ms for the busiest rank: its memory time, GEMM time or link time at peak rates, the
-        longest.
+        """Return a lower bound in ms: the longest of the busiest rank's memory time, GEMM time and link time at peak
+        rates.
 
         In memory, each row and each weight is read once, and each result is written once.
         """
@@ -348,7 +348,7 @@ class DispatchVariants(ExpertVariants):
         return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. It is higher for FiCCO's 2D schedules, which round y once per step."""
+        """Return the error limit. FiCCO's 2D schedules have a higher limit, because they round y once per step."""
         most = roundings(self.schedules[name]) if name in self.schedules else 1
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 

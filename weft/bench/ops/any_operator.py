@@ -262,7 +262,8 @@ class MatmulVariants(GemmVariants):
         """{mode: the planner's choice of a schedule}; empty if the planner does not know the machine, so that the
         operator autotunes.
 
-        Read this property only after the operator's first call, whose time should include the planning.
+        Read this property only after the operator's first call, because the time of the first call should include the
+        planning.
         """
         model = self._model()
         if model is None:

@@ -56,7 +56,7 @@ class TorchVariants(HandVariants):
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Return a lower bound in ms: the memory time, GEMM time or link time at peak rates, the longest.
+        """Return a lower bound in ms: the longest of the memory time, the GEMM time and the link time at peak rates.
 
         In memory, operands are read once and results are written once. The link carries the bytes that leave a rank.
         """

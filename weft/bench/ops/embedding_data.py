@@ -19,8 +19,10 @@ _CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 
 
 class RowsRead(NamedTuple):
-    """The table rows that a rank reads in a call. bytes: of all reads. distinct: the number of different rows.
-    distinct_bytes: the bytes of different rows, each counted once.
+    """The table rows that a rank reads in a call.
+
+    bytes: the bytes of all reads. distinct: the number of distinct rows. distinct_bytes: the bytes of distinct rows, if
+    each is read once.
     """
 
     bytes: float
@@ -79,8 +81,9 @@ class EmbeddingData(Workload):
         return RowsRead(nbytes / self.input_sets, distinct / self.input_sets, distinct_bytes / self.input_sets)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. For the baseline, `nn.EmbeddingBag`, it is the dtype's epsilon times twice the mean
-        length of the longest bags. For other variants it is twice the baseline's error, but at least the epsilon.
+        """Return the error limit. The limit of the baseline, `nn.EmbeddingBag`, is the dtype's epsilon times twice the
+        mean length of the longest bags. The limit of other variants is twice the baseline's error, but at least the
+        epsilon.
         """
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:

@@ -84,8 +84,8 @@ class GatherShape(GemmShape):
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Return an estimate of a rank's peak memory in a run, in bytes.
 
-        For the paper's GEMMs, which can fill a GPU, it counts six tensors of the gathered input's size. It also counts
-        the weight and two results, each with a float64 copy.
+        The paper's GEMMs can fill a GPU. For them the estimate counts six tensors of the gathered input's size, the
+        weight and two results, and a float64 copy of weight and results.
         """
         if not self.gemm:
             return super().bytes(ranks, item_bytes)

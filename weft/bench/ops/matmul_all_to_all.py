@@ -1,9 +1,9 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
-Layers and variants are those of all_to_all_matmul; here [k, n] is an expert's last weight. The baseline `serial` runs
-torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
-preceding dispatch, so `serial` never waits, and a CUDA graph can capture it. Variants NAME-bounded pass `rows`, the
-number of this rank's tokens, which is also known from the dispatch.
+Layers and variants are the same as in all_to_all_matmul; here [k, n] is an expert's last weight. The baseline `serial`
+runs torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from
+the preceding dispatch, so `serial` never waits, and a CUDA graph can capture it. The CPU also knows the number of this
+rank's tokens, which variants NAME-bounded pass as `rows`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,9 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The (source, target) of the copies of product rows to the peers that reduce them, when the copies are timed alone."""
+        """(source, target) of each copy that is timed alone: rows of the product, and their place at the peer that
+        reduces them.
+        """
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]
