@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.arguments import check_tensor, checked_deadline
+from weft.arguments import checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import EmbeddingOptimizer
@@ -36,6 +36,7 @@ from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.nn.prefetching import Prefetched
+from weft.nn.table_parts import check_full
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
 from weft.operator.together import together
@@ -406,20 +407,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         of a data-parallel table differ between ranks, before anything is copied. A rank that calls this method alone
         raises `DeadlineError`.
         """
-        names = [table.name for table in self.sharding.tables]
-        if unknown := [name for name in weights if name not in set(names)]:
-            raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
         local = dict(zip(self.embedding_bags, self._weights(), strict=True))
-        for name, weight in local.items():
-            if name not in weights:
-                raise ValueError(
-                    f"weights has {', '.join(weights)}, but not table {name!r} of rank {self.rank}: pass all tables of "
-                    "this rank"
-                )
-            check_tensor(f"weights[{name!r}]", weights[name])
-            if weights[name].shape != weight.shape:
-                given, wanted = list(weights[name].shape), list(weight.shape)
-                raise ValueError(f"weights[{name!r}] has shape {given}: pass the whole table, {wanted}")
+        check_full(self.sharding.tables, local, self.rank, weights)
         with torch.no_grad():
             for name, weight in local.items():
                 weight.copy_(weights[name])

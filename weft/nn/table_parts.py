@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor
 from weft.embedding.partition import Partition, TablePart
+from weft.embedding.tables import EmbeddingBagConfig
 from weft.errors import DisagreementError
 from weft.nn.making import on_all_ranks
 
@@ -35,17 +36,16 @@ def load_full(
 
     parts: (part, its weight) for each part of this rank. weights: whole tables, by table name.
     """
-    rank = dist.get_rank(group)
-    if not partition.replicated_tables:
-        _check_full(partition, rank, parts, weights)
+    dtypes = {partition.tables[part.table].name: weight.dtype for part, weight in parts}
+    replicated = sorted(partition.tables[number].name for number in partition.replicated_tables)
+
+    def digests() -> dict[str, bytes]:
+        check_full(partition.tables, dtypes, dist.get_rank(group), weights)
+        return {name: _digest(weights[name].to(dtypes[name])) for name in replicated}
+
+    if not replicated:
+        digests()
     else:
-        names = {partition.tables[number].name for number in partition.replicated_tables}
-        dtypes = {partition.tables[part.table].name: weight.dtype for part, weight in parts}
-
-        def digests() -> dict[str, bytes]:
-            _check_full(partition, rank, parts, weights)
-            return {name: _digest(weights[name].to(dtypes[name])) for name in sorted(names)}
-
         what, failure = "loading weights of data-parallel tables", "weights could not be loaded"
         first, *others = on_all_ranks(digests, what, failure, group, device, deadline_s)
         for other_rank, other in enumerate(others, 1):
@@ -61,24 +61,24 @@ def load_full(
             weight.copy_(whole[part.row : part.row + part.rows, part.column : part.column + part.columns])
 
 
-def _check_full(
-    partition: Partition, rank: int, parts: Sequence[tuple[TablePart, torch.Tensor]], weights: Mapping[str, torch.Tensor]
-) -> None:  # fmt: skip
-    """Raise `ValueError` for missing, unknown or misshapen tables."""
-    names = [table.name for table in partition.tables]
-    if unknown := [name for name in weights if name not in set(names)]:
-        raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
-    for part, _ in parts:
-        table = partition.tables[part.table]
-        if table.name not in weights:
+def check_full(
+    tables: Sequence[EmbeddingBagConfig], own: Iterable[str], rank: int, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `ValueError` for an unknown table in `weights`, or unless it has the whole table for each name in `own`.
+
+    tables: all tables. own: the names of this rank's tables.
+    """
+    shapes = {table.name: [table.num_embeddings, table.embedding_dim] for table in tables}
+    if unknown := [name for name in weights if name not in shapes]:
+        raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(shapes)}")
+    for name in own:
+        if name not in weights:
             raise ValueError(
-                f"weights has {', '.join(weights)}, but not table {table.name!r} of rank {rank}: pass all tables of "
-                "this rank"
+                f"weights has {', '.join(weights)}, but not table {name!r} of rank {rank}: pass all tables of this rank"
             )
-        check_tensor(f"weights[{table.name!r}]", weights[table.name])
-        given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]
-        if given != wanted:
-            raise ValueError(f"weights[{table.name!r}] has shape {given}: pass the whole table, {wanted}")
+        check_tensor(f"weights[{name!r}]", weights[name])
+        if (given := list(weights[name].shape)) != shapes[name]:
+            raise ValueError(f"weights[{name!r}] has shape {given}: pass the whole table, {shapes[name]}")
 
 
 def _digest(values: torch.Tensor) -> bytes:

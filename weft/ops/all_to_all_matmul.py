@@ -185,11 +185,7 @@ class _AllToAllMatmul(Operator[_Call]):
         tokens, w, splits, max_rows, capacity, return_x = call
         _check_shapes(tokens, w, splits, world)
         _check_values(tokens, splits)
-        if capacity is not None and capacity < max(1, tokens.shape[0]):
-            least = f"the number of rows of tokens, {tokens.shape[0]}" if tokens.shape[0] else "1"
-            raise ValueError(
-                f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
-            )
+        check_capacity(capacity, tokens.shape[0], "rows of tokens")
         return (
             f"tokens [T, {tokens.shape[-1]}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows "
             f"{'not ' * (max_rows is None)}given, capacity {capacity}{', tokens returned' * return_x}"
@@ -380,6 +376,15 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
     if not w.is_contiguous():
         warn_of_copy("w_experts", w, of, "an expert's rows must be contiguous on CPU; pass a contiguous tensor")
     return w.contiguous().flatten(0, 1)
+
+
+def check_capacity(capacity: int | None, tokens: int, what: str) -> None:
+    """Raise `ValueError` if `capacity` is less than 1 or than `tokens`, a number of `what` in a call."""
+    if capacity is not None and capacity < max(1, tokens):
+        least = f"the number of {what}, {tokens}" if tokens else "1"
+        raise ValueError(
+            f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
+        )
 
 
 def rounded_up(rows: int) -> int:

@@ -23,7 +23,7 @@ from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import check_experts, expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import check_capacity, check_experts, expert_weights, rounded_up
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
@@ -230,11 +230,7 @@ class _MatmulAllToAll(Operator[_Call]):
     def said(self, call: _Call, world: int) -> str:
         h, w, _, _, rows, capacity, tokens = call
         _check_shapes(call, world)
-        if capacity is not None and capacity < max(1, tokens or 0):
-            least = f"the number of tokens of splits, {tokens}" if tokens else "1"
-            raise ValueError(
-                f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
-            )
+        check_capacity(capacity, tokens or 0, "tokens of splits")
         return (
             f"h [R, {h.shape[-1]}] {h.dtype}, w_experts {list(w.shape)}, rows {'not ' * (rows is None)}given, "
             f"capacity {capacity}"
