@@ -92,8 +92,8 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 class Swept(NamedTuple):
     """The best result of one form of heuristic. form: a description of it. among: the schedules that it chooses from.
 
-    near: {table of GEMMs: the number of GEMMs for which the chosen schedule's time is within `NEAR` of the fastest,
-        with the best thresholds}.
+    near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
+        thresholds}.
     thresholds: {table of GEMMs: the best thresholds, as text}.
     """
 
@@ -150,11 +150,11 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 
 
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
-    """Return the number of GEMMs for which the paper's decision tree (figure 12(a)) picks a near schedule. near: see
-    `_near`.
+    """Return for how many GEMMs the paper's decision tree (figure 12(a)) picks a schedule that is about as fast as the
+    fastest.
 
-    border: the largest M / K for which the tree picks the 2D schedule. low, high: FLOPs. The tree picks one 1D schedule
-    below `low`, another above `high`, and a third between.
+    near: the result of `_near`. border: the largest M / K for which the tree picks the 2D schedule. low, high: FLOPs.
+    The tree picks one 1D schedule below `low`, another above `high`, and a third between.
     """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border

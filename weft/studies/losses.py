@@ -5,8 +5,8 @@ pictures (figures 7 to 10), and a verdict on the paper's observations:
 
 - An observation about a trend over GEMMs holds if Spearman's rank correlation has the claimed sign and is significant.
   Significant means that at most 5% of random permutations have a correlation at least as strong.
-- An observation about every GEMM holds if at most one GEMM in ten is an exception. A GEMM is an exception only if the
-  opposite holds by more than 2%, the noise of repetitions.
+- An observation about every GEMM holds if at most one GEMM in ten contradicts it by more than 2%, the noise of
+  repetitions.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
@@ -89,8 +89,8 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time divided by its baseline's; 1 is no loss. None if a time is missing. The baseline
-        (`BASELINES`) is the undivided operation, or the operation alone.
+        """Return the time of `variant` divided by the time of its baseline (`BASELINES`): the undivided operation, or
+        the operation alone. 1 is no loss. Return None if a time is missing.
         """
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base

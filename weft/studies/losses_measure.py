@@ -407,8 +407,9 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     """Return [mean seconds of a GEMM, mean seconds of an all-gather, overlap] for two concurrent lanes.
 
-    Both means are over the period in which both lanes ran. The overlap is this period's fraction of the time from the
-    first start to the last end. If the lanes never ran at the same time, both means are NaN and the overlap is 0.
+    Both means are over the period in which both lanes ran. The overlap is the length of this period divided by the time
+    from the first start to the last end. If the lanes never ran at the same time, both means are NaN and the overlap is
+    0.
 
     gemm, gather: the timestamps in seconds of each lane's start and of the end of each call. Between two timestamps,
     progress is assumed to be linear.

@@ -4,8 +4,8 @@ parts of a run (`--part`) draw the same shapes.
     M        the number of rows. 30% are 1 to 256, as in decoding; the others are 128 to 65536, log-uniform, half of them multiples
              of 128. If all ranks must have equally many rows, M is rounded up to a multiple of the number of ranks
     N, K     512 to 53248, log-uniform; 80% are multiples of 128, the others of 64
-    experts  the tokens of a rank are drawn like M, but at most 16384. 1 to 32 experts on each rank, of which a token uses 1 to 8.
-             The load of experts follows Zipf's law with exponent 0 (even), 0.5 or 1
+    experts  the tokens of a rank are drawn like M, but at most 16384. Each rank has 1 to 32 experts. Each token goes to 1 to 8
+             experts, drawn by Zipf's law with exponent 0 (even), 0.5 or 1
     tables   1 to 64 tables with 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
 
 These are the sizes on GPUs. On CPU all sizes are smaller, so that a call takes a few milliseconds. A shape that exceeds

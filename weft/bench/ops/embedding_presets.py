@@ -125,7 +125,7 @@ class EmbeddingPreset:
     slice_size: int | None = None  # None: the operator's default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """Return the configuration of this preset on `world_size` ranks. Tables are placed by their cost."""
+        """Return the configuration of this preset on `world_size` ranks. Tables are distributed over ranks by their cost."""
         shapes = self.tables * (world_size if self.tables_per_rank else 1)
         tables = tuple(
             EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
