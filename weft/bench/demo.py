@@ -72,10 +72,8 @@ def headline(written: Sequence[Record]) -> str:
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Run the demo on one rank. Return ({variant: timeline of all ranks}, title of the picture, speedup as text,
-    largest error).
-
-    Only rank 0 gets timelines.
+    """Return ({variant: timeline of all ranks}, title of the picture, speedup as text, largest error). Only rank 0 gets
+    timelines.
     """
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]

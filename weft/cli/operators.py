@@ -80,9 +80,7 @@ def _layers(command_name: str) -> Any:
 
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     """Return the command of operator `name`. Its help is the first paragraph of the problem's docstring, and the
-    docstring of the problem's `sized`, which defines M, N and K.
-
-    `--option` accepts the keyword arguments of `sized` that follow dtype.
+    docstring of the problem's `sized`, whose keyword arguments after dtype are the values of `--option`.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -214,9 +212,7 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Context manager: disable the garbage collector, which would take a third of the time. It would find nothing,
-    because steps form no reference cycles.
-    """
+    """Context manager: disable the garbage collector, which would take a third of the time and find nothing."""
     collecting = gc.isenabled()
     gc.disable()
     try:

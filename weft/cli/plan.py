@@ -164,10 +164,8 @@ _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: width} for a terminal of width `room`; width 0 omits the column.
-
-    Columns of numbers are at least as wide as their longest word, so that no number is cut. The last column wraps, and
-    the column of names wraps if needed.
+    """Return {index of a column: width} for a terminal of width `room`; width 0 omits the column. Columns of numbers
+    are never cut.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1

@@ -58,8 +58,8 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _table_of(tables, count, row, STEPS: tl.constexpr):
-    """Return a pointer to the line of `tables` that describes the table of row `row`. Rows are numbered over all tables
-    (linear rows).
+    """Return a pointer to the line of `tables` that describes the table of row `row`. Rows are numbered over all
+    tables.
 
     count: the number of tables. STEPS: the number of steps of the binary search.
     """
@@ -139,8 +139,8 @@ def _mixed(word):
 def _at_random(x, random, DTYPE: tl.constexpr):
     """Round fp32 `x` stochastically to DTYPE (fp16 or bf16), using the 24 lowest bits of `random`.
 
-    The result is one of the two neighbours of `x`. The upper neighbour has probability `(x - lower) / (upper - lower)`.
-    `narrow_at_random` in csrc/embedding_backward.cpp does the same.
+    The probability of the upper neighbour is `(x - lower) / (upper - lower)`, as in `narrow_at_random` of
+    csrc/embedding_backward.cpp.
     """
     bits = x.to(tl.uint32, bitcast=True)
     LOW: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF

@@ -59,8 +59,6 @@ _TRACK = tl.constexpr(
 def _count(counter, sets, PTX: tl.constexpr):
     """Increment a counter after all threads of this program have stored their parts of a tile. The last increment also
     sets the counter's flags.
-
-    counter: a pointer to its row of `counters`. sets: the addresses of flags.
     """
     if PTX:
         tl.inline_asm_elementwise(

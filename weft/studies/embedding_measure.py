@@ -123,10 +123,8 @@ def time_ranks(
 
     The fields are those of `Timing`, and rank_ms: the median time of each rank in ms. advance: called after each
     repetition with its fraction of all repetitions. inspect: called in the last repetition with each call's name, the
-    index of its input set, and its output.
-
-    A sleep kernel before each call hides the time to enqueue it. waits: True to accept calls that take longer to
-    enqueue than the longest sleep, so that the device waits for the CPU.
+    index of its input set, and its output. waits: True to accept calls that take so long to enqueue that the device
+    waits for the CPU.
     """
     kind = HostClock if ranks.device.type == "cpu" else QueueClock
     clocks = {name: kind(call, ranks, waits, 1, input_sets) for name, call in calls.items()}

@@ -153,8 +153,8 @@ def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, 
     """Return for how many GEMMs the paper's decision tree (figure 12(a)) picks a schedule that is about as fast as the
     fastest.
 
-    near: the result of `_near`. border: the largest M / K for which the tree picks the 2D schedule. low, high: FLOPs.
-    The tree picks one 1D schedule below `low`, another above `high`, and a third between.
+    near: the result of `_near`. border: the largest M / K for which the tree picks the 2D schedule. low, high: the
+    FLOPs at which it changes between three 1D schedules.
     """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border

@@ -132,8 +132,7 @@ def _sensitivity(numbers: Numbers) -> Record:
 
 def _readings(numbers: Numbers) -> Record:
     """Return a record of the model's results under other interpretations of the paper. Each line has one changed
-    number, such as a NIC bandwidth that is 20% lower. For each line, the NIC's time per message is fitted to figure 12
-    again.
+    number, and the NIC's time per message fitted to figure 12 again.
     """
     readings = [("as it is", numbers), ("no contention: figure 11's 75%", numbers.with_value("memory.contention", 0.0))]
     for key in ("memory.contention", "memory.share", "nic.bandwidth"):

@@ -171,7 +171,7 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
     """Return a table with a line for each GEMM, and then the mean losses here and in the paper. losses: {column:
-    variant whose loss it shows}. first, last: the columns before and after these.
+    variant whose loss it shows}; `first` and `last` are the columns before and after them.
     """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
@@ -375,10 +375,8 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw the fraction of decomposition in the total loss (`shares`) of each GEMM and each all-gather.
-
-    GEMMs are cut by rows, and all-gathers are copied by "dma". For GEMMs in 64 pieces, contention was measured with 8
-    pieces.
+    """Draw the fraction of decomposition in the total loss (`shares`) of each GEMM, cut by rows, and of each
+    all-gather, copied by "dma". For GEMMs in 64 pieces, contention was measured with 8 pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
@@ -400,9 +398,7 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw losses as grouped bars that begin at 1 (no loss). losses: {name in the legend: a loss for each label}. The
-    axis is logarithmic if losses differ much.
-    """
+    """Draw losses as grouped bars that begin at 1 (no loss). losses: {name in the legend: a loss for each label}."""
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")

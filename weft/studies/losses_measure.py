@@ -371,10 +371,8 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Run all variants in each repetition, each time beginning with another variant. Return {variant: list of values}.
-
-    A lane alone gives one value per repetition: the seconds of a call. A pair of lanes gives three: see `together`. The
-    first repetition warms up and is dropped.
+    """Run all variants in each repetition. Return {variant: list of values}: for a lane alone the seconds of a call in
+    each repetition, for a pair of lanes the three results of `together` in each repetition.
     """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):
@@ -388,8 +386,8 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Run two lanes concurrently, and return the result of `together`. If they overlap too little, repeat with more
-    calls. Raise `RuntimeError` if no attempt has enough overlap on every rank.
+    """Run two lanes concurrently, with more calls if they overlap too little, and return the result of `together`.
+    Raise `RuntimeError` if no attempt has enough overlap on every rank.
     """
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
@@ -439,10 +437,7 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 
 
 def _seconds(lane: StudyLane, side: Side) -> float:
-    """Return the seconds of one call of `lane` alone, on the slowest rank.
-
-    The lane runs twice. The first run, which may load kernels, is dropped.
-    """
+    """Return the seconds of one call of `lane` alone, on the slowest rank, after a first run that may load kernels."""
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
         lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)

@@ -214,9 +214,8 @@ class _Inference(EmbeddingData):
         return out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. The baseline's limit is 1e-4, because fp32 rounds the sums of 64 rows, the dot
-        products, and the top MLP with 8,000 features. The limit of other variants is twice the baseline's error, but at
-        least 1e-5.
+        """Return the error limit: for the baseline 1e-4, because fp32 rounds sums of 64 rows and of 8,000 features; for
+        other variants twice the baseline's error, but at least 1e-5.
         """
         return 1e-4 if name == PIPELINES[0] else max(2 * errors[PIPELINES[0]], 1e-5)
 
@@ -263,7 +262,7 @@ def _inference(
     part: Part, work: EmbeddingData, repetitions: int, batches: int, step: Step
 ) -> tuple[Times, dict[str, Record]]:
     """Time DLRM inference over `batches` batches with each pipeline. Return (times per batch, {pipeline: further record
-    fields}). Consecutive batches take the input sets in turn.
+    fields}).
     """
     step(f"{part.name}: checking every variant", 0)
     model = _Inference(work)

@@ -128,9 +128,8 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Return {(kind of span, top edge of the bar within its row): spans}. The kind determines the colour.
-
-    A span that computes and sends at the same time has two bars; the lower half shows the sending.
+    """Return {(kind of span, top edge of the bar within its row): spans}. A span that computes and sends at the same
+    time has two bars.
     """
     found: dict[tuple[str, float], list[Span]] = {}
     for span in spans:

@@ -32,15 +32,15 @@ _KNOWN_BYTES = 1 << 30
 def count(
     calls: Mapping[str, Call], ranks: Ranks, input_sets: int, ms: Callable[[str], float | None]
 ) -> dict[str, Record]:
-    """Call each of `calls` repeatedly, and return {its name: fields for its record} from the driver's counters. Values
-    are means over ranks. All ranks must make this call.
+    """Call each of `calls` repeatedly, and return {its name: record fields} from the driver's counters. Values are
+    means over ranks. All ranks must make this call.
 
     input_sets: the number of input sets, which consecutive calls take in turn. ms: a function from a call's name to its
-    time in ms, or None to skip the call.
+        time in ms, or None to skip the call.
 
-    Fields per call: call_ms, watts (mean power), joules, memory_bytes, sent_bytes, received_bytes. Fields that do not
-    depend on the call: idle_watts, and `counted_known` (see the module). A field is None if the driver does not provide
-    the counter, or if the counter could not be read in time. In the second case the field `missing` gives the reason.
+    Fields per call: call_ms, watts (mean power), joules, memory_bytes, sent_bytes, received_bytes. Further fields:
+    idle_watts and `counted_known` (see the module). A field is None if the driver does not provide the counter, or if
+    the counter could not be read in time; field `missing` then gives the reason.
     """
     shared, found = _known_loads(ranks), dict[str, Record]()
     with open_counters(_uuid(ranks.device)) as counters:
@@ -90,11 +90,9 @@ def _without_number(load: Callable[[], Any]) -> Call:
 
 
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
-    """Make calls in a row, and read the counters meanwhile. Return (their rates, seconds per call). All ranks must make
-    this call.
+    """Return (counters' rates during a row of calls, seconds per call). All ranks must make this call.
 
-    If the calls end on any rank before its counters are read, repeat with more calls. The rates are None after
-    `_ATTEMPTS` such failures.
+    The rates are None if in `_ATTEMPTS` attempts the calls ended on any rank before its counters were read.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

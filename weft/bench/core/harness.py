@@ -174,14 +174,13 @@ def time_variants(
     """Time `variants` alternately on all ranks. Return {variant: timing}, equal on all ranks.
 
     Args:
-        variants: {name: function to time}. The function takes the number of an input set. In mode "graph" the function
-            must replay a graph.
+        variants: {name: function of the number of an input set}. In mode "graph" the function must replay a graph.
         input_sets: the number of input sets. Calls cycle through them.
         seconds: the approximate time in which to measure the slowest variant.
         repetitions: (least, most); all variants get the same number.
         waiting: the names of variants that synchronise with the device in each call.
-        claims: pairs of variants whose difference will be published. While the difference is below twice its noise,
-            both variants are repeated, up to `_LONGER` times as often as others.
+        claims: pairs of variants whose difference will be published. While it is below twice its noise, both are
+            repeated up to `_LONGER` times as often as others.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition.
         inspect: called in the last repetition after each variant, in the same order on all ranks. Its arguments are the

@@ -174,7 +174,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Measure a shape. Return (rows, reason why the process group is unusable or ""). All ranks must make this call."""
+        """Measure a shape; return (rows, reason why the process group is unusable or ""). All ranks must make this call."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -195,9 +195,7 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Measure a shape. Return (rows, error text or ""). No reference to the exception stays, because it would keep
-        tensors alive.
-        """
+        """Measure a shape; return (rows, error text or "")."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""

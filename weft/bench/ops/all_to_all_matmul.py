@@ -470,10 +470,8 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Scale the numbers of rows of each rank so that they sum to `rows`. The remainder of the division goes to the
-    first experts.
-
-    splits: each rank's number of rows for each expert, int64 [world size, experts].
+    """Scale each rank's numbers of rows, int64 [world size, experts], so that they sum to `rows`. The remainder of the
+    division goes to the first experts.
     """
     of_rank = splits.sum(1, keepdim=True)
     fewer = splits * rows // of_rank

@@ -377,9 +377,8 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, rows) of a table with a row for each shape, and the fastest pinned schedule of each kind.
-
-        The kind is the part of a schedule's name before its parameters. Return None for fewer than `_MANY_KINDS` kinds.
+        """Return (header, rows) of a table of the fastest pinned schedule of each kind; None for fewer than
+        `_MANY_KINDS` kinds. The kind is the part of a schedule's name before its parameters.
         """
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind

@@ -92,11 +92,8 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return the copies that unpack a received chunk into the output. slots: the features whose columns are in the
-    chunk.
-
-    A copy is (first column in the chunk, first column in the output, number of columns). Features that are adjacent in
-    both share a copy.
+    """Return (first column in the chunk, first column in the output, number of columns) of each copy that unpacks a
+    received chunk. slots: the features whose columns are in the chunk.
     """
     runs: list[tuple[int, int, int]] = []
     taken = 0

@@ -282,9 +282,7 @@ class TrainingWorkload(TrainingData, Variants):
         return False
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
-        """Call a variant of another library. Return the error text if it fails on any rank, else "". All ranks must
-        make this call.
-        """
+        """Return the error text if a call of another library fails on any rank, else "". All ranks must make this call."""
         why = ""
         try:
             call(0)

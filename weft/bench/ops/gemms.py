@@ -145,10 +145,10 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield (suffix, variant, candidate) for each pinned variant whose name begins with one of `names`.
+    """Yield (suffix, variant, candidate) for each pinned variant whose name begins with one of `names`. A candidate is
+    a schedule that the planner would try, or that an entry of `names` spells out.
 
-    problems: (problem, suffix) for each kind of call of a shape. The suffix, such as "-bounded", is the end of the
-    variant's name. A candidate is a schedule that the planner would try, or that an entry of `names` spells out.
+    problems: (problem, suffix of the variants' names, such as "-bounded") for each kind of call of a shape.
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
