@@ -65,9 +65,8 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
     """Group tables with similar numbers of ids, so that one call can update a group. Return the groups, as lists of indices
     into `given`.
 
-    A call has arrays with space for as many ids, for every table, as the largest table of the group has. So groups of
-    similar tables waste little memory. With stochastic rounding each table is a group, because its random bits must not
-    depend on other tables.
+    A call has space for as many ids, for every table, as its largest table has. With stochastic rounding each table is a
+    group, because its random bits must not depend on other tables.
     """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"
@@ -110,9 +109,9 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
 def _call(
     given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
 ) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
-    """Describe `given` as a forward call with pooling, whose backward sums the gradients of equal ids. The call has a
-    feature for each table, and a bag for each id. Return the call, its input, and the gradients of its output, [largest
-    number of ids of a table, columns of all tables].
+    """Describe `given` as a forward call with pooling, whose backward sums the gradients of equal ids. Return the call, its
+    input, and the gradients of its output, [largest number of ids of a table, columns of all tables]. The call has a
+    feature for each table, and a bag for each id.
 
     tables: the tables for an update; None to return gradients. sparse: True for sparse gradients.
     """

@@ -108,11 +108,10 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
     """Return the rate of a link in bytes per microsecond.
 
-    The rate is the difference in bytes of two transfers, divided by the difference of their times. This removes the
-    latency, and the first bytes that a traffic shaper lets pass without delay. If the difference of times is too small,
-    because the machine was busy, return the rate of the large transfer.
+    The rate is the difference in bytes of two transfers, divided by the difference of their times, which contains no
+    latency. If the difference of times is too small, because the machine was busy, return the rate of the large transfer.
 
-    timed: (bytes, seconds) of a small and of a large transfer.
+    timed: (bytes, seconds) of a small and of a large transfer. latency_s: the latency of a transfer.
     """
     (small, small_s), (large, large_s) = timed
     if large > small and large_s >= 2 * small_s:
@@ -190,8 +189,8 @@ class _Probe:
         """Return two rates in bytes per microsecond: of copies to memory that was written before, and of copies to new
         memory, which causes page faults.
 
-        All ranks copy at the same time. A host's rate is the mean of its ranks' rates, because ranks do not get equal
-        shares of the cores in so short a time. The result is the rate of the slowest host.
+        All ranks copy at the same time. A host's rate is the mean of its ranks' rates. The result is the rate of the
+        slowest host.
         """
         self._reserve(_MOST_BYTES)
         self._comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)

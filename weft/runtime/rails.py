@@ -150,8 +150,8 @@ class Rails:
         return found, arrived
 
     def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
-        """Write the messages to this rail's ranks on other hosts. A message has the payloads of this host's ranks, and the
-        data of `cargo`. Return the sizes of the messages in bytes, by host.
+        """Write the messages to this rail's ranks on other hosts: the payloads of this host's ranks, and the data of
+        `cargo`. Return the sizes of the messages in bytes, by host.
 
         cargo: None to send no data. near: the shared memory of each rank of this host.
         """
@@ -327,9 +327,8 @@ class ReduceScatter(_Sum):
 
 class _AllReduce(_Sum):
     """An all-reduce. Each rail (the ranks with the same index on their hosts) sums one part of the matrix over all hosts.
-    The ranks of a host then read each other's parts from shared memory.
-
-    A part is sent in two halves: ranks sum the second half while the first half is in transit.
+    Then the ranks of a host read each other's parts. A part is sent in two halves: ranks sum the second half while the
+    first half is in transit.
     """
 
     def __init__(self, rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> None:

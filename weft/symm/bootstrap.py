@@ -16,13 +16,13 @@ A rank that fails during the bootstrap writes the reason into its entry and clos
 failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other
 rank raises it once too, even a rank that arrives later.
 
-Ranks do not wait for a dead peer. They detect the death by the pid in the peer's entry, or another group of this process
-has detected it (the argument `ended` of `connect`).
+Ranks do not wait for a dead peer. They detect the death by the pid in the peer's entry, or by another group of this process
+that has lost the peer (the argument `ended` of `connect`).
 
-Security. Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so it is not enough
-to know a name. A connection that has not identified itself delays no rank, because a rank polls its listener and all
-unidentified connections together. The store may still have entries of an earlier, failed attempt. So after a refused
-connection, a rank reads the entry again and retries until the deadline.
+Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so it is not enough to know a
+name. A connection that has not identified itself delays no rank, because a rank polls its listener and all unidentified
+connections together. The store may still have entries of an earlier, failed attempt. So after a refused connection, a rank
+reads the entry again and retries until the deadline.
 
 A packet is one message (`weft.symm.connections`). Within a host it can carry file descriptors. End-of-file without a
 goodbye means that the process on the other end has ended.

@@ -458,11 +458,8 @@ def close_all() -> None:
 
 
 def _leave_all() -> None:
-    """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
-
-    A daemon thread would abort the process if it returned from native code, or freed tensors (for example with a
-    traceback), while the interpreter exits. `close` ends the native waits. This function waits up to `_COME_OUT_S` until
-    the threads have left them, and up to `_LET_GO_S` until the threads have freed their tensors.
+    """Close all communicators at interpreter exit, which ends native waits. Then give daemon threads time to leave native
+    code (`_COME_OUT_S`) and to free their tensors (`_LET_GO_S`): a thread that did so later would abort the process.
     """
     came_out = _threads_inside()
     close_all()

@@ -72,10 +72,8 @@ class CpuRegion:
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     """Reserve this rank's memory, and map the memory of the peers on this host. Raises the errors of
-    `Communicator.allocate`.
-
-    There are three steps: check that enough memory is free, reserve this rank's memory, and map the peers' memory. After
-    each step, ranks exchange their errors, so that all raise or all continue.
+    `Communicator.allocate`. After each of the three steps (check the free memory, reserve, map), ranks exchange their
+    errors, so that all raise or all continue.
     """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is memory for all ranks before any rank reserves memory: otherwise the kernel's out-of-memory

@@ -96,9 +96,7 @@ class _Slab:
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
     """Allocate `nbytes` on every rank, zeroed, and map the memory of all ranks. Return the memory of each rank, by rank, as
-    uint8 [nbytes].
-
-    After the allocation and after the mapping, ranks exchange their errors, so that all raise or all continue.
+    uint8 [nbytes]. All ranks raise if one rank fails.
     """
     device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""

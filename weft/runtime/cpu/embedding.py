@@ -228,10 +228,10 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Return the address, in the memory of each rank, of the flags that this rank sets. Allocate more flags if needed.
+        """Return the address, in each rank's memory, of the flags that this rank sets. Allocate more flags if needed.
 
-        Every slice that rank s sends to rank r has a flag in the memory of rank r. There are `batch_sizes[r] *
-        slices_per_sample[s]` such flags for each s, in the order of s.
+        A rank has a flag for every slice that it receives, grouped by sender: `batch_sizes[r] * slices_per_sample[s]` flags
+        on rank r for sender s.
         """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)

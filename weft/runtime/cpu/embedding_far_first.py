@@ -123,8 +123,8 @@ class FarFirst:
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Pool the samples of `phase`: the number of a piece, or None for this host's samples. Return the vectors,
-        [samples, columns], in the order of ranks, and the counts of `run_native`.
+        """Pool the samples of `phase`: a piece's number, or None for this host's samples. Return the vectors, [samples,
+        columns], in the order of ranks, and the counts of `run_native`.
 
         table: the result of `slot_table`; None if this rank has no tables. cuts: piece i has the samples cuts[r][i] to
             cuts[r][i + 1] of rank r.
@@ -147,8 +147,8 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin to exchange the vectors of `phase`: the number of a piece, or None for this host's samples. Return three values:
-        the work handle, or None if there is nothing to wait for; the receive buffer; the number of elements from each rank.
+        """Begin to exchange the vectors of `phase`: a piece's number, or None for this host's samples. Return the work
+        handle (None if there is nothing to wait for), the receive buffer, and the number of elements from each rank.
 
         sent: this rank's vectors, from `_pool`. cuts: as for `_pool`.
         """
@@ -173,8 +173,9 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return the range of a rank's samples that `phase` exchanges: those of a piece, or for None all samples.
+    """Return the range of a rank's samples that `phase` (a piece's number, or None) exchanges: those of the piece, or all
+    samples.
 
-    phase: the number of a piece, or None. cut: piece i has the samples cut[i] to cut[i + 1].
+    cut: piece i has the samples cut[i] to cut[i + 1].
     """
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])

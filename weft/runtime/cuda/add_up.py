@@ -128,7 +128,9 @@ class AddUp:
         }
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
+        kernel.
+        """
         if not self._programs:
             return True
         calls = [

@@ -145,8 +145,8 @@ class Compiler:
         """True if the stream operation in which `launch` waits can also write the mark of a run, which shows the watching
         thread that a run has begun.
 
-        This requires the first launch of a copy lane, which waits only for flags of the previous run. The lane must clear
-        at least one of these flags soon: only copies may lie between the wait and the clear.
+        The launch must be the first of a copy lane, and wait only for flags of the previous run. The lane must clear one of
+        these flags before it does anything but copy.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False

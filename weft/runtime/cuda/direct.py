@@ -142,10 +142,10 @@ def launch_all(
 def _program_of_all(
     launches: Sequence[tuple[Kernel, Call]], device: torch.device, waits: bool
 ) -> _core.StreamProgram | None:
-    """Compile the kernels. Return a program that launches all of them, or None if only Triton can launch one of them.
+    """Compile the kernels. Return a program that launches all of them, or None if only Triton can launch one of them. For
+    each launch, a run passes the two sizes of the grid, then the arguments.
 
-    For each launch, a run passes the two sizes of the grid, then the arguments. waits: True if the program must begin with
-    a wait for another stream.
+    waits: True if the program must begin with a wait for another stream.
     """
     compiled = [_compiled(*kernel, arguments, device) for kernel, (_, arguments) in launches]
     sizes = [2 + len(arguments) for _, (_, arguments) in launches]

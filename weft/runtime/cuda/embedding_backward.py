@@ -209,13 +209,14 @@ def _launched(
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
     rate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped rows, as
-    a device tensor.
+    """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped
+    rows, as a device tensor.
 
     tables: the addresses and sizes of the tables. numbers: the constants of the rule. Both are on the device.
-    rule: the number of an optimizer's update rule, `_GRADIENT` to write the sums, or `_SQUARES` to write their sums of squares.
+    rule: the number of an optimizer's update rule, `_GRADIENT` to write the sums, or `_SQUARES` to write their sums of
+        squares.
     sparse: True to write the gradients of the batch's rows only. skip: True to skip rows with an infinite or NaN gradient.
-    dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding, or None to round to
+    dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding; None to round to
         nearest.
     squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update.
     """

@@ -68,9 +68,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Calls with the same batch sizes and the same number of
-    features in a unit share these tables. If batches are divided evenly, calls with different batch sizes share them
-    too.
+    """The units of work of a launch, as tables on the device. Calls with the same batch sizes, or with evenly divided
+    batches, share these tables if they have the same number of features in a unit.
     """
 
     tables: Tables
@@ -245,9 +244,8 @@ class EmbeddingKernel:
     def _taken(self) -> torch.Tensor:
         """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block.
 
-        If the block is full, drop all tables that `_starts` has cached, and reuse their memory. The stream writes a new
-        table only after earlier launches have read the old one. If a CUDA graph reads the block, allocate another block
-        instead.
+        If the block is full, drop the tables that `_starts` has cached, and reuse it. If a CUDA graph reads the block,
+        allocate another block instead.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -262,7 +260,7 @@ class EmbeddingKernel:
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
         """Return the number of features that a unit of work pools with transport "direct". A unit reads about _UNIT_BYTES
-        of tables, or less if there would be too few units for all programs.
+        of tables, or less if otherwise some programs would have no unit.
 
         n_values: the number of ids. batch: the number of samples.
         """

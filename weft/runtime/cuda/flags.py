@@ -150,8 +150,7 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """Return the index of a `Set` step whose stream operation can also clear the flag of the wait at index `at`; None if
-    there is none.
+    """Return the index of a `Set` step whose stream operation can also clear the flag of the wait at index `at`, or None.
 
     The candidate is the lane's next `Set` step for rank `setter`. It is suitable if `setter` waits for its signal before it
     raises the flag again. `setter` raises the flag again in this run if the wait is for the previous run, otherwise in the

@@ -152,13 +152,14 @@ class GroupedMatmulLauncher:
         `(n - 1) * slot_rows`.
     counts: the number of rows from each source for each local expert, int64 `[W, E]`. Any strides are allowed.
     splits: the number of this rank's rows for each global expert, int64 `[W * E]`.
-    first_source, n_sources: launches compute the rows of the sources `(rank + first_source + i) % W`, by default all from
-        first_source on.
-    first_expert, n_experts: launches compute the rows of this range of local experts, by default all from first_expert on.
+    first_source, n_sources: the sources to compute, counted from this rank: `n_sources` sources (default: up to the last)
+        from `(rank + first_source) % W` on.
+    first_expert, n_experts: the local experts to compute: `n_experts` experts (default: up to the last) from `first_expert`
+        on.
     spare: the number of multiprocessors left to other kernels.
-    back: True to read rows ordered by expert, and store them by source into `slots`, which then have N columns.
+    back: True to multiply rows ordered by expert, and store the products by source into `slots`, which then have N columns.
     adds: True to add to the rows of y, in fp32. Not together with `back`.
-    merged: True if a tile has rows of all sources. Launches then compute all sources. Without `back`, x has the rows of all
+    merged: True if a tile has rows of all sources, and all sources are computed. Without `back`, x has the rows of all
         sources, sorted by expert, and `slots` is not read. Not together with `adds`.
     config: the tile sizes of the kernel that `prepare` has compiled. scratch: memory shared with other launches on the same
         stream.

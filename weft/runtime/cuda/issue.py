@@ -114,7 +114,7 @@ class StreamItems:
         """Load all kernels. Run each call of torch and NCCL once, on its stream, with the current contents of memory. If
         several calls launch the same kernel, run only one of them.
 
-        During the warm-up, peers may already run the schedule. So the calls must not change memory that peers read or write
+        Peers may already run the schedule during the warm-up, so the calls must not change memory that peers read or write
         (`Operation.aside`).
         """
         for name in self._without_gaps:

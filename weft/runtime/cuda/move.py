@@ -132,7 +132,9 @@ class CopyLaunch:
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
+        kernel.
+        """
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)

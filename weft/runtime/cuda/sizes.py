@@ -57,7 +57,9 @@ class Totals:
         self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if Triton must launch the kernel."""
+        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
+        kernel.
+        """
         call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
         if call is not None:
             program.launch(stream, [(1, call)])

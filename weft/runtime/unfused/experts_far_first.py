@@ -279,8 +279,8 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. Other messages
-        begin with an unused row, which counts.
+        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. The unused
+        first row of a message counts.
 
         table: the number of rows to send to, or to receive from, each rank for each expert.
         """
@@ -348,8 +348,8 @@ def _by_expert(table: Cells) -> Cells:
 
 
 def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of all rows of some cells (the rows of one rank for one expert), one cell after the other. If the
-    cells are adjacent, return a slice.
+    """Return the indices of all rows of some cells, one cell after the other: a slice if the cells are adjacent. A cell is
+    the rows of one rank for one expert.
 
     starts: the index of each cell's first row. counts: the number of rows of each cell.
     """
@@ -364,8 +364,8 @@ def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
 
 
 def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of some cells (the rows of one rank for one expert), one cell after the other. If the cells are
-    adjacent, return a view.
+    """Return the rows of some cells, one cell after the other: a view if the cells are adjacent. A cell is the rows of one
+    rank for one expert.
 
     starts: the index of each cell's first row in `rows`. counts: the number of rows of each cell.
     """
