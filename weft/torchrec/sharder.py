@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import torch
 from torchrec.distributed import embedding, embeddingbag
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from weft.embedding.options import Transport
 from weft.torchrec.plan import KERNELS, SHARDINGS
@@ -16,7 +17,45 @@ from weft.torchrec.sharded import ShardedEmbeddingBagCollection
 from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 
 
-class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
+class _Sharder(BaseEmbeddingSharder):
+    """The methods that are equal for collections with and without pooling.
+
+    _sharded: the class of the sharded module. _shardings: the sharding types that it supports. _options: its further
+    arguments.
+    """
+
+    _sharded: ClassVar[Any]
+    _shardings: ClassVar[Collection[str]]
+    _options: dict[str, Any]
+
+    def shard(
+        self,
+        module: Any,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Return the sharded module. All ranks must make this call. If `module` is on a GPU, its values are copied;
+        otherwise the tables are newly initialised on `device`.
+        """
+        return self._sharded(
+            module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
+            **self._options,
+        )  # fmt: skip
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [one for one in super().sharding_types(compute_device_type) if one in self._shardings]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [one for one in super().compute_kernels(sharding_type, compute_device_type) if one in KERNELS]
+
+    @property
+    def sharded_module_type(self) -> Any:
+        return self._sharded
+
+
+class EmbeddingBagCollectionSharder(_Sharder, embeddingbag.EmbeddingBagCollectionSharder):
     """A sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
     | plan | kernels |
@@ -36,6 +75,8 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     transport, outputs, deterministic, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
     """
 
+    _sharded, _shardings = ShardedEmbeddingBagCollection, SHARDINGS
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
@@ -50,40 +91,14 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
             "transport": transport, "outputs": outputs, "deterministic": deterministic, "deadline_s": deadline_s,
         }  # fmt: skip
 
-    def shard(  # type: ignore[override]
-        self,
-        module: EmbeddingBagCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. All ranks must make this call. If `module` is on a GPU, its values are copied;
-        otherwise the tables are newly initialised on `device`.
-        """
-        return ShardedEmbeddingBagCollection(
-            module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
-            **self._options,
-        )  # fmt: skip
-
     def reshard(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotImplementedError`: to change a plan, save a checkpoint, and load it into a module with another plan."""
         raise NotImplementedError(
             "resharding in place is not supported: save a checkpoint, and load it into a model with another plan"
         )
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [one for one in super().sharding_types(compute_device_type) if one in SHARDINGS]
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [one for one in super().compute_kernels(sharding_type, compute_device_type) if one in KERNELS]
-
-    @property
-    def sharded_module_type(self) -> Any:
-        return ShardedEmbeddingBagCollection
-
-
-class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
+class EmbeddingCollectionSharder(_Sharder, embedding.EmbeddingCollectionSharder):
     """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
     It supports the plans and optimizers of `EmbeddingBagCollectionSharder`. All parts of a collection's tables must
@@ -92,6 +107,8 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
     deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.
     """
+
+    _sharded, _shardings = ShardedEmbeddingCollection, tuple(one for one in SHARDINGS if one != "column_wise")
 
     def __init__(
         self,
@@ -102,30 +119,3 @@ class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
     ) -> None:
         super().__init__(fused_params=fused_params, use_index_dedup=use_index_dedup)
         self._options = {"dedup": use_index_dedup, "deadline_s": deadline_s}
-
-    def shard(  # type: ignore[override]
-        self,
-        module: EmbeddingCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. All ranks must make this call. If `module` is on a GPU, its values are copied;
-        otherwise the tables are newly initialised on `device`.
-        """
-        return ShardedEmbeddingCollection(
-            module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
-            **self._options,
-        )  # fmt: skip
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        supported = [one for one in SHARDINGS if one != "column_wise"]
-        return [one for one in super().sharding_types(compute_device_type) if one in supported]
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [one for one in super().compute_kernels(sharding_type, compute_device_type) if one in KERNELS]
-
-    @property
-    def sharded_module_type(self) -> Any:
-        return ShardedEmbeddingCollection
