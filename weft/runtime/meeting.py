@@ -117,7 +117,7 @@ class Meeting:
     ) -> list[bytes]:  # fmt: skip
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
-        extra: 16 bytes of the caller that each rank sends to all ranks. They may differ between ranks.
+        extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
         cargo: a collective whose data travel with this rendezvous, so that the collective is complete on return. Pass it
             only if this object has `rails`.
         meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If this object has

@@ -346,8 +346,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum a slice of this rail's part over the ranks of this host. Write the sum into each message of `far`. Return the
-        sum in the first message.
+        """Sum a slice of this rail's part over the ranks of this host, into each message of `far`. Return the first of
+        these sums, a view of its message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]

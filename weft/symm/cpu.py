@@ -120,7 +120,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free memory in bytes, and an error text: "" unless it cannot be read."""
+    """Return the free memory in bytes and "", or 0 and an error text."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # this process has no free descriptor to read the file
@@ -128,8 +128,8 @@ def _room() -> tuple[int, str]:
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and an error text. On success the
-    text is "". On failure the descriptor is None.
+    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and "". On failure, return None
+    and an error text.
     """
     descriptor = None
     try:

@@ -202,7 +202,7 @@ def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, .
     """Return two int64 arrays that describe this rank's features and tables to native code:
 
     - A row for each feature, [features, 4]: its table, its index in the input, its first column in the received gradients,
-      and 1 for mean pooling.
+      and 1 for mean pooling or 0 for sums.
     - A row for each table, [tables, 2]: its number of rows and its number of columns.
     """
     local = sharding.local_tables(rank)

@@ -115,19 +115,20 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in `phase`: ranks of other hosts for the number of a piece, ranks of
-        this host for None.
+        """Return the ranks whose samples are pooled in `phase`.
+
+        phase: the number of a piece, which has samples of ranks on other hosts; None for the samples of this host's ranks.
         """
         return ranks_near(self.comm) if phase is None else ranks_far(self.comm)
 
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Pool the samples of `phase`: a piece's number, or None for this host's samples. Return the vectors, [samples,
-        columns], in the order of ranks, and the counts of `run_native`.
+        """Pool samples. Return the vectors, [samples, columns], in the order of ranks, and the counts of `run_native`.
 
-        table: the result of `slot_table`; None if this rank has no tables. cuts: piece i has the samples cuts[r][i] to
-            cuts[r][i + 1] of rank r.
+        table: the result of `slot_table`; None if this rank has no tables.
+        cuts: piece i has the samples cuts[r][i] to cuts[r][i + 1] of rank r.
+        phase: the number of the piece to pool; None for the samples of this host's ranks.
         """
         plan, columns = self.plan, self._columns[self.comm.rank]
         pieces = [end - begin for cut in cuts for begin, end in pairwise(cut)]
@@ -147,10 +148,10 @@ class FarFirst:
     def _exchange(
         self, sent: torch.Tensor, cuts: list[list[int]], phase: int | None, turn: Turn
     ) -> tuple[Pending | None, torch.Tensor, list[int]]:
-        """Begin to exchange the vectors of `phase`: a piece's number, or None for this host's samples. Return the work
-        handle (None if there is nothing to wait for), the receive buffer, and the number of elements from each rank.
+        """Begin to exchange pooled vectors. Return the work handle (None if there is nothing to wait for), the receive
+        buffer, and the number of elements from each rank.
 
-        sent: this rank's vectors, from `_pool`. cuts: as for `_pool`.
+        sent: this rank's vectors, from `_pool`. cuts, phase: as for `_pool`.
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
@@ -173,8 +174,7 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return the range of a rank's samples that `phase` (a piece's number, or None) exchanges: those of the piece, or all
-    samples.
+    """Return the range of a rank's samples that belong to piece number `phase`; for None, the range of all samples.
 
     cut: piece i has the samples cut[i] to cut[i + 1].
     """

@@ -44,8 +44,8 @@ class RankSchedule:
         """The index of the standing word, which follows the flags. It shows the watching thread how far a run has come.
 
         Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0. In
-        some schedules (`Compiler._tells`) the word is always 0. Their runs begin by clearing flags of the previous run, so
-        clear flags show the watching thread that a run is in progress.
+        some schedules (`Compiler._tells`) it is always 0. The watching thread then recognises a run in progress by the
+        flags of the previous run, which each run clears at its beginning.
         """
         return max(len(flags) for flags in self.flags)
 

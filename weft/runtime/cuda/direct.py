@@ -142,8 +142,8 @@ def launch_all(
 def _program_of_all(
     launches: Sequence[tuple[Kernel, Call]], device: torch.device, waits: bool
 ) -> _core.StreamProgram | None:
-    """Compile the kernels. Return a program that launches all of them, or None if only Triton can launch one of them. For
-    each launch, a run passes the two sizes of the grid, then the arguments.
+    """Compile the kernels. Return a program that launches all of them, or None if only Triton can launch one of them. The
+    program's input is, for each launch, the two sizes of the grid, and the arguments.
 
     waits: True if the program must begin with a wait for another stream.
     """

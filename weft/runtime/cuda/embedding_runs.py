@@ -97,11 +97,13 @@ class Shape:
 
 
 class Occurrences(NamedTuple):
-    """All occurrences of ids in a batch, ordered by layer (see `_Slots`), then by position in the input.
+    """All occurrences of ids in a batch, ordered by layer (see `_Slots`), then by position in the input. The fields have an
+    element for each occurrence.
 
-    keys: the sort keys: row * `Shape.split` + the number of the slot among the slots of its table.
+    keys: the sort key: row * `Shape.split` + the number of the slot among the slots of its table.
     places: the offset of the occurrence's gradient in the received gradients, in elements.
-    scales: the factor of the gradient; None if all are 1. over_length: 1 / length of the bag; None if no slot has mean pooling.
+    scales: the factor of the gradient; None if all are 1. over_length: 1 / length of the bag; None if no slot has mean
+        pooling.
     """
 
     keys: torch.Tensor

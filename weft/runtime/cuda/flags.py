@@ -139,8 +139,8 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
     Waits for signals of the previous run are listed only if there are no others.
 
     words: the contents of the rank's words.
-    standing: the contents of the standing word (`RankSchedule.standing_word`). If it is 0, a run is in progress only if a
-        flag of the previous run is clear, because each run first clears these flags.
+    standing: the contents of the standing word (`RankSchedule.standing_word`). With 0, no run is blocked if the flags of
+        all waits for the previous run are still raised.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):

@@ -108,7 +108,7 @@ def direct_program(compiled: Any, arguments: int) -> _core.StreamProgram | None:
     """Return a program that launches the kernel `compiled`, in a third of the CPU time of Triton's launch; None if only
     Triton can launch it.
 
-    Each run passes the two sizes of the grid, then `arguments` addresses or numbers.
+    The program's input is the two sizes of the grid, then `arguments` addresses or numbers.
     """
     program = _core.StreamProgram(2 + arguments, 1, 0)
     call = kernel_call(program, compiled, Grid(0, 1), [Base(2 + i, 0) for i in range(arguments)])

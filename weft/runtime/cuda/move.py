@@ -40,8 +40,8 @@ class CopyShape:
 class Part(NamedTuple):
     """A further copy in the same kernel, with the `CopyShape` of the first copy.
 
-    source: the position of its source, in bytes from the first copy's source.
-    target: the address of its target. If `relative` is True, the position in bytes from the first copy's target instead.
+    source: the offset of this copy's source from the first copy's source, in bytes.
+    target: the address of this copy's target. With `relative`, the offset from the first copy's target, in bytes.
     sizes: as in `CopyLaunch`; 0 for a fixed size.
     """
 

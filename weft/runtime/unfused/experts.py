@@ -39,8 +39,8 @@ _BACK = "exchange ordered -> y"
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
-    """Exchange the numbers of tokens. Return received [ranks, local experts], int64: the number of tokens from each rank for
-    each expert of this rank.
+    """Exchange the numbers of tokens. Return the number of tokens from each rank for each expert of this rank, int64
+    [ranks, local experts].
 
     splits: the number of this rank's tokens for each expert, [experts of all ranks].
     """

@@ -100,7 +100,7 @@ class FarFirst:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `experts.all_to_all_matmul`, with the same arguments and results.
 
-        rows: the number of rows of y. name: the name of the exchange between hosts, for error texts.
+        rows: the number of rows of the products. name: the name of the exchange between hosts, for error texts.
         """
         sent, came = sizes.tables
         sent_at, came_at, y_at, total = _by_rank(sent), _by_rank(came), _by_expert(came), int(came.sum())
@@ -168,7 +168,7 @@ class FarFirst:
         self._never_early.add(key)
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank for the experts in `part`: 0 for ranks of this host.
+        """Return the number of rows of each rank for the experts in `part`, with 0 for ranks of this host.
 
         table: the number of rows of each rank for each expert, [ranks, experts].
         """
@@ -224,10 +224,10 @@ class Combine:
             self._end_near = self._early.near.begin_exchange(self._to_near(), deadline_s=self._turn.wait_s, what=_NEAR)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Return a list with the result, [rows, N].
+        """Return a list with one tensor, the result [rows, N].
 
-        numbers: 1 for a rank whose messages were too large; all ranks then repeat the exchange. None if the rendezvous
-            exchanged no numbers.
+        numbers: for each rank, 1 if its messages were too large, so that all ranks must repeat the exchange. None if the
+            rendezvous exchanged no numbers.
         """
         far, n = self._far, self._w.shape[2]
         y = self._h.new_empty(self._rows, n)

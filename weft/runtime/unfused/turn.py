@@ -167,7 +167,7 @@ class Turn:
 
     def largest(self, collective: str, number: int) -> int:
         """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most
-        tokens of any rank. Then begin the collective itself with `met.begin`, which does not synchronise the ranks
+        tokens of any rank. The caller then begins the collective by `met.begin`, which does not synchronise the ranks
         again.
         """
         assert self._turns is not None
