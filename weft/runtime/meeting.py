@@ -263,7 +263,8 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
-    """Return a function for `Topic(difference=...)`. All ranks must call it. It returns a text with each rank's `details`.
+    """Return a function for `Topic(difference=...)`, which all ranks must call. The function returns a text with each
+    rank's `details`.
 
     If `details` has several lines "name: value", the text has only the first line that differs.
     """

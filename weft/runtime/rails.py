@@ -292,7 +292,7 @@ class _Sum(_Still):
         return _like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rail's part of the matrix of each rank of this host, in the order of ranks."""
+        """Return the matrices of this host's ranks, cut to this rail's part, in the order of ranks."""
         index = self.rails.levels.index
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 

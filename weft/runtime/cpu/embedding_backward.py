@@ -201,8 +201,8 @@ def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
 def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return two int64 arrays that describe this rank's features and tables to native code:
 
-    - A row for each feature, [features, 4]: its table, its index in the input, its first column in the received gradients,
-      and 1 for mean pooling or 0 for sums.
+    - A row for each feature, [features, 4]: its table, index in the input, first column in the received gradients, and 1
+      for mean pooling, else 0.
     - A row for each table, [tables, 2]: its number of rows and its number of columns.
     """
     local = sharding.local_tables(rank)

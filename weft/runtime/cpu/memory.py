@@ -185,8 +185,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs, and wait for its end, unless this thread itself is the caller (in a garbage
-        collection that closes the communicator).
+        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread is the caller: a garbage
+        collection on it may close the communicator.
         """
         with self._ending:
             self._ended = True
