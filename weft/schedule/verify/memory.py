@@ -105,17 +105,18 @@ def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, B
     """
     covered = np.zeros(len(found.events), bool)
     earlier = [np.zeros((2, 0), np.int64)]
-    for i, j in _overlapping(found.boxes, found.reads, found.writes):
-        number, other = found.events[i], found.events[j]
-        counts = (
-            (other != number)
-            & (found.runs[j] == found.runs[i])
-            & ~happened.each_before(number, other)
-            & (~(found.updates[i] & found.updates[j]) | happened.each_before(other, number))
-        )
-        i, j = i[counts], j[counts]
-        covered[i[inside(found.boxes[i], found.boxes[j])]] = True  # the common case: one step has written the region
-        earlier.append(np.stack([i, j])[:, ~covered[i]])
+    for writes in (found.writes & ~found.updates, found.updates):  # one write often covers the reads of many updates
+        for i, j in _overlapping(found.boxes, found.reads & ~covered, writes):
+            number, other = found.events[i], found.events[j]
+            counts = (
+                (other != number)
+                & (found.runs[j] == found.runs[i])
+                & ~happened.each_before(number, other)
+                & (~(found.updates[i] & found.updates[j]) | happened.each_before(other, number))
+            )
+            i, j = i[counts], j[counts]
+            covered[i[inside(found.boxes[i], found.boxes[j])]] = True
+            earlier.append(np.stack([i, j])[:, ~covered[i]])
     reads = np.flatnonzero(found.reads & ~covered)
     i, j = np.concatenate(earlier, 1)
     order = np.argsort(i, kind="stable")
