@@ -17,8 +17,8 @@ namespace weft {
 namespace {
 
 constexpr int64_t unit_occurrences = 2048;  // a thread takes short runs with about this many occurrences at once
-constexpr int64_t bytes_at_once = 8 << 10;  // reduced gradients of the rows that are updated together
-constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients
+constexpr int64_t bytes_at_once = 1 << 10;  // reduced gradients of the rows that are updated together
+constexpr int64_t bytes_ahead = 4 << 10;    // prefetch distance in bytes of gradients, also for rows
 constexpr int digit_bits_of_few = 11;  // with few ids a larger table of counts would take longer than another pass
 constexpr int most_digit_bits = 14;    // the counts of a digit, 64 KiB, then fit into the L2 cache
 constexpr size_t most_kept_words = size_t(1) << 27;
@@ -333,17 +333,23 @@ class RowUpdater {
             return sum(0, &length, 1, unit.partial);
         }
         const int64_t count = unit.end - unit.begin;
+        const int64_t at_once = std::clamp<int64_t>(bytes_at_once / (4 * dim), 1, most_rows);
         scratch.lengths.resize(size_t(count));
-        scratch.rows.resize(size_t(count));
+        scratch.rows.resize(size_t(count + ahead));
         for (int64_t i = 0; i < count; ++i) {
             scratch.lengths[i] = runs[unit.begin + i + 1] - runs[unit.begin + i];
             scratch.rows[i] = of.row(runs[unit.begin + i]);
         }
-        const int64_t at_once = std::clamp<int64_t>(bytes_at_once / (4 * dim), 1, most_rows);
+        std::fill_n(scratch.rows.begin() + count, ahead, scratch.rows[count - 1]);
+        for (int64_t i = 0; i < std::min(ahead, count); ++i) prefetch_row(unit.table, scratch.rows[i]);
+        if (const UpdateRuns update_runs = update_.isa->update_runs(update_.rule, update_.dtype, dim, scaled))
+            return update_runs({&update_.rule, &update_.tables[unit.table], scratch.gradients.data(),
+                                scaled ? scratch.scales.data() : nullptr, scratch.lengths.data(), scratch.rows.data(),
+                                count, ahead, ahead});
         scratch.sums.resize(size_t(at_once * dim));
         for (int64_t i = 0, at = 0; i < count; i += at_once) {
             const int64_t now = std::min(at_once, count - i);
-            for (int64_t coming = i == 0 ? 0 : i + at_once; coming < std::min(i + 2 * at_once, count); ++coming)
+            for (int64_t coming = i + ahead; coming < std::min(i + at_once + ahead, count); ++coming)
                 prefetch_row(unit.table, scratch.rows[coming]);
             sum(at, scratch.lengths.data() + i, now, scratch.sums.data());
             apply(unit.table, unit.begin + i, scratch.rows.data() + i, now, scratch.sums.data());

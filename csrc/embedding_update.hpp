@@ -43,4 +43,18 @@ struct UpdateJob {
 using UpdateRows = int64_t (*)(const UpdateJob &);
 constexpr int64_t most_rows = 16;  // the most rows of an UpdateJob
 
+// An update of distinct rows of one table, whose gradients have not been reduced.
+struct RunsJob {
+    const UpdateRule *rule;
+    const RowMemory *memory;
+    const char *const *gradients;  // fp32 [dim] each: of the first row, then of the second, and so on. `ahead` more
+                                   // follow, which are only prefetched
+    const float *scales;           // one per gradient, or null
+    const int64_t *lengths;        // [count]: the number of gradients of each row
+    const int64_t *rows;           // [count]. `rows_ahead` more follow, which are only prefetched
+    int64_t count, ahead, rows_ahead;
+};
+// Sums the gradients of each row, and applies the rule. The result has the same bits as after `Pool` and `UpdateRows`.
+using UpdateRuns = void (*)(const RunsJob &);
+
 }  // namespace weft

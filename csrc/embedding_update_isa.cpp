@@ -57,7 +57,7 @@ float mean_of_squares(const float *g, int64_t dim) {
         memcpy(&x, g + d, sizeof x);
         sums += x * x;
     }
-    for (int i = 0; d < dim; ++d, ++i) sums[i] += g[d] * g[d];
+    for (int i = 0; i < sums_of_squares && d < dim; ++d, ++i) sums[i] += g[d] * g[d];
     const float even = (sums[0] + sums[4]) + (sums[2] + sums[6]), odd = (sums[1] + sums[5]) + (sums[3] + sums[7]);
     return (even + odd) / float(dim);
 }
@@ -233,7 +233,78 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
     return __builtin_popcount(skipped);
 }
 
+// Rows of N vectors, for SGD and rowwise Adagrad without options. The sum stays in registers, and only rows of the table
+// are read from memory. So the CPU works on many rows at once, and memory is busy all the time: in separate loops, sums
+// would leave memory idle, and updates would wait for it.
+template <class T, int N, bool by_row, bool scaled> void update_runs(const RunsJob &job) {
+    constexpr int W = widest;
+    constexpr int64_t dim = N * W, row_bytes = dim * sizeof(T);
+    const UpdateRule u = *job.rule;
+    T *const weights = reinterpret_cast<T *>(job.memory->weight);
+    float *const states = job.memory->first;
+    const char *const *gradients = job.gradients;
+    const float *scales = job.scales;
+    const int64_t *const rows = job.rows, *const lengths = job.lengths;
+    const int64_t count = job.count, ahead = job.ahead, rows_ahead = job.rows_ahead;
+    for (int64_t run = 0; run < count; ++run) {
+        const int64_t coming = rows[run + rows_ahead];
+        for (int64_t i = 0; i < row_bytes; i += 64)
+            __builtin_prefetch(reinterpret_cast<const char *>(weights + coming * dim) + i, 0, 2);
+        if constexpr (by_row) __builtin_prefetch(states + coming, 0, 2);
+        Floats<W> g[N] = {};
+        for (int64_t length = lengths[run]; length > 0; --length, ++gradients) {
+            const float *const x = reinterpret_cast<const float *>(*gradients);
+#pragma GCC unroll 16
+            for (int j = 0; j < N; ++j) {
+                if (j * W * 4 % 64 == 0) __builtin_prefetch(gradients[ahead] + j * W * 4, 0, 2);
+                if constexpr (scaled) g[j] += load<W>(x + j * W) * *scales;
+                else g[j] += load<W>(x + j * W);
+            }
+            if constexpr (scaled) ++scales;
+        }
+        if (u.factor != 1)
+#pragma GCC unroll 16
+            for (int j = 0; j < N; ++j) g[j] *= u.factor;
+        float rate = u.learning_rate;
+        if constexpr (by_row) {
+            float stored[dim];
+#pragma GCC unroll 16
+            for (int j = 0; j < N; ++j) store<W>(stored + j * W, g[j]);
+            float &sum = states[rows[run]];
+            sum += mean_of_squares(stored, dim);
+            rate /= __builtin_sqrtf(sum) + u.eps;
+        }
+        T *const w = weights + rows[run] * dim;
+#pragma GCC unroll 16
+        for (int j = 0; j < N; ++j) store<W>(w + j * W, load<W>(w + j * W) - rate * g[j]);
+    }
+}
+
+template <class T, bool by_row, bool scaled, int N = 16> UpdateRuns update_runs_of(int64_t vectors) {
+    if (vectors == N) return update_runs<T, N, by_row, scaled>;
+    if constexpr (N > 1) return update_runs_of<T, by_row, scaled, N / 2>(vectors);
+    return nullptr;
+}
+
+template <class T> UpdateRuns choose_update_runs(Rule rule, int64_t vectors, bool scaled) {
+    if (rule == Rule::sgd)
+        return scaled ? update_runs_of<T, false, true>(vectors) : update_runs_of<T, false, false>(vectors);
+    if (rule == Rule::rowwise_adagrad)
+        return scaled ? update_runs_of<T, true, true>(vectors) : update_runs_of<T, true, false>(vectors);
+    return nullptr;
+}
+
 }  // namespace
+
+UpdateRuns WEFT_ISA_NAME(update_runs_)(const UpdateRule &u, Dtype dtype, int64_t dim, bool scaled) {
+    const bool has_options = u.clip < __builtin_inff() || u.weight_decay != 0 || u.skip_nonfinite ||
+                             (u.is_stochastic && dtype != Dtype::fp32);
+    if (has_options || u.learning_rate == 0 || dim % widest != 0) return nullptr;
+    const int64_t vectors = dim / widest;
+    return dtype == Dtype::fp16   ? choose_update_runs<Half>(u.rule, vectors, scaled)
+           : dtype == Dtype::bf16 ? choose_update_runs<Brain>(u.rule, vectors, scaled)
+                                  : choose_update_runs<float>(u.rule, vectors, scaled);
+}
 
 UpdateRows WEFT_ISA_NAME(update_rows_)(Dtype dtype) {
     return dtype == Dtype::fp16 ? update_rows<Half> : dtype == Dtype::bf16 ? update_rows<Brain> : update_rows<float>;

@@ -12,5 +12,6 @@
 namespace weft {
 
 UpdateRows WEFT_ISA_NAME(update_rows_)(Dtype dtype);
+UpdateRuns WEFT_ISA_NAME(update_runs_)(const UpdateRule &rule, Dtype dtype, int64_t dim, bool scaled);
 
 }  // namespace weft

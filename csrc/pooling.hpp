@@ -66,6 +66,8 @@ struct Isa {
     int64_t (*count_bad)(const void *indices, int index_bits, int64_t count, int64_t rows);
     void (*stream_copy)(void *to, const void *from, int64_t bytes);  // bypasses caches; `to` and bytes: multiples of 64
     UpdateRows (*update_rows)(Dtype tables);
+    // Null if there is no such loop for the rule and the dimension.
+    UpdateRuns (*update_runs)(const UpdateRule &rule, Dtype tables, int64_t dim, bool scaled);
 };
 
 // The instruction sets of this machine, best first. Never empty: "portable" is always available.

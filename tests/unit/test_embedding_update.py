@@ -20,24 +20,40 @@ _DIMS, _ROWS, _BATCH = (
     (3, 5000, 90, 4),
     700,
 )  # widths from one lane to several blocks; one table has rows that occur very often
+_WHOLE = (
+    16,
+    32,
+    64,
+    128,
+    256,
+    8,
+    4,
+)  # widths of whole vectors, of which some have a loop that sums and updates at once
+_OPTIONS = [0.1, 0.5, 1e-8, 0.01, 0.9, 0.99, 0.1, 0.01, 2.0, 3.0, 0.7]
 
 
-def updated(isa: str, rule: int, dtype: int, is_stochastic: bool) -> list[torch.Tensor]:
+def updated(
+    isa: str, rule: int, dtype: int, is_stochastic: bool, numbers: list[float] = _OPTIONS, dims: tuple[int, ...] = _DIMS,
+    skip_nonfinite: bool = True, weighted: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
     """Return the tables and states after one update of random tables by random gradients."""
     generator = torch.Generator().manual_seed(rule)
-    lengths = torch.randint(0, 5, (len(_DIMS) * _BATCH,), generator=generator)
+    sizes = [_ROWS[t % len(_ROWS)] for t in range(len(dims))]
+    lengths = torch.randint(0, 5, (len(dims) * _BATCH,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.randint(-1, 5000, (int(offsets[-1]),), generator=generator)
     ids = torch.where(torch.rand(len(ids), generator=generator) < 0.5, ids % 3, ids)
-    columns = np.cumsum((0, *_DIMS))
-    slots = np.array([(t, t, columns[t], t % 2) for t in range(len(_DIMS))], dtype=np.int64)
+    weights = torch.rand(len(ids), generator=generator)
+    columns = np.cumsum((0, *dims))
+    slots = np.array([(t, t, columns[t], weighted and t % 2) for t in range(len(dims))], dtype=np.int64)
     grad = torch.randn(_BATCH, int(columns[-1]), generator=generator).to(_DTYPES[dtype])
     grad[3, 1] = torch.inf
-    tables = [torch.randn(shape, generator=generator).to(_DTYPES[dtype]) for shape in zip(_ROWS, _DIMS, strict=True)]
-    states = [[torch.rand(shape, generator=generator) for shape in zip(_ROWS, _DIMS, strict=True)] for _ in range(2)]
+    tables = [torch.randn(shape, generator=generator).to(_DTYPES[dtype]) for shape in zip(sizes, dims, strict=True)]
+    states = [[torch.rand(shape, generator=generator) for shape in zip(sizes, dims, strict=True)] for _ in range(2)]
     rows = _core.SortedRows(
-        slots=slots, tables=np.array(list(zip(_ROWS, _DIMS, strict=True)), dtype=np.int64), values=ids.data_ptr(), values_bits=64,
-        n_values=len(ids), offsets=offsets.data_ptr(), offsets_bits=64, per_sample_weights=0, batch=_BATCH, hash=False, n_threads=2,
+        slots=slots, tables=np.array(list(zip(sizes, dims, strict=True)), dtype=np.int64), values=ids.data_ptr(), values_bits=64,
+        n_values=len(ids), offsets=offsets.data_ptr(), offsets_bits=64,
+        per_sample_weights=weights.data_ptr() if weighted else 0, batch=_BATCH, hash=False, n_threads=2,
     )  # fmt: skip
     memory = [
         (w.data_ptr(), a.data_ptr(), b.data_ptr(), 0, n)
@@ -45,10 +61,30 @@ def updated(isa: str, rule: int, dtype: int, is_stochastic: bool) -> list[torch.
     ]
     skipped = rows.update(
         memory=np.array(memory, dtype=np.int64), gradients=grad.data_ptr(), stride=grad.shape[1], gradients_dtype=dtype,
-        dtype=dtype, rule=rule, sparse=False, numbers=[0.1, 0.5, 1e-8, 0.01, 0.9, 0.99, 0.1, 0.01, 2.0, 3.0, 0.7],
-        is_stochastic=is_stochastic, seed=5, skip_nonfinite=True, n_threads=2, isa=isa,
+        dtype=dtype, rule=rule, sparse=False, numbers=numbers, is_stochastic=is_stochastic, seed=5,
+        skip_nonfinite=skip_nonfinite, n_threads=2, isa=isa,
     )  # fmt: skip
     return [*tables, *(state for of_tables in states for state in of_tables), torch.tensor([skipped])]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", range(3))
+@pytest.mark.parametrize("rule", [1, 2])
+def test_one_loop_for_sums_and_updates_has_the_bits_of_two(
+    rule: int, dtype: int, factor: float, weighted: bool
+) -> None:
+    """SGD and rowwise Adagrad without options use one loop. A bound of gradients that clips nothing leads to two loops."""
+    found = []
+    for isa in _core.isas():
+        for bound in (math.inf, 3e38):
+            numbers = [0.1, factor, 1e-8, 0.0, 0.9, 0.99, 0.1, 0.01, 2.0, 3.0, bound]
+            found.append(updated(isa, rule, dtype, False, numbers, _WHOLE, False, weighted)[: len(_WHOLE)])
+    for tables in found[1:]:
+        for one, two in zip(
+            found[0][1:], tables[1:], strict=True
+        ):  # the first table has an infinity, which the bound clips
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 @pytest.mark.skipif(len(_core.isas()) == 1, reason="this machine has one instruction set")
