@@ -194,6 +194,30 @@ def test_schedulers_write_the_learning_rate_of_the_next_update(pool: Pool) -> No
         assert "only lr can change" in errors[0][1]
 
 
+def pauses(group: dist.ProcessGroup, optimizer: Any) -> list[list[bool]]:
+    """Return, for each of four steps, of which the third has a learning rate of 0, whether each table has kept its bits."""
+    module = made(group, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(module.fused_optimizer, lambda step: 0.0 if step == 2 else 1.0)
+    kept = []
+    for seed in range(4):
+        before = state(module)
+        features, upstream = batch(seed, group.rank(), group.size())
+        module(features).values().backward(upstream)
+        after = state(module)
+        kept.append([torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before])
+        module.fused_optimizer.step()
+        scheduler.step()
+    return kept
+
+
+@pytest.mark.parametrize("optimizer", [weft.SGD(lr=0.1), weft.RowwiseAdagrad(lr=0.1), weft.Adam(lr=0.1)], ids=str)
+def test_a_step_with_a_learning_rate_of_zero_keeps_the_bits_of_rows(pool: Pool, optimizer: Any) -> None:
+    for kept in pool.run(pauses, optimizer, ranks=2):
+        assert kept[0]  # each rank has a table
+        assert all(kept[2])
+        assert not any(itertools.chain(kept[0], kept[1], kept[3]))
+
+
 def continues(group: dist.ProcessGroup, optimizer: Any) -> list[Any]:
     """Return (True if a loaded module trains like the saved module, the names of the saved states, errors)."""
     module, fresh = (made(group, optimizer=optimizer) for _ in range(2))
