@@ -15,6 +15,7 @@ Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Com
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -113,6 +114,7 @@ class FarFirst:
             received = tokens.new_empty(int(came[far].sum()), tokens.shape[1])
             from_to = self.of_far(came, part), self.of_far(sent, part)
             begun.append((part, received, begin_piece(self.comm, turn, name, received, leaving, *from_to)))
+        os.sched_yield()  # let ranks that share this core send too, before this rank computes
         near, every = self.near, np.arange(w.shape[0])
         here = tokens.new_empty(int(came[near].sum()), tokens.shape[1])
         outgoing = [tokens[at : at + n] for at, n in zip(sent_at[near, 0], sent[near].sum(1), strict=True)]
@@ -219,6 +221,7 @@ class Combine:
             if self.number:  # too large: all ranks exchange again
                 made, sizes = made[: len(self._far.far)], [min(1, rows) for rows in sizes]
             self._works.append(self._early.begin(exchange, made, sizes, self._turn.wait_s, self._name))
+            os.sched_yield()  # let ranks that share this core send too, before this rank computes more
         yield from self._multiply(None)
         if len(self._far.near) > 1:
             self._end_near = self._early.near.begin_exchange(self._to_near(), deadline_s=self._turn.wait_s, what=_NEAR)
