@@ -160,7 +160,7 @@ def test_bad_problems_are_refused() -> None:
         ((2, (1,), (((0, 4),), ())), "one entry for each of 2 ranks"),
         ((1, (-1,), (((0, 4),),)), "must not be negative"),
         ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at column 1: it must begin at 0"),
-        ((1, (1,), (((4, 4), (0, 4)),)), "in ascending order of columns"),
+        ((1, (1,), (((4, 4), (0, 4)),)), "sort each rank's slots .* by first column"),
         ((1, (1,), ((),)), "give at least one slot"),
         ((1, (1,), (((0, 4),),), ((1.0, 2.0),)), "give one for each of their"),
         ((1, (1,), (((0, 4),),), (), "int3"), "dtype='int3' is not known"),

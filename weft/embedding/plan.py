@@ -142,7 +142,9 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan for these options. For "put" and "direct", take the order and slice size from the schedule's kernel."""
+    """Return the plan for these options. For the transports "put" and "direct", its order and slice size are those of the
+    schedule's kernel.
+    """
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan

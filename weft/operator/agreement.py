@@ -95,7 +95,7 @@ class Agreement:
 
 
 class CpuAgreement(Agreement):
-    """The protocol of CPU processes, which synchronise before each call through shared memory."""
+    """The protocol for CPU processes. Before each call, the ranks compare their calls in a rendezvous."""
 
     meets = True
 

@@ -231,8 +231,8 @@ class Table(Generic[E]):
     ) -> None:
         """Store `prepared`, a compiled operator, for calls with this signature.
 
-        inputs: the call's input buffers by name, from which the place of each buffer in a call is found; None if
-            gradients are wanted.
+        inputs: {buffer name: tensor} of the call's input buffers; None if gradients are wanted. The cache stores which
+            tensor of a call is which buffer (`Known.places`).
         """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None

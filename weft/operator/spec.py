@@ -170,8 +170,8 @@ class Operator(ABC, Generic[C]):
         """True if calls that differ only in the contents and addresses of tensors do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        Then no field of the form may depend on the contents of a tensor. The public function must return the results
-        unchanged, except for the division of `averages`.
+        Then no field of the form may depend on the contents of a tensor. The public function may divide the first result
+        by the number of ranks (`averages`). Otherwise it must return the results unchanged.
         """
         return True
 
@@ -191,8 +191,8 @@ class Operator(ABC, Generic[C]):
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """Return the input buffers of executors, by name. Default: the fields of the call, which must then be matrices
-        with the names of the buffers.
+        """Return {buffer name: tensor} of the input buffers. Default: all fields of the call. Then each field must be a
+        matrix, and must have the name of its buffer.
         """
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
 

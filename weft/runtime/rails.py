@@ -406,7 +406,13 @@ def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) 
 
 
 def rails_for(comm: Communicator, payload_bytes: int) -> Rails | None:
-    """Return the `Rails` of `comm`; None if its ranks form no rails. All ranks must make this call."""
+    """Return the `Rails` of `comm`; None if the ranks form no rails.
+
+    Ranks form rails if there are several hosts, and each has the same number of consecutive ranks, at least two. All
+    ranks must make this call.
+
+    payload_bytes: the size of the largest payload.
+    """
     return Rails(comm, payload_bytes) if not comm.all_mapped and ranks_per_host(comm.hosts) else None
 
 

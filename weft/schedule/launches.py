@@ -251,7 +251,7 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
     """Return True if `step` of `rank` is a signal between ranks: a set at another rank, or a wait for a counter in
     `awaited`.
 
-    awaited: the rank's entry of `setters`.
+    awaited: the counters of `rank` that another rank or a tile kernel sets, from `setters`.
     """
     if wait := step.awaits:
         return (wait.signal, wait.index) in awaited

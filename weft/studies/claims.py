@@ -85,7 +85,7 @@ class Claim:
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
     """Return a table with a row for each claim. The last column says which claims are reproduced. If any claim has its
-    own limit, the column has entries only for such claims.
+    own limit (`Claim.limit`), the column is empty for the claims with the default limit.
     """
     limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {

@@ -44,8 +44,8 @@ Pool = Callable[[int], torch.Tensor]
 class SerialVariant:
     """A variant that pools, exchanges and unpacks, one after the other.
 
-    pooling: a function that returns the function that pools. asynchronous: True to start the all-to-all with
-    `async_op=True` and then wait for it.
+    pooling: a function that prepares pooling for `work`, and returns a `Pool`. asynchronous: True to start the
+    all-to-all with `async_op=True` and then wait for it.
     """
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool], asynchronous: bool = False):

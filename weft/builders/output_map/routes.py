@@ -386,7 +386,10 @@ class Routes:
         return self.number[0][self._renumbered(rank, place)] if self.alike else self.number[rank][place]
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, place, index of the source, source) of each chunk that arrives on an evaluated rank."""
+        """Yield (rank, place, i, source) for each chunk that a rank receives: `source` is `sources(rank, place)[i]`.
+
+        If ranks are alike, yield only the chunks that rank 0 receives.
+        """
         for (rank, place), sources in self._sources.items():
             for nth, source in enumerate(sources):
                 yield rank, place, nth, source

@@ -276,7 +276,9 @@ class _RankLanes:
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
     def _receive(self) -> None:
-        """Append the copies that move chunks from other ranks out of their slots into the result."""
+        """Append copies to the lane "to y": each copies a chunk that another rank sent, from its slot to the result. With a tile
+        kernel, the lane first copies this rank's own chunks to the result.
+        """
         routes, rank, receiver = self.routes, self.rank, self.lane("to y")
         came = [(place, source) for place in routes.order[rank] for source in routes.sources(rank, place)]
 

@@ -90,7 +90,8 @@ class EmbeddingAllToAll(Problem):
             end = column + dim
         if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
             raise ValueError(
-                f"slots={self.slots}: give at least one slot, and each rank's slots in ascending order of columns"
+                f"slots={self.slots}: give at least one slot, and sort each rank's slots (first column, number of columns) by "
+                "first column"
             )
 
     @property

@@ -1,8 +1,8 @@
 """The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into
 the inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
 
-The CPU waits only if memory grows. The device records a missed deadline in pinned memory. Then the next exchange, or the
-watching thread, makes the group fail.
+The CPU waits only for the allocation of a larger inbox. The device records a missed deadline in pinned memory. Then the
+next exchange, or the watching thread, makes the group fail.
 """
 
 from __future__ import annotations
