@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.reference import problem
 
 import weft
 from weft import _core
+from weft.runtime import embedding_replicated
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 _DIMS, _ROWS, _BATCH = (
@@ -157,3 +159,14 @@ def test_the_limits_of_float32_are_allowed() -> None:
     for value in (0.0, 2.0**-149, torch.finfo(torch.float32).max):
         made = weft.Adagrad(lr=value, eps=value, weight_decay=value)
         assert torch.tensor([made.lr, made.eps, made.weight_decay]).tolist() == [value] * 3
+
+
+def test_gradients_of_data_parallel_tables_have_version_counters_of_their_own() -> None:
+    """They share memory. With one counter, autograd would report a change of any of them as a change of all."""
+    p = problem(1, (8, 3), 5)
+    flat = torch.zeros(sum(weight.numel() for weight in p.weights))
+    (first, second), _ = embedding_replicated.of_tables(flat, p.sharding)
+    before = second._version
+    first += 1
+    assert second._version == before
+    assert flat.sum() == first.numel()

@@ -115,7 +115,7 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[tor
     """
     shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
     sizes = [rows * columns for rows, columns in shapes]
-    grads = flat[: sum(sizes)].split(sizes)
+    grads = flat[: sum(sizes)].unsafe_split_with_sizes(sizes)  # each with a version counter of its own
     return [grad.view(shape) for grad, shape in zip(grads, shapes, strict=True)], flat[sum(sizes) :]
 
 
