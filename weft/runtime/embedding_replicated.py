@@ -36,17 +36,16 @@ def local_gradients(of: ForwardCall, jagged: JaggedInput, grad: torch.Tensor, wo
 
     grad: the gradient of this rank's pooled vectors, [samples, columns of all tables].
     """
-    device, tables = device_code(grad.device), of.plan.sharding.tables
+    device, sharding = device_code(grad.device), of.plan.sharding
     plain = replace(of, sparse=False, factor=1.0)
-    shapes = [(table.num_embeddings, table.embedding_dim) for table in tables]
-    sizes = [rows * columns for rows, columns in shapes]
-    flags = sum(rows for rows, _ in shapes) if needs_flags(of) else 0
-    flat = torch.zeros(-(-(sum(sizes) + flags) // world) * world, dtype=torch.float32, device=grad.device)
-    of_tables = [one.view(shape) for one, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+    rows_of_all = sum(table.num_embeddings for table in sharding.tables) if needs_flags(of) else 0
+    count = rows_of_all + sum(table.num_embeddings * table.embedding_dim for table in sharding.tables)
+    flat = torch.zeros(-(-count // world) * world, dtype=torch.float32, device=grad.device)
+    grads, flags = of_tables(flat, sharding)
     rows = device.sorted_rows(plain, jagged)
-    device.gradients_of_tables(plain, rows, grad.contiguous(), torch.float32, of_tables)
-    if flags:
-        flat[sum(sizes) : sum(sizes) + flags] = device.rows_read(plain, rows)
+    device.gradients_of_tables(plain, rows, grad.contiguous(), torch.float32, grads)
+    if rows_of_all:
+        flags[:rows_of_all] = device.rows_read(plain, rows)
     return flat
 
 
@@ -111,7 +110,7 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[tor
     """Return the gradient of each table, [rows, columns], and the rest of `flat`, which begins with the flags of the rows of
     all tables if there are flags. The gradients share memory with `flat`.
 
-    flat: the result of `reduced`.
+    flat: the result of `reduced`, or a tensor of the same layout.
     """
     shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
     sizes = [rows * columns for rows, columns in shapes]
