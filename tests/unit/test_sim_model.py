@@ -303,6 +303,6 @@ def test_copying_kernels_that_write_nothing_are_refused(key: str) -> None:
     machine = load_machine("mi300x")
     wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=0)})
     with pytest.raises(
-        ValueError, match=r"AMD Instinct MI300X: copying kernels of \d+ units write nothing: contention"
+        ValueError, match=r"AMD Instinct MI300X: copy kernels of \d+ units write 0 bytes/us. Set contention"
     ):
         model_of(wrong, 4)

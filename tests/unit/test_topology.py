@@ -321,7 +321,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
          r"wires\.toml: link\.pair_usble is not a known key: do you mean link\.pair_usable\?"),
         (f'name = "x"\nshape = "ring"\n[link]\nport_usable = {RATE}',
-         r"wires\.toml: shape 'ring' does not use link\.port_usable; its numbers are link\.pair_usable, link\.pair_latency"),
+         r"wires\.toml: remove link\.port_usable: the numbers of shape 'ring' are link\.pair_usable, link\.pair_latency"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
          r"link\.pair_usable is in us: give it in B/s or GB/s"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "GB/s"}',

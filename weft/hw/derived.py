@@ -10,9 +10,9 @@
     memory.capacity                         not derived, because GPUs with equal chips have different capacities. If it is
                                             missing, no schedule is refused for lack of memory
 
-With numbers derived from an H200's, the planner predicts recorded calls on two H100s (`tests/unit/test_hw_derived.py`).
-The mean error is 4% for calls above 100 us, and 12% for shorter calls. A calibration (`weft plan calibrate`) replaces
-most of these numbers.
+Accuracy: an H100's numbers were derived from an H200's, and the planner's predictions compared with recorded calls on two
+H100s (`tests/unit/test_hw_derived.py`). The mean error is 4% for calls above 100 us, and 12% for shorter calls. A
+calibration (`weft plan calibrate`) replaces most of these numbers.
 """
 
 from __future__ import annotations

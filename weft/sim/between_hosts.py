@@ -4,8 +4,8 @@
 
     far       bytes that the busiest host sends to other hosts
     rounds    messages that depend on each other
-    copied    bytes that a rank copies or adds before and after the transfers. All ranks copy at the same time, so the rate
-              of copies includes the cores and the memory bandwidth that the ranks of a host share
+    copied    bytes that a rank copies or adds before and after the transfers. The rate of copies is measured while all ranks
+              of a host copy, because they share its cores and its memory bandwidth
     fresh     the part of the copied bytes that is written to new memory, whose pages Linux has to map first
 
 For W ranks, L on each host, H hosts, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists
@@ -21,9 +21,10 @@ crossings: the largest number of ranks of a host whose next rank in the ring is 
     each host are consecutive.
 
 gloo's all-gather and all-reduce are rings, with one stream in each direction over the link between two hosts. gloo's
-all-to-all has a stream for each pair of ranks, which may carry first one direction and then the other
-(`exchange_both_ways` in `weft.runtime.collectives`). So the rate of an all-to-all is measured separately. Rails (ranks
-with the same index on their hosts) have a stream for each direction, and all rails together reach the rate of a ring.
+all-to-all has a stream for each pair of ranks, and such a stream may carry one direction first and then the other
+(`exchange_both_ways` in `weft.runtime.collectives`). So the rate of an all-to-all is measured separately. A rail
+consists of the ranks with the same index on their hosts. It has a stream for each direction, and all rails together
+reach the rate of a ring.
 
 torch gathers into a new buffer and then copies it, and its reduce-scatter reduces a copy of the whole matrix
 (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.13). The pages of the new buffer are mapped while bytes arrive, at
@@ -90,8 +91,8 @@ class HostNetwork:
         """Return the predicted time of a collective in us.
 
         op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"; others raise `KeyError`.
-        nbytes: the bytes of the whole matrix; for an all-to-all, the bytes that a rank sends, including the part that
-            it keeps.
+        nbytes: for an all-gather, the bytes of its result; for a reduce-scatter or an all-reduce, the bytes of a rank's
+            input; for an all-to-all, the bytes of a rank's input, including the part that the rank keeps.
         two_levels: True if the collective runs in two levels: within each host, and along each rail
             (`weft.runtime.two_levels`).
         """
@@ -138,7 +139,7 @@ _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured numbers of the hosts of a group, each None if it was not measured.
+    """The measured rates of the hosts of a group, before they are checked. A rate is None if it was not measured.
 
     hosts: the host of each rank.
     links: the link between each pair of hosts.
@@ -153,7 +154,7 @@ class Measured:
     fresh_bytes_per_us: float | None = None
 
     def checked(self) -> tuple[Measured, tuple[str, ...]]:
-        """Return these numbers without implausible numbers, and a sentence for each number that was dropped."""
+        """Drop implausible rates. Return (the remaining rates, a sentence for each dropped rate)."""
         kept, said = [], []
         for link in self.links:
             if faults := [
@@ -175,10 +176,10 @@ class Measured:
         return Measured(self.hosts, tuple(kept), **numbers), tuple(said)
 
     def network(self) -> HostNetwork | None:
-        """Return the slowest of these rates as a `HostNetwork`; None if no link is known.
+        """Return the slowest rates as a `HostNetwork`; None if no link was measured.
 
-        An unknown rate of an all-to-all is replaced by the rate of the slowest link. An unknown rate of copies into new
-        memory is replaced by the rate of other copies, or by infinity if that is unknown too.
+        If the rate of an all-to-all was not measured, use the rate of the slowest link. If the rate of copies into new
+        memory was not measured, use the rate of other copies. If no copies were measured, their rate is infinite.
         """
         if not self.links:
             return None

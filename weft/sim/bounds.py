@@ -1,8 +1,8 @@
 """A lower bound on the time of all schedules of a problem on a modelled machine.
 
     bound       the larger of `compute` and `links`
-    compute     the sum of the times of the serial schedule's GEMMs, each alone, on the slowest rank. Without GEMMs: the time of
-                the pooling at full memory bandwidth, or on all compute units, whichever is longer
+    compute     the time of the serial schedule's GEMMs on the slowest rank, if nothing else runs. If the operator pools
+                embeddings instead: the time of the pooling at full memory bandwidth, or on all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
     sent        for each collective other than an all-to-all: the bytes that a rank must send / the bandwidth of all
                 links that leave it, for the slowest rank; summed over these collectives
@@ -43,7 +43,8 @@ def bound(problem: Problem, model: Model) -> Bound:
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
     """Return the lower bound for all schedules of a problem.
 
-    serial: the problem's serial schedule after `weft.sim.lower`. gemms_us: the sum of the times of its GEMMs, each alone.
+    serial: the problem's serial schedule, lowered by `weft.sim.lower`. gemms_us: the time of its GEMMs if nothing else runs; 0
+        if it has no GEMMs.
     """
     works = [
         (origin.step, task)

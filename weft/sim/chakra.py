@@ -8,9 +8,9 @@ A trace is a folder:
     system.json       the collectives' algorithm for each dimension of the topology
 
 A copy to or from a peer is a send on one rank and a receive on the other. A signal between ranks is a message of 8
-bytes, unless it follows a copy to the same rank, which then replaces the message. Waits are dependencies. Times in
-traces are whole microseconds, so all times, including the network's, are multiplied by `Trace.scale`. ASTRA-sim's
-cycles divided by the scale are nanoseconds.
+bytes. A signal that directly follows a copy to the same rank needs no message, because the end of the copy stands for
+the signal. Waits are dependencies. Times in traces are whole microseconds, so all times, including the network's, are
+multiplied by `Trace.scale`. ASTRA-sim's cycles divided by the scale are nanoseconds.
 
 Kernels that access peers' memory while they compute cannot be exported, because Chakra has no node for them.
 
@@ -58,9 +58,9 @@ class _Node:
 
 @dataclass
 class _Event:
-    """One increment of a signal's counter, which `rank` makes when its `node` ends.
+    """An increment of a signal's counter. `rank` makes it when the node `node` of its graph ends.
 
-    arrived: for a counter on another rank, that rank's receive nodes of the copies that were sent before the increment.
+    arrived: if the counter is on a peer, the peer's receive nodes for the copies that `rank` sent before the increment.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """The contents of a trace's files, by name. scale: the factor by which all times are multiplied."""
+    """The contents of a trace's files, by file name. scale: the factor by which all times are multiplied."""
 
     files: dict[str, bytes]
     scale: int
@@ -123,10 +123,10 @@ class _Export:
                     if sender is not None and sender[0] == event.rank:  # for a get, the peer's send waits for the data
                         sender[1].after.add(event.node.id)
         sizes = [[dict(node.attributes)["comm_size"] for node in of if node.type == _COLL] for of in self._nodes]
-        if any(of_rank != sizes[0] for of_rank in sizes):
+        if different := [rank for rank, of_rank in enumerate(sizes) if of_rank != sizes[0]]:
             raise ScheduleError(
-                f"{self._schedule.name}: ranks exchange different numbers of bytes, but a collective of ASTRA-sim has the same "
-                "size on all ranks: use even sizes"
+                f"{self._schedule.name}: ranks exchange different numbers of bytes (rank 0: {sizes[0]}, rank {different[0]}: "
+                f"{sizes[different[0]]}), but a collective of ASTRA-sim has the same size on all ranks: use even sizes"
             )
         return self._nodes
 
@@ -166,6 +166,9 @@ class _Export:
         """Add the nodes of a step. Return (node on the lane's rank, send node on a peer).
 
         The send node is (rank of the peer, node) if the step copies data from a peer, otherwise None.
+
+        number: the index of the step's `task` in the lane. copied: {peer: receive nodes of the copies sent to it since the
+        last signal}, to which a copy to a peer is added.
         """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
@@ -242,8 +245,9 @@ def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
     elif wiring.builder is ring:
         dimensions = [("Ring", ranks, *numbers)]
     else:
+        name = getattr(wiring.builder, "__name__", "infragraph")
         raise ValueError(
-            "ASTRA-sim supports a switch, a mesh, a ring, a torus or hosts: pass one of them with --topology"
+            f"ASTRA-sim does not support the topology {name!r}: pass --topology switch, mesh, ring, torus or hosts"
         )
     kinds, counts, rates, latencies = zip(*((*one, 0.0)[:4] for one in dimensions), strict=True)
     lines = {

@@ -43,8 +43,10 @@ Op: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_al
 
 
 class Phase(NamedTuple):
-    """Equal rounds of an algorithm. part: the fraction of all shards' bytes that a rank sends to each of `peers(rank)`
-    per round.
+    """A phase of an algorithm: `rounds` equal rounds.
+
+    part: the bytes that a rank sends to each of its peers in a round, as a fraction of the bytes of all shards.
+    peers: a function from a rank to the ranks to which it sends.
     """
 
     rounds: int
@@ -54,14 +56,14 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The cost of an algorithm on a topology whose links are otherwise idle, in proportion to the bytes of all shards
-    together.
+    """The cost of an algorithm on a topology whose links are otherwise idle. "Per byte" means per byte of all ranks'
+    shards together.
 
     latency_us: the sum of the latencies of all rounds.
-    us_per_byte: the time in us for each byte of the shards, in addition to the latency.
+    us_per_byte: the time in us per byte, in addition to the latency.
     links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance from
-        the rank to the owner of the link, time in us for which each byte of the shards occupies the link).
-    sent: the bytes that a rank sends for each byte of the shards.
+        the rank to the rank at which the link is counted, time in us per byte for which the data occupy the link).
+    sent: the bytes that a rank sends per byte.
     """
 
     name: str

@@ -460,7 +460,7 @@ def _part(amount: float, us: float, per_us: float) -> float:
 def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost` in which uses of the same resource in the same way are summed.
+    """Return a `Cost` whose `uses` have one entry for each resource and kind of use (`Use.how`): the sum of `uses`.
 
     sent_bytes: the bytes that the step sends to peers or gets from a peer.
     joins: True for a collective, which begins when all ranks have reached it.

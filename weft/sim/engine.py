@@ -58,7 +58,8 @@ def simulate(
         late_us: the delay of each rank at the start of each run. Default: 0.
         trusted: True to skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory. Use it only for
             verified schedules and schedules of weft's own builders.
-        most_us: a limit for the first run. If the run takes longer, the simulation stops, and the result's runs end at infinity.
+        most_us: a limit for the time of the first run. If the run takes longer, the simulation stops, and the result says that
+            all runs end at infinity.
 
     Raise `ScheduleError` if a step is invalid, buffers do not fit in a GPU's memory, lanes wait forever, or no step
     takes time (on a model other than NULL). Raise `SimulationError` if a collective ends before its links could have
@@ -101,8 +102,9 @@ adding entries.
 
 
 class _Meeting:
-    """A running collective. least_end: the time at which the links have carried all its bytes, before which it cannot
-    end.
+    """A running collective.
+
+    least_end: the earliest time in us at which the links can have carried all its bytes. An earlier end is an error.
     """
 
     __slots__ = ("least_end", "open")
@@ -308,7 +310,8 @@ class _Engine:
         if not meeting.open and self.now < meeting.least_end * (1 - 1e-9) - 1e-6:
             raise SimulationError(
                 f"{self.program.schedule.name}: {self.program.name_of(lane.program, lane.next)} ends at {self.now:.3f} us, but its "
-                f"links carry its bytes until {meeting.least_end:.3f} us: the costs of collectives and the topology disagree"
+                f"links carry its bytes until {meeting.least_end:.3f} us. Its cost is too low for the topology: correct the cost "
+                "of the collective, or the bandwidth of the links"
             )
 
     def _work(self, lane: _Lane) -> None:

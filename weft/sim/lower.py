@@ -75,8 +75,8 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 class _RankItems:
     """The items of a lane that are present on one rank. An item is a step with evaluated expressions (`NumberedStep`).
 
-    Items that differ only in their origin have equal keys (`NumberedStep.same`), and `sets`, `tiled`, `waits` and
-    `works` have only one of them.
+    A loop may repeat an item. Items that are equal except for their loop iteration have equal keys
+    (`NumberedStep.same`). `sets`, `tiled`, `waits` and `works` have only one item of each key.
 
     order: the key of each item of the lane, in order.
     sets: the items that set a signal, as (item, number of items with its key).

@@ -119,14 +119,14 @@ class LoweredSchedule:
 
     @cached_property
     def links(self) -> frozenset[int]:
-        """The resources that are links, by number."""
+        """The numbers of the resources that are links."""
         return frozenset(n for (kind, _), n in self.places.items() if kind not in ("hbm", "compute", "engine"))
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """The loads and the groups of lanes for the solver, as (loads, parts) of `weft.sim.scarce`.
+        """(loads, parts) for the solver of speeds (`weft.sim.max_min`), without work that cannot change them.
 
-        loads: `self.loads` without the resources that never slow a lane down.
+        loads: `self.loads` without the resources that never slow a lane down (`weft.sim.scarce`).
         parts: for each lane, the number of its part: the group of lanes that can slow it down.
         """
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
@@ -152,8 +152,9 @@ class LoweredSchedule:
         return replace(self, lanes=lanes, loads=[*self.loads, Load(())])
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
-        """Return the name of a task in a timeline. rank: the rank to name, if the lane represents lanes of several
-        ranks.
+        """Return the name of a task in a timeline.
+
+        rank: if the lane represents the lanes of several ranks, the rank for which to name the task.
         """
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
         numbers = {**dict(origin.turn), "rank": whose}  # names do not depend on the contents of buffers

@@ -218,8 +218,8 @@ def share_held(model: Model, bytes_per_us: float) -> float:
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:
         raise ValueError(
-            f"{model.name}: copying kernels of {model.kernel_copy_units} units write nothing: contention.kernel_copy_units and "
-            "link.stores_N_programs must be above 0"
+            f"{model.name}: copy kernels of {model.kernel_copy_units} units write {alone:g} bytes/us. Set "
+            "contention.kernel_copy_units and link.stores_N_programs above 0 in its machine file"
         )
     copying = min(1.0, bytes_per_us / alone)
     return copying * model.kernel_copy_units / model.compute_units

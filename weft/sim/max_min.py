@@ -18,8 +18,8 @@ units than exist, they take turns. A copy slows down concurrent kernels, through
 slower itself ("disturb").
 
 Transfers on a link get equal rates. A transfer with several routes sends only a part of its bytes over each link, but
-counts there like any other transfer. If it counted less, the solver might fail to converge, and shares would depend on
-the order of events.
+gets the same rate on the link as a transfer with one route. With a rate in proportion to the part, the solver might fail
+to converge, and shares would depend on the order of events.
 
 If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. The result is
 the same. The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different links calls it
@@ -38,10 +38,11 @@ LEAST = MAX_MIN_LEAST
 
 
 class Load(NamedTuple):
-    """The resources that one step uses at full speed: for each kind of use (`weft.sim.costs.Use`), (resource, amount).
+    """The resources that one step uses at full speed. Each kind of use (`weft.sim.costs.Use`) has a field, which lists
+    (number of a resource, amount).
 
-    A simulated rank may represent several ranks. If the step uses the same resource of several of them, the resource
-    occurs once for each, with the amount used there.
+    A simulated rank may represent several ranks. If the step uses the links of several of these ranks, the list has an
+    entry for each of them, although all entries name the same resource.
     """
 
     share: tuple[tuple[int, float], ...]

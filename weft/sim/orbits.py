@@ -6,14 +6,14 @@ the order of displacement (columns, rows), all ranks do the same at the same tim
     flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
               n flows share each link of that direction. So these n links are replaced by one link with 1 / n of the bandwidth
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
-    steps     the schedule of three ranks gives the steps for the first peer, which include the launch, and for the second peer,
-              which are used for all other peers
+    steps     a schedule for three ranks is built. Its steps for the first peer include the launch. Its steps for the second peer
+              are repeated for all other peers
 
 The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals the result of simulating
 every rank.
 
-The builders (`weft.builders.embedding_all_to_all`) order peers by rank number. On a torus this order is slower, because
-the number after the end of a row is in the next row.
+The builders (`weft.builders.embedding_all_to_all`) order peers by rank number instead. On a torus this order is slower:
+where it passes the end of a row, ranks send to different displacements at the same time.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
     """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
-            f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}, because only for "
-            "embedding_all_to_all one rank can represent all ranks"
+            f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}. Only embedding_all_to_all "
+            "can have more, because one rank then represents all ranks"
         )
     wiring = model.wiring
     if wiring.builder is not torus:

@@ -5,8 +5,9 @@ there must be a one-to-one map from the counters of rank 0 to the counters of ra
 agree. For example, every rank sets a signal of the rank at distance d in the same step. Then rank -d increments a
 counter of rank 0, rank r - d increments a counter of rank r, and the map must relate these two counters.
 
-The GPUs of a model (`weft.sim.model`) are equal. `Topology.period` shows if their links are equal too. The caller of
-`lower` knows if all ranks begin their runs at the same time.
+This module checks only steps and signals. The GPUs of a model (`weft.sim.model`) are always equal. `Topology.period`
+tells if their links are equal too. Ranks that begin their runs at different times must not be represented by rank 0;
+callers then pass `alike=False` to `weft.sim.lower.lower`.
 """
 
 from __future__ import annotations

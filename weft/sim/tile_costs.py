@@ -57,10 +57,11 @@ class Rates(NamedTuple):
 
     compute, memory: the kernel's compute rate and memory rate, divided by the rates that weft's kernels reach.
     whole: True if one compute unit computes each tile of the step, so that the kernel does not cut tiles.
-    sources: the number of ranks whose rows may be in the same tile, if an expert has few rows from each rank; otherwise
-        1.
+    sources: the number of ranks whose rows for an expert may share a tile if they are few; 1 if each rank's rows have
+        their own tiles.
     found: the share of row reads of a pooling kernel that the cache supplies.
-    least_part: `TileKernel.least_part`.
+    least_part: the shortest part of k, in elements, that a compute unit computes if several units share a tile; 0 if
+        units never share tiles.
     may_split: True if the kernel may run as one cuBLAS GEMM per tile (`LibraryGroupedMatmul.is_one_per_expert`).
     """
 

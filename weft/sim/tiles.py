@@ -78,8 +78,8 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Representative tiles of a kernel: every tile has the same values of given expressions as one of them, on every
-    rank.
+    """Tiles that represent all tiles of a kernel. On every rank, given expressions have the same values for a tile as for
+    the tile that represents it.
 
     at: the indices of these tiles.
     times: the number of tiles that each represents.
@@ -105,7 +105,9 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """The largest number of tiles for which `Tables` evaluates an expression. Callers use it to limit memory."""
+        """The largest number of tiles for which `Tables` evaluates an expression at once, over all expressions of the
+        kernel. A caller limits memory with it, by evaluating fewer ranks at a time.
+        """
         if self.extent <= _FEW_TILES:
             return self.extent
         numbers = [_extents(step) for step in self.step.work]

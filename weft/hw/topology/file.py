@@ -53,7 +53,7 @@ def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
 
 def ranks_of(name: str | Path) -> int | None:
     """Return the number of ranks that a topology requires, such as 128 for `torus:16x8`; None if any number is allowed.
-    InfraGraph files require the number of their xpus.
+    An InfraGraph file requires a rank for each of its xpus.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
@@ -90,7 +90,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     keys = SHAPES[shape].keys
     if unknown := set(given) - set(keys):
         raise ValueError(
-            f"{name}: shape {shape!r} does not use {', '.join(sorted(unknown))}; its numbers are {', '.join(keys)}"
+            f"{name}: remove {', '.join(sorted(unknown))}: the numbers of shape {shape!r} are {', '.join(keys)}"
         )
     for key, size in zip(SHAPES[shape].sizes, sizes, strict=False):
         if key in keys:

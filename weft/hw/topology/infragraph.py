@@ -85,7 +85,9 @@ def read_infragraph(path: str | Path) -> Wiring:
     try:
         content = reading.read_bytes(Path(path), reading.MOST_JSON_BYTES)
     except OSError as error:
-        raise UnreadableError(f"the InfraGraph file {path} cannot be read ({error.strerror})") from error
+        raise UnreadableError(
+            f"the InfraGraph file {path} cannot be read ({error.strerror}): give another path"
+        ) from error
     reading.parse_json(content, str(path))
     try:
         from infragraph.infragraph_service import InfraGraphService

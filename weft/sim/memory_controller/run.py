@@ -133,7 +133,8 @@ def fused(
     output: the reduce-scatter's map, which defines the destination of each tile (`weft.builders.output_map`).
     arbitration: the order of the GEMM's and the ring's accesses: alternating ("round_robin"), the GEMM's first
         ("compute_first"), or the paper's policy ("mca").
-    own_writes: the order of the GEMM's own stores and reads.
+    own_writes: the order of the GEMM's own stores and reads, one of `OwnWrites`. "watermarks" is a write queue as in
+        Accel-Sim.
     bin_us: see `alone`.
     coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less
         exact.
@@ -144,7 +145,8 @@ def fused(
     routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
     if not routes.alike:
         raise ValueError(
-            "the ranks' maps differ by more than the position in the ring, so one GPU cannot represent all: use fused_on_all"
+            f"the tiles of the {world} ranks differ by more than a shift along the ring, so one GPU cannot represent all: use "
+            "fused_on_all"
         )
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
     return _run(_mapped(setup, routes, 0, one_for_all=True))
@@ -321,7 +323,7 @@ def _run_all(setups: Sequence[_core.ControllerSetup]) -> list[ControllerRun]:
         if groups < len(setup.chunk) or left:
             raise RuntimeError(
                 f"deadlock: {groups} of {len(setup.chunk)} work-groups ended, and {left} pieces of the output are incomplete, "
-                f"because updates wait for each other"
+                "because they wait for updates that never come. Correct the output map, or the tracker's size in the GPU's file"
             )
         us = max(found["end_ns"], found["gemm_ns"]) / 1e3
         runs.append(ControllerRun(
