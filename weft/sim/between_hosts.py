@@ -91,8 +91,8 @@ class HostNetwork:
         """Return the predicted time of a collective in us.
 
         op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"; others raise `KeyError`.
-        nbytes: for an all-gather, the bytes of its result; for a reduce-scatter or an all-reduce, the bytes of a rank's
-            input; for an all-to-all, the bytes of a rank's input, including the part that the rank keeps.
+        nbytes: the bytes of a rank's input; for an all-gather, the bytes of its result. The input of an all-to-all
+            includes the part that the rank keeps.
         two_levels: True if the collective runs in two levels: within each host, and along each rail
             (`weft.runtime.two_levels`).
         """
