@@ -85,9 +85,9 @@ def add_up_kernel(
     """Run the reduction that the module docstring describes. Grid: one program per BLOCK columns of a row, or with NORM
     one program per row.
 
-    out, part1..4, normed, weight: addresses. cols: the number of columns. cols and pitches count items of type DTYPE.
-    cols, pitches and addresses are multiples of ALIGN items. ADD: False if the only part is `out` itself, so that only
-    its norm is computed.
+    out, part1..4, normed, weight: addresses of the matrices. PARTS: the number of parts. cols: the number of columns. cols and
+        pitches count items of type DTYPE. cols, pitches and addresses are multiples of ALIGN items. ADD: True to compute the
+        sum. False if the only part is `out` itself, and only its norm is to be computed.
     """
     cols = cols // ALIGN * ALIGN  # no change of the value, but it tells the compiler the alignment
     within = tl.arange(0, BLOCK)

@@ -18,19 +18,19 @@ Protocol of call number `epoch` (a word in device memory that the kernel advance
      `ready`. Before the grant, the granting rank's stream has read the buffer's old contents.
   2. Programs take units of work from a counter: remote samples first (rotated by rank), local samples last. A unit is a slice
      (put), or several features of a sample (direct).
-  3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
-     system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
-     program waits for its own part of the flags of slices from peers.
+  3. direct: the last program to finish sets done = epoch at every peer, with release. Programs count their arrivals with
+     acquire-release at system scope, so the release covers the stores of all programs. Then this last program waits for done =
+     epoch from every peer. put: each program waits for a part of the flags of slices from peers.
   4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read
      the output. Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. In
      both cases the program writes a record to pinned memory, and then stores nothing else.
 
-Speed. When all programs access memory, its latency is a microsecond, so many rows in flight and short chains of
-dependent loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags.
-While rows of one bag arrive, the ids of the second bag and the offsets of the third bag are being loaded. Ids are read
-one per lane, and a gather passes them to the lanes that load the row. Values that can be read again are not kept in
-registers, which are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a
-static distribution the slowest program ends 5-25% later.
+Speed. When all programs access memory, its latency is a microsecond, so many rows in flight and short chains of dependent loads
+matter. A bag is a chain of three dependent loads (offsets, ids, rows). So each program, of one warp, works on three bags at a
+time: while rows of the first bag arrive, it loads the ids of the second bag and the offsets of the third. Ids are read one per
+lane, and a gather passes them to the lanes that load the row. Values that can be read again are not kept in registers, which
+are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static distribution the
+slowest program ends 5-25% later.
 """
 
 from __future__ import annotations
@@ -179,18 +179,19 @@ def embedding_all_to_all_kernel(
     values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64.
     timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its
         peers.
-    batch: the number of samples of all ranks. is_even: 1 if ranks have `batch // WORLD` samples, and the first `batch %
-        WORLD` ranks one more. batch_starts `[WORLD + 1]`: otherwise, the first sample of each rank, and the end.
-    first_sample: the sample that is pooled first.
-    flags_total_per_sample: the number of flags for a sample, one for each slice of any rank. flags_before: how many of
-        them are for slices of lower ranks.
+    batch: the number of samples of all ranks. is_even: 1 if the batch is divided evenly: `batch // WORLD` samples for each
+        rank, and one more for each of the first `batch % WORLD` ranks. batch_starts `[WORLD + 1]`: the first sample of each
+        rank, and `batch`; used only if is_even is 0.
+    first_sample: the sample that is pooled first. The others follow in cyclic order.
+    flags_total_per_sample: the number of flags for a sample: one for each slice that any rank sends of it. flags_before: the
+        number of these flags that belong to slices of lower ranks.
     out_addresses, signal_addresses, flag_addresses `[WORLD]`: addresses of every rank's memory, as mapped on this
         device.
     out_slot: the index of the output buffer that this rank uses. out_slot_bytes: the size of an output buffer.
-    staging `[programs, STAGE_WIDTH]`, state `[STATE_WORDS]`: local device memory. record `[RECORD_WORDS]`: pinned
-        memory.
+    staging `[programs, STAGE_WIDTH]`: device memory in which programs pool slices before they send them. state `[STATE_WORDS]`:
+        device memory for the epoch and counters. record `[RECORD_WORDS]`: pinned memory in which the kernel reports errors.
 
-    DTYPE, ITEM_BYTES: the type of tables. OUT_DTYPE, OUT_BYTES: the type of outputs.
+    DTYPE, ITEM_BYTES: the type of the elements of tables, and its size. OUT_DTYPE, OUT_BYTES: the same for outputs.
     ENTER, EXIT: if several launches form one call, ENTER is True only in the first, and EXIT only in the last.
     WAIT: False if one process runs all ranks one after the other.
     """

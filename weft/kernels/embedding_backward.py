@@ -3,9 +3,9 @@ of the row.
 
     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 
-An occurrence is one id of one bag. `weft.kernels.embedding_runs` has grouped the occurrences of each row into a run.
-`starts` contains the index of each run's first occurrence, and `places` the offset of each occurrence's gradient in
-`grads`.
+`factor` multiplies all gradients, for example 1 / world size for a mean over ranks. An occurrence is one id of one bag.
+`weft.kernels.embedding_runs` has grouped the occurrences of each row into a run. `starts` contains the index of each run's
+first occurrence, and `places` the offset of each occurrence's gradient in `grads`.
 
 Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into
 segments of this length. `segment_sums_kernel` sums each segment, and `run_sums_kernel` adds these sums. So a sum
@@ -110,7 +110,7 @@ def run_sums_kernel(
     starts, long_runs, first_segment, counters, partials,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of `partials` that belong to the segments of a run, in order, and write the sum to the row of the
+    """Sum the rows of `partials` that belong to the segments of a run, in order, and write the sum to the row of the run's
     first segment.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
@@ -162,8 +162,8 @@ def _gradient(
 ):  # fmt: skip
     """Return the gradients of one occurrence of each of GROUP runs, fp32 `[GROUP, BLOCK_D]`.
 
-    at: the index of the occurrence, for each run. there: False for runs that have no such occurrence; their gradient is
-    0.
+    at: for each run, the index of the occurrence. there: False for runs without an occurrence at this index; their gradient is
+        0.
     """
     place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
@@ -189,7 +189,7 @@ def update_rows_kernel(
     numbers: the rule's constants, fp32. learning_rate: fp32 `[]`.
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
-    ok: int64 `[1]`; if it is 0, nothing is written.
+    ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.
     UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in
         elements.
     DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables, STEPS: see `_table_of`.
@@ -319,7 +319,8 @@ def add_each_kernel(
 
     The order of additions differs between launches, and so do the last bits of a row.
 
-    keys: the keys of the occurrences, in any order. ok: int64 `[1]`; if it is 0, nothing is added.
+    keys: the sort keys of the occurrences, in any order. ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then
+        nothing is added.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     rate = tl.load(learning_rate)
@@ -352,7 +353,7 @@ def gradients_of_weights_kernel(
     """Write the gradient of each occurrence's per-sample weight: the dot product of the bag's gradient and the table
     row, or 0 for an id out of range.
 
-    keys: the keys of the occurrences, in any order.
+    keys: the sort keys of the occurrences, in any order.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for i in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -379,15 +380,15 @@ def by_owner_kernel(
     block [rows, columns of the rank's tables] to `send`.
 
     grad: rows are stride * WIDTH elements apart.
-    table: int64 [chunks, OWNER_FIELDS]. A chunk is WIDTH consecutive columns. Its line has these numbers of columns,
-        all multiples of WIDTH:
+    table: int64 [chunks, OWNER_FIELDS], a line for each chunk of WIDTH consecutive columns of grad. A line has these four
+        numbers, in columns, all multiples of WIDTH:
 
-    - its first column in grad
-    - the total width of all earlier blocks
-    - the width of its block
-    - its first column in its block
+    - the chunk's first column in grad
+    - the total width of all blocks before the chunk's block
+    - the width of the chunk's block
+    - the chunk's first column in its block
 
-    Grid: (tiles of ROWS rows, tiles of CHUNKS lines).
+    Grid: (tiles of ROWS rows, groups of CHUNKS chunks).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)

@@ -80,7 +80,7 @@ def rows_of(
     """Return (table rows of a block of ids, bad, bad_at). A row is -1 for a lane past the end of the bag, and for an id
     out of range.
 
-    bad: each lane's count of ids out of range. bad_at: the position of the first of them.
+    bad: for each lane, the number of ids out of range so far. bad_at: the position of the first id out of range.
     """
     inside = at < end
     row = row_of(ids, rows_in_table, HASH)

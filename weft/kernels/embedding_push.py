@@ -9,13 +9,13 @@ Each rank has two buffers in symmetric memory:
 
 1. A program waits until every peer's inbox is free for this call.
 2. It stores pieces (columns of a block of samples) in the inboxes of their owners, remote owners first.
-3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores
-   the number of this call. Its arrival counter is acquire-release at system scope, so the release covers the stores of
-   all programs.
+3. The last program to finish sets `arrived` at every peer, with release. Programs count their arrivals with acquire-release at
+   system scope, so the release covers the stores of all programs. The last program then waits until every peer has set
+   `arrived` here, and stores the number of this call in its state.
 4. Later kernels in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
 
-Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned
-memory, and 0 to the word OK of its state. The update that follows reads OK, and then leaves all tables unchanged.
+Every wait ends at a deadline, or when the watchdog writes POISON. In both cases the kernel writes a record to pinned memory,
+and 0 to the word OK of its state. The update that follows reads this 0, and leaves all tables unchanged.
 """
 
 from __future__ import annotations

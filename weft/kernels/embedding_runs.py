@@ -1,9 +1,9 @@
 """Kernels that compute a sort key for each id of a batch and, after a sort by key, the runs of equal table rows.
 
-An occurrence is one id of one bag. A slot is a feature, with one table and one key of the jagged input. Several slots
-may read one table. The sort key of an occurrence is `linear row * SPLIT + number of the slot among its table's slots`.
-Linear rows number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's
-gradient, in elements.
+An occurrence is one id of one bag. A slot is a feature, with one table and one key of the jagged input. Several slots may read
+one table. The sort key of an occurrence is `linear row * SPLIT + number of the slot among its table's slots`. Linear rows
+number the rows of all tables of a rank consecutively. An occurrence's place is the offset of its bag's gradient, in elements,
+and its scale is the factor of this gradient.
 
     occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of its first
                          and last id, and only between these two bags for the bags of its other ids
@@ -64,15 +64,16 @@ def occurrences_kernel(
 ):  # fmt: skip
     """Write keys, places and scales of all occurrences. Grid: (blocks, layers).
 
-    A key of the input that several slots read needs several layers, because a layer has at most one slot for each key.
-    Results have the occurrences of the first layer first.
+    The slots are divided into layers. A layer has at most one slot for each key of the input, so slots that read the same key
+    are in different layers. Results have the occurrences of the first layer first.
 
     values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot that reads a
         key of the input in this layer, or -1.
-    stride: the number of elements between the gradients of two samples. no_row: the sort key of ids out of range.
-    over_length: fp32, 1 / length of the bag for mean pooling, else 1. scales: fp32, the per-sample weight times
-        over_length.
-    BAG: the type of indices of bags.
+    stride: the number of elements from a sample's gradients to those of the next sample. no_row: the sort key of ids out of
+        range.
+    over_length (result, fp32): for each occurrence, 1 / length of its bag for mean pooling, else 1. scales (result, fp32): the
+        per-sample weight times over_length.
+    BAG: the integer type in which the kernel computes indices of bags.
     """
     block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     at = block + tl.arange(0, BLOCK)
@@ -144,7 +145,7 @@ def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: t
 def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
     """Replace `ends`, the number of runs that begin in each block, by its inclusive prefix sums. Grid: one program.
 
-    Also write the number of all runs to `runs`, and 0 to both counters.
+    Also write the number of all runs to `runs`, and 0 to the two `counters` of `long_runs_kernel`.
     """
     lanes = tl.arange(0, BLOCK)
     before = tl.full([], 0, tl.int64)
@@ -166,8 +167,8 @@ def runs_kernel(
 ):  # fmt: skip
     """Write the first occurrence and the key of each run, and the places and scales of all occurrences in sorted order.
 
-    ends: the number of runs that begin in each block or before. starts: the first occurrence of each run, and the end
-        of the last run. order: the index before the sort, for each sorted occurrence.
+    order: for each sorted occurrence, its index before the sort. ends: for each block, the number of runs that begin in it or
+        before it. starts (result): the first occurrence of each run, and the end of the last run.
     Grid: one program per block.
     """
     block = tl.program_id(0)
@@ -192,10 +193,11 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Cut runs of more than SEGMENT occurrences into numbered segments. Write `first_segment` of each such run, the run
-    of each segment, and the list of these runs.
+    """Cut long runs, which have more than SEGMENT occurrences, into numbered segments. Write for each long run the number of
+    its first segment (`first_segment`), for each segment its run (`run_of_segment`), and the list of the long runs
+    (`long_runs`).
 
-    counters: (number of segments, number of such runs), which the caller has set to zero.
+    counters (results): the number of segments, and the number of long runs. Both are zero before the launch.
     """
     total = tl.load(runs)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):

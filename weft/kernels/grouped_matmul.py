@@ -9,12 +9,13 @@ a segment, read in place:
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
-For a peer s, x_s is the inbox `slots`, in which the block of the n-th source after this rank begins at row (n - 1) *
-slot_rows. For this rank itself, x_s is `own`, its tokens, whose block begins at row sum(splits[: rank * experts]).
+For a peer s, x_s is the inbox `slots`, which has `slot_rows` rows for each peer. The block of the n-th source after this rank
+begins at row (n - 1) * slot_rows. For this rank itself, x_s is `own`, its tokens for all experts. `splits` has the number of
+these tokens for each expert of all ranks, so this rank's block begins at row sum(splits[: rank * experts]).
 
-With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
-now an outbox for the peers. Rows of this rank itself are stored in `own`, its result. Rows that do not fit into a peer's
-`slot_rows` rows are dropped.
+With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`, which is
+then an outbox for the peers. Rows whose source is this rank itself are stored in `own`, the result for this rank's tokens. Rows
+that do not fit into a peer's `slot_rows` rows are dropped.
 
 With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
 of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
@@ -29,10 +30,11 @@ step are in flight. The kernel has no waits: its stream waits for the operands b
 would break the compiler's pipelining.
 
 Speed. A persistent grid iterates over tiles of BLOCK_M x BLOCK_N, expert by expert. A row tile is BLOCK_M rows, with all its
-column tiles. Within an expert, GROUP row tiles of all sources of the launch form a group. Within a group, tiles are ordered
-by column, so that a column of the weights is read from memory once per group. All experts have the same number of column
-tiles, so tile number // column tiles is the number of a row tile of the tile's expert. Comparing it with a vector of
-running sums, in registers, gives the expert. Other values of a tile are computed only when the expert changes.
+column tiles. Within an expert, every GROUP consecutive row tiles form a group. Within a group, tiles are ordered by column, so
+that a column of the weights is read from memory once per group. A program finds the expert of a tile without loads. All experts
+have the same number of column tiles, so (tile number // number of column tiles) numbers the row tiles of all experts. The
+program compares this number with the experts' running sums of row tiles, which are in registers. Other values of a tile are
+computed only when the expert changes.
 
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
@@ -146,7 +148,7 @@ def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> in
 
 @triton.jit
 def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    """Load `counts` as int32 `[W_P2, E_P2]`, each clamped to `0 .. most`; zeros beyond W and E."""
+    """Load `counts` as int32 `[W_P2, E_P2]`, with each count clamped to `0 .. most`, and zeros beyond W and E."""
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
@@ -197,7 +199,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """Return the entry of the vector `of_segment` at the only index where `here` is True."""
+    """Return the element of the vector `of_segment` at the one index where the mask `here` is True."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
@@ -282,7 +284,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of y, which earlier launches have stored, in fp32. Rows from `left` on are zeros."""
+    """Load a tile of y, which earlier launches have stored, and convert it to fp32. Return zeros for rows from `left` on."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -430,12 +432,14 @@ def grouped_matmul_kernel(
 
     Boxes of the tensor maps: `[BLOCK_M, BLOCK_K]` for rows to read, `[1, BLOCK_K, BLOCK_N]` (or `[1, BLOCK_N, BLOCK_K]`) for
         w, and ragged `[BLOCK_M, BLOCK_N // PARTS]` for results.
-    counts `[W, E]`, with row stride counts_stride, and splits `[W * E]`: int64. Negative counts mean that the group has failed;
-        then y becomes NaN.
+    counts `[W, E]`, int64, with row stride counts_stride: the number of rows from each rank for each local expert. Negative
+        counts mean that the group has failed; then y becomes NaN. splits `[W * E]`, int64: the number of this rank's tokens for
+        each expert of all ranks.
     first_source, n_sources: the launch covers n_sources sources: `(rank + first_source) % W` and the following ranks.
         first_expert, n_experts: the launch covers n_experts experts from first_expert on.
     y_address: the address of the result y. slots_address: the address of slots.
-    partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch. arrived `[programs]`: zero between launches.
+    partials `[programs, BLOCK_M, BLOCK_N]`: fp32 scratch for the partial sums of shared tiles. arrived `[programs]`: for each
+        shared tile, the number of programs that have stored their partial sums; zero between launches.
     ADDS: add products to y; never with BACK. MERGED: tiles have rows of all sources, and the launch covers all sources; never
         with ADDS. SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS.
     """

@@ -51,8 +51,8 @@ def header_kernel(
 ):  # fmt: skip
     """Write this rank's own header and a header for each destination. Grid: one program.
 
-    own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the counts of all keys, and the index of the first id
-        in `values`.
+    own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the number of ids of each key, and the index of the
+        first id in `values`.
     headers `[words]`: the headers of all destinations. Word i is a copy of word `header_index[i]` of the own header.
     most: the number of ids in `values`. GIVEN: True if the caller gave offsets, which may begin above 0 and end below
         `most`. Otherwise bags are defined by lengths, and the counts must sum to `most`.
@@ -165,8 +165,9 @@ def unpack_kernel(
 ):  # fmt: skip
     """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source.
 
-    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS, SUM: how many
-    lengths are scanned at once, and reduced at once. Grid: (sources * features, programs that share a piece).
+    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS: the number of
+    lengths in one step of a prefix sum. SUM: the number of lengths in one step of a sum. Grid: (sources * features,
+    programs that share a piece).
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)

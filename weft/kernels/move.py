@@ -7,17 +7,17 @@ A launch does this, in order:
 3. When all programs are done, it clears the flags of `waits` and sets the flags of `sets`.
 4. It waits for the flags of `waits_after`, and clears them.
 
-So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the
-shard to all ranks, notifies the peers, and waits for their shards. With several parts it can be an all-to-all. For the
-thread that watches deadlines, a launch writes numbers to memory: at its start (`begins`), after `waits` (`passes`), and
-at its end (`ends`).
+So one launch can be a whole small all-gather. The launch grants credit to the peers, waits for their credit, copies the shard
+to all ranks, notifies the peers, and waits for their shards. With several parts it can be an all-to-all. A launch also writes
+numbers to memory: at its start (`begins`), after `waits` (`passes`), and at its end (`ends`). From these numbers a thread on
+the CPU sees if the launch has missed its deadline.
 
 Use kernel copies where copy engines are slow: for small copies (an engine takes about ten microseconds to start) and
 for copies within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags.
-Programs count their arrivals with acquire-release at system scope. So the flags cover the stores of all programs, and
-all programs have seen the flags of `waits`.
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags. Programs
+count their arrivals with acquire-release at system scope. So a rank that sees a flag of `sets` also sees the stores of all
+programs, and a flag of `waits` is cleared only after all programs have seen it.
 """
 
 from __future__ import annotations

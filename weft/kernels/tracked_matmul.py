@@ -1,10 +1,10 @@
 """Matrix multiplication that tracks its progress. The kernel computes tiles in a given order, stores each tile at an
 address from a table, and sets signals as soon as their tiles are stored.
 
-T3's tracker counts stores in the memory controller, also those of peers and DMA. Here a program increments a counter in
-device memory after each tile. The program with the last increment sets the counter's signals. A stream that waits for a
-signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by copy engine (DMA) use no
-compute units.
+T3's tracker counts stores in the memory controller, also those of peers and DMA. Here a program increments a counter in device
+memory after each tile that it stores. The program that makes a counter's last increment sets the counter's signals. A stream
+that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by copy engine
+(DMA) use no compute units.
 
     table [tiles, columns]      for each tile: its first row in a, its number of rows, its first column, its number of columns,
                                 the address and the row pitch of its part of the result, and the indices of its counters;
@@ -17,14 +17,14 @@ Split-K (SPLITS > 1): SPLITS programs each multiply one part of the K range of a
 `partials`. The last program to finish reduces the partial sums in the order of the parts, so results are bitwise
 reproducible. It stores the tile and increments the counters.
 
-A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in
-bytes from `y`, the caller's tensor. The addend (a GEMM's C) is in memory of this device or of a peer. The program adds
-the tile's part of it in fp32 when the product is done. So a peer's partial sum is transferred while other tiles
-compute, without a separate copy.
+A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in bytes
+from `y`, the caller's tensor. The addend (the C of a GEMM) is in memory of this device or of a peer. The program adds the
+tile's part of the addend in fp32 when the product is done. So a peer's partial sum is transferred while other tiles compute,
+without a separate copy.
 
-Order: a tile's stores, a barrier, then an increment with acquire and release at system scope. The program with the last
-increment has acquired all other increments, and stores the flags with release. Do not wait inside the loop: a wait
-would break the compiler's software pipelining.
+Order. After the stores of a tile, a program runs a barrier, then increments a counter with acquire and release at system scope.
+The program that makes the last increment has acquired all other increments, and stores the flags with release. Do not wait
+inside the loop: a wait would break the compiler's software pipelining.
 
 Speed. The loop over tiles and the loop over K are compiled as one loop, so that the next tile's operands arrive while a
 tile is stored. A Triton barrier, branch or loop after a tile would prevent that. So on NVIDIA GPUs one thread counts
@@ -110,14 +110,15 @@ def tracked_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, ADDS: tl.constexpr,
     SPLITS: tl.constexpr, PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Run the multiplication and the signals that the module docstring describes.
+    """Compute a @ w, and set the signals of finished tiles, as the module docstring describes.
 
-    a `[a_rows, K]` and w `[K, N]` (W_TRANSPOSED: `[N, K]`) have the type DTYPE and unit stride in the last dimension.
-    With TMA both are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
-    Otherwise they are pointers, with strides in elements that are multiples of ALIGN. y: the address of the caller's
-    tensor.
-    partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch memory. arrived `[tiles]`: zero between launches. PART_K:
-    the size, along K, of the part that each of SPLITS programs multiplies.
+    a `[a_rows, K]`, w `[K, N]` (W_TRANSPOSED: `[N, K]`): the operands, of type DTYPE, with unit stride in the last dimension.
+        With TMA both are tensor maps with boxes `[BLOCK_M, BLOCK_K]` and `[BLOCK_K, BLOCK_N]` (or `[BLOCK_N, BLOCK_K]`).
+        Otherwise they are pointers, with strides in elements that are multiples of ALIGN.
+    table, counters, sets: see the module docstring. y: the address of the caller's tensor.
+    partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch for partial sums. arrived `[tiles]`: for each tile, the number of
+        programs that have stored their partial sums; zero between launches.
+    PART_K: the number of elements of K that each of the SPLITS programs of a tile multiplies.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1

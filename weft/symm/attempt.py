@@ -56,11 +56,12 @@ class Attempt:
         """Return the entry that replaces this rank's entry when the rank gives up because of `error`. The entry is a dict:
 
         - gave_up: the text of the error.
-        - met: the names of all attempts whose entries this rank had read. Their ranks raise the error too.
-        - cause: the name of the attempt that failed first. Every other rank raises the error once, even a rank that arrives
-          later. After a missed deadline or a lost peer, `cause` is empty, and only ranks in `met` raise.
-        - refused: True for a `RefusedError`. All ranks find such an error, because they compare the same entries. All then
-          name rank 0's attempt as the `cause`, so that each rank raises the error only once.
+        - met: the names of all attempts whose entries this rank had read. The ranks of these attempts raise the error too.
+        - cause: the name of the attempt that failed first. It identifies the error, so that each other rank raises the error
+          only once, even a rank that arrives later. After a missed deadline or a lost peer, `cause` is empty, and only the
+          ranks in `met` raise.
+        - refused: True for a `RefusedError`. Every rank finds such an error itself, because all ranks compare the same entries.
+          All ranks then use the name of rank 0's attempt as `cause`, so that each rank raises the error only once.
         """
         found = isinstance(error, DeadlineError | PeerLostError | RefusedError)
         cause = self.cause if found else self.name
@@ -70,8 +71,8 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
-        """Read the entry of `rank`, if there is one. If the rank gave up, raise its error, unless this rank need not raise
-        it (`last_words`) or has already raised it.
+        """Read the entry of `rank`, if there is one. If it says that `rank` gave up, raise the error in the entry. Do not raise
+        an error that this rank has already raised, or that concerns other ranks only (`last_words`).
         """
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return

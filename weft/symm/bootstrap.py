@@ -16,13 +16,13 @@ A rank that fails during the bootstrap writes the reason into its entry and clos
 failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other
 rank raises it once too, even a rank that arrives later.
 
-Ranks do not wait for a dead peer. They detect the death by the pid in the peer's entry, or by another group of this process
-that has lost the peer (the argument `ended` of `connect`).
+Ranks do not wait for a dead peer. A rank detects the death by the pid in the peer's entry. Or another group of this process has
+lost the peer, and reports this (the argument `ended` of `connect`).
 
-Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so it is not enough to know a
-name. A connection that has not identified itself delays no rank, because a rank polls its listener and all unidentified
-connections together. The store may still have entries of an earlier, failed attempt. So after a refused connection, a rank
-reads the entry again and retries until the deadline.
+Within a host both sides check that the other process runs under the same user (SO_PEERCRED). So a process of another user
+cannot connect, even if it knows the name of a socket. A connection that has not identified itself delays no rank, because a
+rank polls its listener and all unidentified connections together. The store may still have entries of an earlier, failed
+attempt. So after a refused connection, a rank reads the entry again and retries until the deadline.
 
 A packet is one message (`weft.symm.connections`). Within a host it can carry file descriptors. End-of-file without a
 goodbye means that the process on the other end has ended.
@@ -96,7 +96,8 @@ def connect(
 
     ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". Without
         this reason, ranks wait until the deadline for a peer that died before it published its entry.
-    calls: the number of calls that this rank has begun on the group. It must be equal on all ranks.
+    calls: the number of calls that this rank has begun on the group. If the numbers of two ranks differ, the ranks are out of
+        step, and all ranks raise `DisagreementError`.
 
     Raises:
 
@@ -105,7 +106,7 @@ def connect(
     - `DeadlineError`, which names the ranks that did not arrive within `deadline_s` seconds or cannot be reached.
     - `PeerLostError` if another rank died, if it gave up (the text has its reason), or if the process that served the store
       has ended.
-    - `DisagreementError` if ranks have begun different numbers of calls.
+    - `DisagreementError` if `calls` differs between ranks.
     - `WeftError` for an error of this rank, such as no free descriptor.
 
     After any error all sockets are closed, and the peers are notified.
@@ -301,8 +302,8 @@ class _Setup(Attempt):
         self.still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
-        """Return the readable sockets: the listener if there is a new connection, and connections that are not identified
-        yet. Raise an error if a known peer has closed its connection.
+        """Return the sockets that have something to read: the listener if there is a new connection, and connections whose
+        other end has not identified itself yet. Raise an error if a known peer has closed its connection.
         """
         assert self.listener is not None
         listening = [self.listener, *self.unknown, *(self.control.sockets() if self.control is not None else ())]

@@ -37,10 +37,10 @@ _KEPT = 1 << 14  # digests to keep: more calls than a rank makes while a message
 class GroupCalls(_core.CallCounts):
     """A record of this rank's calls on a group, by any operator. The calls are numbered from 1.
 
-    Attributes of the native base class, which replayed calls (`weft.operator.replay`) update in native code:
+    The native base class has these attributes. Native code updates them when a call is replayed (`weft.operator.replay`):
 
-    - begun, ended: the numbers of the calls that this rank has begun and ended last.
-    - running: the lock that a call holds.
+    - begun, ended: the number of the last call that this rank has begun, and of the last call that it has ended.
+    - running: a lock that a call holds from its beginning to its end.
     - refused_by_peers: the reasons of peers that refused a call, by the number of the call.
     - unanswered: the number of peers that have not answered this rank's last refusal.
     """
@@ -76,7 +76,7 @@ class GroupCalls(_core.CallCounts):
     def refuse(self, text: str, peers: int = 0) -> bytes:
         """Record that this rank refuses its newest call. Return the message to send to every peer.
 
-        text: the reason. peers: the number of peers that will answer.
+        text: the reason. peers: the number of peers from which to expect an answer.
         """
         self.layers.take()
         with self._lock:
@@ -127,10 +127,10 @@ _of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """Return the record of this rank's calls on `group`. The first call makes it.
+    """Return the record of this rank's calls on `group`. Create the record if there is none yet.
 
-    check: a function that raises if the group is not usable. It runs at the first call, and if torch no longer knows the
-        group.
+    check: a function that raises if the group is not usable. It runs when the record is created, and whenever torch no longer
+        knows the group.
     """
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
@@ -213,8 +213,8 @@ class MadeCalls(_core.CallDigest):
 
 
 class CallLog:
-    """The comparison of every call with `WEFT_CHECK_CALLS=1`. A call of this rank is kept until all peers have sent their
-    call of the same number, and a call of a peer until this rank makes its own.
+    """The calls that ranks compare one by one if `WEFT_CHECK_CALLS=1`. A call of this rank is kept until all peers have sent
+    their calls of the same number. A call of a peer is kept until this rank makes its call of this number.
 
     differ: a function that is called with an error text if two calls of one number differ.
     """

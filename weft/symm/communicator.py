@@ -45,8 +45,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
-    Set-up waits are those of `all_gather` and `allocate`. Pass the longer `weft.env.deadline_s()`, the default deadline of
-    calls, if ranks compile or measure between two such waits, because they then wait for the slowest rank's compilation.
+    `all_gather` and `allocate` make set-up waits. If ranks compile kernels or measure between two of these waits, fast ranks
+    wait for the slowest rank. Then pass the default deadline of calls, `weft.env.deadline_s()`, which is longer.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -110,7 +110,9 @@ class Communicator:
 
     @property
     def failed_address(self) -> int:
-        """The address of a private int64: 0, or 1 if the group has failed or this communicator is closed."""
+        """The address of an int64 of this process, which native waits read: 1 if the group has failed or this communicator is
+        closed, else 0.
+        """
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -129,7 +131,7 @@ class Communicator:
     def check(self) -> None:
         """Raise `ValueError` if the communicator is closed. Raise an error if the group has failed.
 
-        For a dead peer, the first error is a `PeerLostError`. All other errors are a `PoisonedGroupError` that repeats the
+        If a peer has died, the first error is a `PeerLostError`. All other errors are a `PoisonedGroupError` that repeats the
         cause.
         """
         for look in tuple(self._looks):
@@ -138,11 +140,14 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """The native health record. Its `is_well()` is a faster `check`: True if `check` would not raise."""
+        """The native record of the group's state. Its `is_well()` is a fast alternative to `check`: True if `check` would not
+        raise.
+        """
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Make every later `check()` call `look` first. `look` is a method, whose object is held weakly.
+        """Register `look`, which every later `check()` calls first. `look` is a method; this communicator keeps only a weak
+        reference to its object.
 
         An object may learn of a failure before the watchdog does, for example from an error that a kernel reports. Its
         `look` then calls `poison`.
@@ -156,8 +161,8 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Make the group fail on this rank, with the cause `text`, without notifying peers. Call it only for an error that
-        every peer finds too.
+        """Make the group fail on this rank only, with the cause `text`. Peers are not notified, so call this method only for an
+        error that every peer finds too.
         """
         self._control.end(text)
 
@@ -267,8 +272,8 @@ class Communicator:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Return every rank's `obj`, a small picklable object, by rank. It takes about 0.1 ms per rank, so use it only for
-        set-up.
+        """Return every rank's `obj`, a small picklable object, by rank. The call takes about 0.1 ms per rank, so use it only
+        for set-up.
 
         All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
         `DisagreementError`. The default deadline is that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S` outside of it.
@@ -458,8 +463,9 @@ def close_all() -> None:
 
 
 def _leave_all() -> None:
-    """Close all communicators at interpreter exit, which ends native waits. Then give daemon threads time to leave native
-    code (`_COME_OUT_S`) and to free their tensors (`_LET_GO_S`): a thread that did so later would abort the process.
+    """Close all communicators at interpreter exit, which ends native waits. Then give daemon threads time to leave native code
+    (`_COME_OUT_S`) and to free their tensors (`_LET_GO_S`). A thread that does this after the interpreter has ended would abort
+    the process.
     """
     came_out = _threads_inside()
     close_all()

@@ -8,9 +8,9 @@ hosts.
 | files     | a packet can carry a file descriptor          | not supported                                          |
 | the end   | end-of-file: the peer's process has ended     | the same, or an error if the other host is silent      |
 
-The authentication code of a frame is the HMAC-SHA256 of its number and bytes. `weft.symm.hosts` derives the key when
-the peers prove to each other that they know the group's secret. So nobody else can insert, change, repeat or reorder
-frames. Frames are not encrypted.
+The authentication code of a frame is the HMAC-SHA256 of its sequence number and bytes. `weft.symm.hosts` derives the key when
+the peers prove to each other that they know the group's secret. So nobody else can insert, change, repeat or reorder frames.
+Frames are not encrypted.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Control:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
-        """Return the error of a failed or closed group, to be raised. For a dead peer, the first error is a
+        """Return the error to raise, because the group has failed or is closed. If a peer has died, the first error is a
         `PeerLostError`, and later errors are a `PoisonedGroupError`.
 
         context: text to append, such as the wait that the failure has ended.
@@ -285,8 +285,10 @@ class Control:
     def _take_all(
         self, inboxes: dict[int, deque[T]], before: str, after: str, until: float, deadline_s: float, more: str = ""
     ) -> dict[int, T]:
-        """Wait until every inbox has a message. Remove and return the first message of each, by rank.
+        """Wait until a message of every peer has arrived. Remove each peer's first message from its inbox, and return the
+        messages by rank.
 
+        inboxes: for each peer, the messages that have arrived and have not been taken yet.
         before, after: the words before and after the names of missing ranks in error texts. more: advice to append to the
             text of a `DeadlineError`.
         """

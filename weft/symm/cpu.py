@@ -120,7 +120,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free memory in bytes and "", or 0 and an error text."""
+    """Return the number of bytes of free memory and "". If it cannot be determined, return 0 and an error text."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # this process has no free descriptor to read the file

@@ -78,7 +78,7 @@ class _Slab:
     """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
 
     buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device.
-    free: the intervals (first byte, end) of the slab that no region of this rank uses.
+    free: the intervals (first byte, end) of the slab that belong to no region of this rank.
     """
 
     def __init__(self, comm: SharingRanks, nbytes: int) -> None:
@@ -144,7 +144,10 @@ def _made(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
 
 def _agree(what: str, errors: list[str]) -> None:
     if bad := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
-        raise OutOfSharedMemoryError(f"{what}: {'; '.join(bad)}: make the batch smaller, or lower `outputs`")
+        raise OutOfSharedMemoryError(
+            f"{what}: {'; '.join(bad)}. Use smaller batches, or pass fewer result buffers per rank (`outputs`) to "
+            "embedding_all_to_all or to the embedding module"
+        )
 
 
 _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDictionary()

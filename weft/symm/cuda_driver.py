@@ -161,8 +161,8 @@ class Mapping:
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
     """Enqueue on `stream` a memset of `nbytes` bytes at `address` to `byte`.
 
-    Unlike the first launch of a kernel, a memset loads no code. So it also works while kernels of other streams wait for a
-    peer.
+    The first launch of a kernel loads code, and may block while kernels of other streams wait for a peer. A memset loads no
+    code, so it does not block.
     """
     _call(
         "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),

@@ -69,8 +69,8 @@ class Entry:
 
 
 def require_one_version(entries: Sequence[Entry]) -> None:
-    """Raise `RefusedError` if ranks have different versions of weft or torch, which may compute or send differently. All
-    ranks pass the same entries, so all raise.
+    """Raise `RefusedError` if ranks have different versions of weft or torch, because these may compute different results or
+    exchange other messages. All ranks pass the same entries, so all raise.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for entry in entries:

@@ -50,7 +50,7 @@ class Exchange:
         self._counters = [self._region.address(rank) for rank in range(comm.world_size)]
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
-        """Return every rank's payload of this round, by rank.
+        """Run one exchange. Return every rank's payload, by rank.
 
         name: a name for error texts.
 

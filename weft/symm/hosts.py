@@ -5,8 +5,8 @@ listening rank's token, a random 128-bit number in the rank's entry in the group
 that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with L's token as the key:
 
     L -> C    nonce of L                                       32 random bytes
-    C -> L    C's rank and attempt, nonce of C, and            84 bytes. L reads no more, and checks the code first
-              code(nonce of L, rank, attempt, nonce of C)
+    C -> L    C's rank and attempt, nonce of C, and            84 bytes. L checks the code before it uses the other fields,
+              code(nonce of L, rank, attempt, nonce of C)      and reads no more bytes
     L -> C    code(both nonces)                                so C knows that L belongs to the group too
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is
@@ -247,8 +247,8 @@ class Dialing:
 
     @property
     def failed(self) -> bool:
-        """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in time.
-        After it has accepted a connection, a peer may take longer.
+        """True if no handshake can succeed any more: all addresses have failed, or none has accepted a connection in time. A
+        peer that has accepted a connection may take longer for the rest of the handshake.
         """
         is_late = time.monotonic() >= self._until
         return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))

@@ -7,7 +7,8 @@ records these options at the beginning of its forward, and the group's next call
     on GPUs   in an exchange between CPUs at the first call of a shape, and later with the digests of calls (`weft.symm.calls`)
 
 There are two records: one for layers whose forward needs all ranks, and one for other layers, such as norms, which a single
-rank may call alone. A record that is empty on a rank is not compared, because compiled graphs record no options.
+rank may call alone. If a record is empty on a rank, this rank's record is not compared: the rank may run a compiled graph,
+which records no options.
 """
 
 from __future__ import annotations

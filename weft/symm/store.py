@@ -48,8 +48,8 @@ class PatientStore:
         self._asked.put(None)
 
     def _start(self) -> None:
-        """Start the thread that makes the queries. If there is no thread left, the caller's thread makes them, so that this
-        rank can still publish its error.
+        """Start the thread that makes the queries. If the process cannot start another thread, the caller's thread makes the
+        queries, so that this rank can still publish its error.
         """
         self._is_started = True
         self._thread = threading.Thread(target=self._answer, name=f"weft-store-{self._rank}", daemon=True)
