@@ -189,7 +189,8 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) of each GEMM's input, within the chunks of all ranks in rank order.
+    """Return (first row, number of rows) of the input of each GEMM of a step. Row 0 is the first row of rank 0's chunk,
+    and the chunks of all ranks follow each other in rank order.
 
     rows: the number of rows of a chunk.
     """

@@ -1,7 +1,7 @@
 """FiCCO for MoE dispatch + GEMM: tokens are sent in pieces to all ranks at once; each step multiplies one piece from every rank.
 
-    to +i    in step s: piece s of the tokens for the experts of rank + i
-    compute  hetero: first all of this rank's own tokens; then in step s the tokens of piece s
+    to +i    (one lane for each peer) in step s, send piece s of the tokens for the experts of rank + i
+    compute  with hetero, first multiply all of this rank's own tokens; then in step s, multiply piece s from every rank
 
 Tokens are sorted by expert, so the tokens from one rank for adjacent experts are contiguous. GEMMs read tokens where
 they arrived and store rows in the result, so no step gathers or scatters. Three choices make eight schedules:

@@ -2,7 +2,8 @@
 its output.
 
     serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
-    direct    copy engines send each part to its rank, chunk by chunk, into slots. That rank reduces and multiplies the part
+    direct    each rank gets one part of the sum of the gradients g: copy engines send it that part of every g, chunk by chunk,
+              into slots. The rank then reduces and multiplies its part
 
 `own` is this rank's part of the reduced gradient. It is cut by rows, because rows of x's gradient need only the same
 rows of `own`. The weight's gradient needs all rows, and is computed by one GEMM when `own` is complete. Accumulating

@@ -95,7 +95,7 @@ def serial(p: MatmulAllReduce) -> Schedule:
 
 @builder(MatmulAllReduce, by=("dma", "kernel", "load"))
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
-    """Exchange whole products: every rank reduces all of them itself.
+    """Send every rank's whole product to all ranks. Each rank reduces all products itself.
 
     by: "dma" and "kernel" put each rank's product into a slot on each peer. "load" reads the peers' products in place.
     """
@@ -168,10 +168,11 @@ def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
 
 
 class _Gathered:
-    """A `Draft` of sums that are computed in symmetric memory, chunk by chunk, and copied from there by all ranks.
+    """A `Draft` (a schedule under construction) in which each rank computes its part of the sums in symmetric memory,
+    chunk by chunk, and all ranks copy the sums from there.
 
-    The owner of a sum, which reduces it, waits for the parts of all peers. A peer sends its parts only after it has
-    copied the previous run's sums, so the owner may then overwrite them.
+    Before the owner of some rows reduces them, it waits for the products of all peers. A peer sends its products only
+    after it has copied the previous run's sums. So the owner may then overwrite the previous sums.
     """
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
@@ -210,8 +211,8 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Divide the rows of each chunk among the ranks: every rank reduces its rows of each chunk.
 
-    The parts of a chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM. The first sums are
-    complete early.
+    The peers' products for a chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM. So the
+    sums of the first chunk are complete long before the last GEMM ends.
     """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")

@@ -1,9 +1,9 @@
 """GEMM + MoE combine: after a dispatch, multiply each row by its expert's weights and send it back to the rank of its token.
 
     h         the rows that a rank has received, sorted by local expert, then by source rank
-    counts    two stacked tables of numbers, [ranks, experts] each: the rows of h from each rank for each local expert; below, the
-              tokens of this rank for each expert of each rank
-    y         the results for this rank's tokens, sorted by expert of all ranks. The rows from one rank are one block
+    counts    two tables, [ranks, experts] each, one below the other: the number of rows of h from each rank for each local expert;
+              the number of this rank's tokens for each expert of each rank
+    y         the results for this rank's tokens, sorted by global expert, so that the results from each rank are adjacent
 
 Each rank computes all sizes from its own two tables: the number of rows that it sends to each rank, and the place of
 each block of its result. So ranks exchange no sizes before the GEMMs. If the tables of two ranks contradicted each
@@ -23,7 +23,7 @@ There are three ways to send results:
     dma      the receiver's copy engine copies them from the sender's memory into the result
     kernel   a kernel of the sender puts them into a slot on the receiver, which copies them into the result. The CPU need not
              know the sizes
-    store    the GEMM stores them in this slot, without a copy on the sender
+    store    the GEMM itself stores them in the slot on the receiver, without a copy on the sender
 
 Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers,
 stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
@@ -130,11 +130,15 @@ class _Combine(Draft):
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of rows of h from `source`, for the local experts first .. first + count - 1."""
+        """Return the number of rows of h from rank `source` for the local experts first .. first + count - 1; for all
+        from `first` on if `count` is None.
+        """
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of this rank's tokens for the experts first .. first + count - 1 of rank `rank`."""
+        """Return the number of this rank's tokens for the experts first .. first + count - 1 of rank `rank`; for all
+        from `first` on if `count` is None.
+        """
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
@@ -290,8 +294,9 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of a slot: in an outbox, for the rank `distance` places after this rank in the ring.
+        """Return the first row of a slot. In the buffer of rows to send, this is the slot for the rank `distance`
+        places after this rank in the ring.
 
-        In an inbox the same slot has rows from the rank `distance` places before this rank.
+        In the buffer of received rows, the same slot is for rows from the rank `distance` places before this rank.
         """
         return (distance - 1) * self.p.most

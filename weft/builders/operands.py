@@ -28,7 +28,9 @@ class Rows:
     scales: Buffer | None
 
     def part(self, rows: tuple[Index, Index] | None = None, at: Index = RANK) -> Part:
-        """Return rows (first, count) of rank `at`, with their scales; all rows if `rows` is None."""
+        """Return the region with rows (first, count) of the buffer on rank `at`, and the region of their scales; all
+        rows if `rows` is None.
+        """
         data = self.data.part(rows=rows, at=at)
         return (data,) if self.scales is None else (data, self.scales.part(rows=rows, at=at))
 

@@ -80,8 +80,8 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows in `chunk` of rank `owner`'s rows; None for all its rows. The last ranks may own
-        fewer than `m` rows.
+        """Return the number of rows of `chunk` that rank `owner` really owns; of all its rows if `chunk` is None. The
+        last ranks may own fewer rows than the others.
         """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
@@ -90,7 +90,9 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the first row of x for rows `chunk` of rank `owner`'s part of the sum; None for the whole part."""
+        """Return the first row of x from which rows `chunk` of rank `owner`'s part of the sum are computed; of the
+        whole part if `chunk` is None.
+        """
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
 

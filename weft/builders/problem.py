@@ -117,8 +117,8 @@ class Problem:
     def between_hosts(self, rails: int) -> tuple[str, ...]:
         """Return the names of the schedules to time, besides serial, if ranks are on several hosts.
 
-        rails: the number of hosts, if each host has the same number of consecutive ranks, and at least two. Otherwise
-            0.
+        rails: the number of hosts, if each host has the same number of consecutive ranks, which is at least two.
+            Otherwise 0.
         """
         return ()
 

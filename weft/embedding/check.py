@@ -32,7 +32,8 @@ class CheckedInput(NamedTuple):
     key_of_slot: for each local slot s, the index of its feature in the input. The bag of sample b begins at
         `offsets[key_of_slot[s] * global_batch + b]`.
     batch_sizes: the number of samples of each rank, in rank order.
-    tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), if known.
+    tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), by which later calls recognise
+        unchanged tables; None if not known.
     """
 
     key_of_slot: tuple[int, ...]
@@ -58,7 +59,7 @@ def check_jagged(
         remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: the layouts and addresses of the tables, to store in the result.
+    tables: the value of the result's field `tables`.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)

@@ -246,7 +246,9 @@ class Partition:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. Ignore the field `rank` of these slots."""
+        """The blocks of output columns, in column order. The field `rank` of these slots has no meaning, because
+        several ranks may make a block.
+        """
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 
     def describe(self) -> str:

@@ -142,8 +142,8 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan for these options. For the transports "put" and "direct", its order and slice size are those of the
-    schedule's kernel.
+    """Return the plan for these options. For the transports "put" and "direct", the plan gets its order and its slice
+    size from the kernel of the schedule.
     """
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):

@@ -448,8 +448,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Make the operator's arguments and the input distribution, which depend on the tables' dtype and device.
-        Conversions call this method again (`_apply`).
+        """Store the arguments of `weft.embedding_all_to_all` and the input distribution for this dtype and device of
+        the tables. `_apply` calls this method again after a conversion such as `half()`.
         """
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))

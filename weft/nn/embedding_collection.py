@@ -275,7 +275,9 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     @property
     def _compared_on(self) -> Communicator | None:
-        """The communicator on which ranks compare their backwards; None on GPUs and for one rank."""
+        """The communicator on which CPU ranks compare their backward calls; None on GPUs and for one rank, where
+        nothing is compared.
+        """
         is_compared = self.device.type == "cpu" and self.group.size() > 1
         return symm.communicator(self.group, self.device) if is_compared else None
 

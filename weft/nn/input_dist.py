@@ -44,11 +44,11 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The order in which the features of inputs with these `keys` are sent.
+    """The order in which ranks send the features of inputs that have the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: for each number in the headers that this rank sends, its index in this rank's own header, which has
-        the counts of all features.
+    header_index: for each number in the headers that this rank sends, its index in this rank's full header, from which
+        it is copied. The full header has the counts of all features.
     """
 
     keys: tuple[str, ...]
@@ -70,10 +70,11 @@ class _LocalBatch:
 
 
 class _Route(NamedTuple):
-    """The routing of one batch's ids. The gradients of per-sample weights follow it in reverse.
+    """The routing of one batch's ids: what this rank sent to each rank, and received from each rank. Gradients of
+    per-sample weights take the reverse way.
 
     blocks: the features that this rank sent, in sending order, as indices into the input's keys.
-    counts: the number of ids of each key of the input.
+    counts: the number of ids of each feature (key) of the input.
     begin: the index of the first id in the input's values.
     ids_out, ids_in: the number of ids sent to each rank, and received from each rank.
     heads: the header (batch size, numbers of ids) received from each rank.

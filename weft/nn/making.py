@@ -143,8 +143,11 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return `deadline_s`, or `WEFT_DEADLINE_S` if it is None, because peers may need time to fill tables. If a
-    variable of weft is invalid, return the default of set-up, in which all ranks raise an error.
+    """Return the deadline for waits while a module is constructed: `deadline_s`, or if it is None, `WEFT_DEADLINE_S`.
+    The shorter deadline of set-up would not suffice, because peers may need time to fill tables.
+
+    If an environment variable of weft is invalid, return the default of `WEFT_SETUP_DEADLINE_S`. Every rank then gets
+    as far as the comparison of arguments, where all ranks raise an error.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

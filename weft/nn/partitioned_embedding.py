@@ -278,13 +278,15 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """True if each block of output columns is one pooled vector, in the order of `_order`'s numbers."""
+        """True if the pooled vectors already are the output: each block of output columns is one of them, in the same
+        order.
+        """
         return self._order == [[number] for number in range(len(self._order))]
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the pooled vectors from which it is made, as indices: first the vectors of
-        parts are numbered, then those of data-parallel tables.
+        """For each block of output columns, the indices of the pooled vectors from which the block is made. The indices
+        count the vectors of parts first, then the vectors of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots

@@ -29,7 +29,7 @@ from weft.runtime.layouts import known_layout
 class ReplicatedTables:
     """The data-parallel tables of a collection, of which every rank of `group` has a copy.
 
-    sharding: the data-parallel tables, as the tables of a group of one rank.
+    sharding: the configs of the data-parallel tables, as a sharding in which one rank owns them all.
     weights: a function that returns this rank's copies of the tables.
     factor: the number by which the sum of gradients over ranks is multiplied: 1 / number of ranks for the mean.
     sparse: True if tables without an optimizer get sparse gradients.
@@ -170,7 +170,8 @@ def _require_finite(
     """Raise `RefusedError` on every rank if a gradient is infinite or NaN. All ranks must make this call.
 
     bad: the names of data-parallel tables with such gradients on this rank.
-    of_parts: the gradients of the vectors of sharded tables, which are updated later.
+    of_parts: the gradients of the vectors of sharded tables. These tables are updated later, so their gradients are
+        checked here too.
     """
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")

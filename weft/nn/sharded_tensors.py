@@ -29,8 +29,8 @@ class Part(NamedTuple):
 def layout(table: EmbeddingBagConfig, parts: Sequence[TablePart], per_row: bool) -> tuple[tuple[int, ...], list[Part]]:
     """Return the size and the parts of a table, or with `per_row`, of an optimizer state that has one number per row.
 
-    Such a state has the size [rows], or for a column-wise table [parts * rows], as in TorchRec. There each part has its
-    own numbers, which are means over the part's columns.
+    Such a state has the size [rows], or for a column-wise table [parts * rows], as in TorchRec. In the second case each
+    part has its own number for each row: a mean over the part's columns.
     """
     if not per_row:
         places = [Part(part.rank, (part.row, part.column), (part.rows, part.columns)) for part in parts]

@@ -64,7 +64,7 @@ def load_full(
 def check_full(
     tables: Sequence[EmbeddingBagConfig], own: Iterable[str], rank: int, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise `ValueError` for an unknown table in `weights`, or unless it has the whole table for each name in `own`.
+    """Raise `ValueError` if `weights` has an unknown table, or lacks the whole table for a name in `own`.
 
     tables: all tables. own: the names of this rank's tables.
     """

@@ -45,7 +45,8 @@ class AcrossRanks:
 
     what: the operator and shape, for error texts.
     said: the full description of the call, which ranks compared at the first call.
-    fingerprint: the 64-bit number that a call adds to the digest of calls (default: the hash of `said`).
+    fingerprint: the 64-bit number of the call, from which ranks compute the digest of their calls (default: the hash of
+        `said`).
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class AcrossRanks:
         begun: a call whose first part needs no other rank (`weft.runtime.unfused.begun`), or None. A CPU rank runs this
             part while it waits for its peers.
 
-        Return the number `begun.number` of every rank if CPU ranks have synchronised in this method, otherwise None.
-        The rest of the begun call needs these numbers.
+        If CPU ranks have synchronised in this method, return the number that each rank has reported about the first
+        part of its call (`Begun.number`). The rest of the call needs these numbers. Otherwise return None.
         """
         self.note()
         numbers = None
@@ -94,7 +95,8 @@ class AcrossRanks:
         """Compare the tables of counts (`Operator.pairs`) of all ranks. Raise `RefusedError` on every rank if they do
         not agree.
 
-        Return `begun.number` of each rank; zeros if `begun` is None.
+        Return the number that each rank has reported about the first part of its call (`Begun.number`); zeros if
+        `begun` is None.
         """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
@@ -143,17 +145,18 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the number that a call adds to the digest of calls, computed from its problem family and its number of
-    rows (`size`).
+    """Return the 64-bit number of a call (`AcrossRanks.fingerprint`), computed from its problem family and its number
+    of rows (`size`).
 
-    Use it for a new size of a family that ranks have compared before: its full description is not compared.
+    Use this number for a call of a new size if ranks have already compared a call of the same family. Ranks then do not
+    compare the full description of the new call.
     """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return a random 64-bit weight for each count in a table, [sender, receiver, width]. All ranks get the same
+    """Return random 64-bit weights for the tables of row counts, [sender, receiver, width]. All ranks get the same
     weights.
 
     width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.

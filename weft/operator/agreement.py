@@ -4,7 +4,7 @@ In a rendezvous, CPU ranks synchronise and exchange descriptions of their calls 
 
 |               | `CpuAgreement`: CPU processes                     | `GpuAgreement`: GPUs                                   |
 |---------------|---------------------------------------------------|--------------------------------------------------------|
-| first call    | a rendezvous                                      | an exchange over the sockets                           |
+| first call    | a rendezvous                                      | an exchange over control connections (sockets)         |
 | later calls   | a rendezvous before each call                     | a hash of all calls, compared by a background thread   |
 |               |                                                   | (`weft.symm.calls`)                                    |
 | bad input     | The rank reports its error in the rendezvous, and | The rank notifies every peer. A peer that has not made |
@@ -45,8 +45,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The base class of protocols, which only checks this rank's own call. Devices without communication, such as meta,
-    use it.
+    """The base class of both protocols. It checks only this rank's call, so it also serves devices without
+    communication, such as meta.
     """
 
     meets = False
@@ -57,8 +57,8 @@ class Agreement:
     ) -> list[int]:  # fmt: skip
         """Run `check` on every rank, and compare the descriptions that the checks return (`Check`).
 
-        Return, for each rank, the number that the rank's `check` returned. hint: advice to append to the error text if
-        the ranks' calls differ.
+        Return the number that each rank's `check` returned; this number may differ between ranks. hint: advice to
+        append to the error text if the ranks' calls differ.
         """
         return [check()[2]]
 
@@ -68,10 +68,12 @@ class Agreement:
     ) -> bool:  # fmt: skip
         """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError` in place of `error`.
 
-        Return False if the call cannot be refused. For a memory error, which callers catch to retry, return True after
-        peers are notified: the caller must then raise `error` again.
+        Return False if it is too late to refuse the call, or if this error cannot be refused: the group then has to
+        fail. For a memory error, which users catch to retry, return True after peers are notified: the caller must then
+        raise `error` again.
 
-        text: the reason, for the peers. has_published: True if this rank has already told its peers that it takes part.
+        text: the reason, for the peers. has_published: True if this rank has already told its peers that it takes part
+            in the call.
         """
         return False
 
@@ -91,7 +93,7 @@ class Agreement:
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Count one refused call: every rank refuses the current call after ranks have synchronised for it."""
+        """Count the current call as refused, for a call that every rank refuses after ranks have synchronised for it."""
 
 
 class CpuAgreement(Agreement):

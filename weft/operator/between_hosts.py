@@ -44,7 +44,8 @@ def choose_between_hosts(
 
     A pinned schedule that needs another host's memory is replaced by the unfused implementation, with a warning.
 
-    serial: a function that runs the operator unfused. It is timed for comparison.
+    serial: a function that runs the operator unfused, to be timed for comparison. None: an executor runs the serial
+        schedule.
     built: a function that builds and verifies a candidate's schedule.
     """
     if pinned == "serial":

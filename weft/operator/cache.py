@@ -68,9 +68,9 @@ class Known(NamedTuple, Generic[E]):
     """The compiled operator for calls with one signature: they differ only in the contents and addresses of their
     tensors.
 
-    places: for each input buffer, the tensor of a call that is this buffer, as (buffer name, index of the call's field,
-        index in the field's list or None). None if `Operator.inputs` must make the buffers, because they are not all
-        tensors of the call.
+    places: where to find each input buffer among the call's tensors: (buffer name, index of the call's field, index in
+        the field's list or None). None if some input buffer is not a tensor of the call, so that `Operator.inputs` must
+        make the buffers.
     differentiated: True if gradients are wanted.
     """
 
@@ -87,7 +87,8 @@ class Known(NamedTuple, Generic[E]):
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
     """Return the place of this tensor object in `call`: (index of the field, index in the field's list or None).
 
-    Return None if the tensor occurs twice: the next call may pass two different tensors.
+    Return None if the call does not contain the tensor. Also return None if it contains the tensor twice, because the
+    next call may pass two different tensors.
     """
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
@@ -122,9 +123,10 @@ class _OfGroup(Generic[E]):
         """Return the latest compiled operator of the family if this call is to run unfused, without compilation;
         otherwise None.
 
-        The caller copies the returned operator, and sets the call's size in the copy. A size is the family and the
-        number of rows of the call's first tensor.
+        The returned operator was compiled for another size, so the caller copies it, and sets the call's size in the
+        copy.
 
+        rows: the number of rows of the call's first tensor.
         capturing: True while a graph is captured. A size that has run unfused before is then captured unfused.
         """
         size = family, rows
@@ -140,7 +142,7 @@ class _OfGroup(Generic[E]):
         return typical
 
     def called(self, prepared: E) -> E:
-        """Count a repeated call of the compiled operator `prepared`, and return it."""
+        """Count a call that has found the compiled operator `prepared` in the cache. Return `prepared`."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True
@@ -231,8 +233,8 @@ class Table(Generic[E]):
     ) -> None:
         """Store `prepared`, a compiled operator, for calls with this signature.
 
-        inputs: {buffer name: tensor} of the call's input buffers; None if gradients are wanted. The cache stores which
-            tensor of a call is which buffer (`Known.places`).
+        inputs: {buffer name: tensor} of the call's input buffers; None if gradients are wanted. The cache stores where
+            each buffer is among the call's tensors (`Known.places`), so that later calls find their own buffers.
         """
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None

@@ -214,7 +214,7 @@ def prepared_for(
     """Return the compiled operator of a call; compile it if needed.
 
     wanted: for each differentiable field of the call, True if its gradient is wanted; equal on all ranks. None in
-        backward: ranks compared this in forward.
+        backward, which need not compare this again: ranks compared it in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
@@ -240,8 +240,8 @@ def prepared_for(
     def check() -> tuple[str, str, int]:
         """Return (short description, full description, number), as `weft.operator.agreement.Check`.
 
-        The number is twice the size of the call (`Operator.size`), plus one if this rank has cached times for the
-        problem.
+        The number encodes two values that may differ between ranks: twice the size of the call (`Operator.size`), plus
+        one if this rank has cached times for the problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)

@@ -225,8 +225,8 @@ class CompiledOperator:
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Record that ranks have compared a call with these options and these wanted gradients, so that they do not
-        compare such calls again.
+        """Record that ranks have compared a call with these options and these wanted gradients. Later calls with the
+        same options and wanted gradients then count as calls of a known shape.
 
         given: the options as text (`Operator.given`).
         said: the full description of the call, which ranks compared.
@@ -272,8 +272,8 @@ class CompiledOperator:
 
     @property
     def in_steps(self) -> bool:
-        """True if an unfused call has run the serial schedule step by step. Operators without their own
-        `Operator.unfused` do so.
+        """True if an unfused call has run the serial schedule step by step, because the operator does not override
+        `Operator.unfused`.
         """
         return bool(self._steps)
 
@@ -309,7 +309,7 @@ class CompiledOperator:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """The names of two schedules: for calls, and for calls under CUDA graph capture."""
+        """The names of the two chosen schedules: for usual calls, and for calls under CUDA graph capture."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property

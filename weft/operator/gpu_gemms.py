@@ -26,9 +26,9 @@ class GemmTimer:
     """A timer for cuBLAS GEMMs that are parts of the GEMMs of the problem `p`.
 
     The left operand has random numbers, because zeros would draw less power, and the GPU would run at a higher clock.
-    They are stored in the x that the call returns, or in new memory of the size of x, which is freed with this object.
-    The right operand is a part of a weight. Products are stored in the call's result, which the call overwrites later,
-    or in new memory if the result has too few rows.
+    The left operand is stored in the x that the call returns, or in new memory of the size of x, which is freed with
+    this object. The right operand is a part of a weight. Products are stored in the call's result, which the call
+    overwrites later, or in new memory if the result has too few rows.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -47,8 +47,8 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time those GEMMs of the candidates that this process has not timed yet, in two rounds (see `weft.plan.gemms`).
-    All ranks must make this call.
+    """Time the candidates' GEMMs that this process has not timed yet, in two rounds (see `weft.plan.gemms`). All ranks
+    must make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
@@ -83,8 +83,8 @@ def _learn(
     """Time the GEMMs that `wanted` returns, for at most `budget_us` microseconds, and store the slowest rank's times.
     Return the rest of the budget in microseconds. All ranks must make this call.
 
-    wanted: a function that returns GEMM shapes for the machine's model.
-    timer: a function that returns the timer.
+    wanted: a function that returns the shapes of the GEMMs to time, given this machine's performance model.
+    timer: a function that makes the timer of GEMMs. It is called only if there are GEMMs to time.
     """
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}

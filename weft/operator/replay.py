@@ -103,7 +103,7 @@ class _Known:
     """The recorded calls of a public function.
 
     calls: {signature: recorded call}; None in place of a call that must take the slow path.
-    families: recorded unfused calls that native code replays for any number of rows. The signature here omits the
+    families: {signature without the number of rows: recorded unfused call}. Native code replays these calls for any
         number of rows.
     """
 
@@ -143,7 +143,9 @@ class _Known:
         self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
-        """Remove the calls of a deleted group, because a new group may get its id."""
+        """Remove the recorded calls of a deleted group. group: the id of the group, which Python may give to a new
+        group.
+        """
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)

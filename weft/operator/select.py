@@ -2,8 +2,8 @@
 
     pinned by name       this schedule
     "heuristic"          the pick of the static heuristic in the FiCCO paper (`weft.plan.heuristic`)
-    default              the planner's choice on a machine that weft knows, by measurement on an unknown machine
-    "autotune"           by measurement on every machine
+    default              the planner's choice on a machine that weft knows; on an unknown machine, the fastest in a measurement
+    "autotune"           the fastest in a measurement, on every machine
 
 weft knows a machine if it has a performance model of it (`weft.operator.this_machine`): every NVIDIA GPU, and AMD GPUs
 with a machine file. On a known machine, the first call with weights of a new shape times their GEMMs
@@ -216,7 +216,9 @@ def _names(
 def _planned_for_all(mine: T, p: Problem, comm: Communicator, what: str, deadline_s: float | None) -> T:
     """Return the planning rank's `mine` (`this_machine.planning_rank`). All ranks must make this call.
 
-    Ranks may have different calibrations or machine files, so each may have planned something else.
+    Ranks may have different calibrations or machine files, so their plans may differ.
+
+    mine: this rank's plan. what: the plan, for error texts.
     """
     found: list[T] = comm.all_gather(mine, what=what, deadline_s=deadline_s)
     return found[this_machine.planning_rank(p, comm, deadline_s)]
@@ -257,8 +259,8 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the schedules for the size bucket of `p`. At the first call in the bucket, all ranks must
-    make this call, which then chooses schedules.
+    """Return the names of the schedules for the size bucket of `p`. The first call for a bucket chooses these
+    schedules, and all ranks must make it together.
 
     itself: True to choose for exactly this size.
     """

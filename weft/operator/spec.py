@@ -170,8 +170,8 @@ class Operator(ABC, Generic[C]):
         """True if calls that differ only in the contents and addresses of tensors do the same work, and may be replayed
         (`weft.operator.replay`).
 
-        Then no field of the form may depend on the contents of a tensor. The public function may divide the first result
-        by the number of ranks (`averages`). Otherwise it must return the results unchanged.
+        In such an operator, no field of the call may depend on the contents of a tensor. The public function may divide
+        the first result by the number of ranks (`averages`). Otherwise it must return the results unchanged.
         """
         return True
 

@@ -379,7 +379,9 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
 
 
 def check_capacity(capacity: int | None, tokens: int, what: str) -> None:
-    """Raise `ValueError` if `capacity` is less than 1 or than `tokens`, a number of `what` in a call."""
+    """Raise `ValueError` if `capacity` is less than 1, or less than `tokens`, this rank's number of tokens in a call.
+    what: a phrase for these tokens in the error text.
+    """
     if capacity is not None and capacity < max(1, tokens):
         least = f"the number of {what}, {tokens}" if tokens else "1"
         raise ValueError(

@@ -284,7 +284,8 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Measure how much concurrent copies slow down a GEMM: the largest with M = N = K that takes at most 20 ms.
+    """Measure how much concurrent copies slow down a GEMM. The GEMM is the largest with M = N = K that takes at most 20
+    ms.
 
     Return (slowdowns, {GEMM: its time in us without copies}).
 

@@ -45,7 +45,8 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If a long schedule is clearly the fastest in the first mode, the other modes take it without planning.
+    If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
+    schedule takes long, so that the costs in which modes differ matter little, and is clearly faster than serial.
     """
     found: list[Choice] = []
     for mode in modes:

@@ -26,7 +26,8 @@ class SharedMemory:
     """The buffers and signals of an output map's schedule, which are the same on all ranks.
 
     Buffers are divided into slots of `m` rows. Slots of `box` receive chunks from other ranks. Slots of `made` have
-    chunks of this rank's GEMM that later steps send or add.
+    chunks of this rank's GEMM that later steps send or add. A node is a pair (rank, place): a chunk as one rank
+    computes or receives it.
 
     m: the number of rows that a rank owns.
     times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk
@@ -85,13 +86,15 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places of the chunks that `rank` sends by the map's method `how`: "remote_map" or "dma_map"."""
+        """Return the places (positions in the output of all ranks) of the chunks that `rank` sends by the map's method
+        `how`: "remote_map" or "dma_map".
+        """
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return (index of the credit signal, lane) for each of a peer's lanes that allow `rank` to fill the peer's
-        slots again.
+        """Return the credit signals for which `rank` waits before it fills a peer's slots again, as (index of the
+        signal, lane of the peer that sets it).
 
         distance: the distance in the ring from `rank` to the peer.
         """
@@ -116,7 +119,9 @@ class SharedMemory:
         return by_engine and self.routes.collective == "all_to_all"
 
     def slot(self, rank: int, place: int, nth: int) -> int:
-        """Return the index of the slot for the chunk that arrives at (rank, place) from its source number `nth`."""
+        """Return the index of the slot for the chunk at `place` that `rank` receives from the source
+        `Routes.sources(rank, place)[nth]`.
+        """
         return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
@@ -124,7 +129,9 @@ class SharedMemory:
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes that are the last to read the slot for source number `nth` of (rank, place)."""
+        """Return the lanes of `rank` that read a slot last, after which it may be filled again: the slot `slot(rank,
+        place, nth)`.
+        """
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -137,7 +144,9 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk's only update is copied into the result, and the GEMM then accumulates there."""
+        """True if the chunk gets a single update, which is copied into the result so that the GEMM can accumulate
+        there.
+        """
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 
@@ -146,7 +155,8 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots to the nodes of each rank, in which the chunks of one owner share slots.
+        """Assign consecutive slots to the nodes of each rank. A slot has space for all chunks of one owner, so these
+        chunks share the slot.
 
         Return ({node: its first slot}, the largest number of slots of a rank).
 

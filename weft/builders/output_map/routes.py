@@ -72,8 +72,10 @@ def routes_of(
 class Routes:
     """The maps of all ranks, with ranks and places evaluated to numbers.
 
-    alike: True if ranks differ only by their position in the ring. Then only rank 0's map is evaluated.
-    order: for each evaluated rank, the places of its chunks, in the order of computation.
+    alike: True if the maps of all ranks are equal except for the ranks' positions in the ring. Then only rank 0's map
+        is evaluated.
+    order: for each evaluated rank, the places of its chunks (their positions in the output of all ranks), in the order
+        of computation.
     number: for each evaluated rank, {place: index in its `order`}.
     """
 
@@ -135,8 +137,8 @@ class Routes:
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place at which the receiver stores a chunk from rank `source`. Only an all-to-all changes the
-        place.
+        """Return the place of a chunk from rank `source` on its receiver, which differs from its place on the sender
+        only in an all-to-all.
         """
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
@@ -164,12 +166,14 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks whose copies of this chunk `rank` must receive before it forwards or adds the chunk."""
+        """Return the ranks from which `rank` must receive this chunk before it forwards the chunk, or adds the arrived
+        updates to it.
+        """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the node under which properties of (rank, place) are stored: the corresponding chunk of rank 0 if
-        ranks are alike.
+        """Return the key (rank, place) under which the properties of this chunk are stored. If ranks are alike, this is
+        the corresponding chunk of rank 0.
         """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
@@ -200,7 +204,9 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return (before, least), the arguments of the function `_times`, for the chunks of `ranks`."""
+        """Return, for the chunks of `ranks`, the arguments of the function `_times`: {chunk: the chunks that it waits
+        for} and {chunk: its earliest time without waits}. A chunk is given as (rank, place).
+        """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in ranks:
@@ -403,7 +409,8 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
     """Return {node: its earliest possible time}. Nodes in cycles are omitted.
 
     before: {node: the nodes that it waits for}, whose times are earlier.
-    least: {node: the smallest time allowed}: the chunk's index in the order of computation, or 0.
+    least: {node: its earliest time if it waited for no other node}: the chunk's index in the order of computation, or 0
+        if the rank does not compute the chunk.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
@@ -428,11 +435,12 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance (modulo `count`) from this rank, or from its first place, to rank or place `number`.
+    """Return the distance in the ring from this rank to rank `number`, or from this rank's first chunk to the chunk at
+    place `number`.
 
-    Return None if the distance differs between ranks, or if `number` is out of range on some rank.
+    Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 
-    count: the number of ranks or places.
+    count: the length of the ring: the number of ranks, or of places.
     """
     ranks = np.arange(world)
     try:

@@ -308,8 +308,9 @@ class _RankLanes:
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Append a wait until this rank may fill the slots on rank `to`, once per lane.
 
-        A credit signal has only one waiting lane: `compute` if GEMMs fill some of the slots. Lanes that forward chunks
-        then wait for the signal `opened` of `compute`. Lanes that send output of GEMMs need no wait.
+        Only one lane waits for a credit signal. If GEMMs fill some of the slots, it is the lane `compute`. Lanes that
+        forward chunks then wait for the signal `opened`, which `compute` sets after its wait. Lanes that send output of
+        GEMMs need no further wait.
         """
         if (lane.name, to) in self._opened:
             return
@@ -346,7 +347,7 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Append a wait until the chunk at `place` has arrived from its source number `nth`."""
+        """Append a wait until the chunk at `place` has arrived from the source `Routes.sources(rank, place)[nth]`."""
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
         sends = routes.sends(source, routes.landing(self.rank, place))
@@ -375,7 +376,9 @@ class _RankLanes:
         return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
-        """Return the index of the signal for the chunk that arrives at (rank, place) from its source number `nth`."""
+        """Return the index of the signal that tells `rank` that the chunk at `place` has arrived from the source
+        `Routes.sources(rank, place)[nth]`.
+        """
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
     def _owner(self, place: int) -> Index:
@@ -402,7 +405,7 @@ class _RankLanes:
         return plan.o.part(plan.made, number, self._owner(place), rows)
 
     def _complete(self, place: int) -> Region:
-        """Return the region with the completed chunk, from which a copy engine sends it."""
+        """Return the region in which this rank completes a chunk that a copy engine then sends."""
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)

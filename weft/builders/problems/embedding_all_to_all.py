@@ -193,5 +193,7 @@ class EmbeddingAllToAll(Problem):
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return True for candidates without parameters. Order and slice size are the caller's arguments."""
+        """Return True for candidates without parameters: the planner chooses only the transport. Order and slice size
+        are arguments of the call.
+        """
         return not candidate.parameters
