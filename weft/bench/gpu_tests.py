@@ -49,9 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m weft.bench.gpu_tests", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("junit", type=Path, nargs="+")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("out", type=Path, help="the JSON file to which the record is added")
+    parser.add_argument("junit", type=Path, nargs="+", help="a file that pytest --junit-xml wrote; may be missing")
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="the device to describe in the record. Default: cuda"
+    )
     given = parser.parse_args(arguments)
     known = reading.read_json(given.out) if given.out.exists() else []
     known.append({**summary(given.junit), **environment(given.device)})

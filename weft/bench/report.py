@@ -235,7 +235,13 @@ def main(arguments: Sequence[str]) -> None:
     status 2.
     """
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="DOCUMENT.md|RESULTS.jsonl",
+        help="documents to rewrite, and all results files that they show; without documents, print the results' tables",
+    )
     given: list[Path] = parser.parse_args(arguments).paths
     documents = [path for path in given if path.suffix == ".md"]
     try:

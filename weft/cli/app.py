@@ -73,10 +73,12 @@ def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for overlap.png and trace.json.")] = Path(
         "weft-demo"
     ),
-    ranks: Annotated[int, typer.Option(min=1, help="CPU processes.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of CPU processes.")] = 2,
     scale: Annotated[
         str | None,
-        typer.Option(help=("Scale of batch and tables, such as 1/64. Default: the largest that fits; it is printed.")),
+        typer.Option(
+            help="Factor of the batch and of large tables' rows, such as 1/64. Default: the largest that fits this machine."
+        ),
     ] = None,
 ) -> None:
     """Run embedding + all-to-all on CPU processes, check the results, time the calls, and draw the overlap.
@@ -107,13 +109,16 @@ def doctor(
     ] = False,
     links: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --group: write the links between hosts as a topology for weft plan."),
+        typer.Option(
+            metavar="FILE",
+            help="With --group: write the measured links between hosts to this topology file, for `weft plan --topology`.",
+        ),
     ] = None,
 ) -> None:
     """Report what works on this machine, what weft will use, and how to get missing parts.
 
-    The exit status is 0 if CPU processes or GPUs work. With `--group`, run it on every rank; the exit status is 0 if the ranks
-    can reach each other.
+    The exit status is 0 if CPU processes or GPUs work. With `--group`, start the command on every rank, for example by torchrun.
+    The exit status is then 0 if the ranks can reach each other.
     """
     if group:
         from weft.cli.doctor_group import run

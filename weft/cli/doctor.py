@@ -245,7 +245,7 @@ def _nvshmem() -> Finding:
 
 
 def _nccl() -> Finding:
-    """Report the version of NCCL, and which parts of NCCL's device API it has."""
+    """Report the version of NCCL, and which parts of NCCL's device API this version has."""
     torch: Any = _import("torch")
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return Finding("NCCL", "missing", "only on GPUs; CPU ranks use gloo")

@@ -135,7 +135,7 @@ def shape_option(also: str) -> Any:
     """Return the parameter `--shape`. also: text to append to its help, such as other values that it accepts."""
     sizes = (
         "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
-        "K: the summed dimension."
+        "K: the summed dimension, or the rows of a bag."
     )
     return typer.Option(metavar="M,N,K", help=sizes + also)
 
@@ -174,7 +174,9 @@ Topology = Annotated[
         ),
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")]
+Dtype = Annotated[
+    str, typer.Option(help="bf16, fp16, fp32 or fp8. The machine file needs a matmul rate for this dtype.")
+]
 ModeOf = Annotated[
     Mode,
     typer.Option(

@@ -31,16 +31,7 @@ _Records = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="Show these records (written by --json) instead of simulating.",
-    ),
-]
-_RecordsOfBench = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Show these records, from `weft bench` or --json, and simulate nothing.",
+        help="Show the results in this file, which `weft bench` or --json wrote, instead of simulating.",
     ),
 ]
 _Json = Annotated[
@@ -61,16 +52,16 @@ def ficco(
             "another TOML file."
         ))
     ] = "mi300x",
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="GPUs; the paper has 8.")] = 8,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Number of GPUs; the paper has 8.")] = 8,
     topology: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
     ] = None,
-    records: _RecordsOfBench = None,
+    records: _Records = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; existing lines stay.")
     ] = None,
-    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 12(b), 13 and 14 here.")] = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures of figures 12(b), 13 and 14.")] = None,
 ) -> None:  # fmt: skip
     """Reproduce FiCCO's evaluation on its sixteen GEMMs and sixteen synthetic GEMMs.
 
@@ -98,11 +89,12 @@ def t3(
         str | None,
         typer.Option(metavar="NAME|FILE", help="With --hw: how GPUs are linked. Default: the machine file's topology."),
     ] = None,
-    records: _RecordsOfBench = None,
+    records: _Records = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; existing lines stay.")
     ] = None,
-    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 16 to 18 here; with --hw figure 16.")] = None,
+    pictures: Annotated[Path | None, typer.Option(
+        file_okay=False, help="Folder for pictures of figures 16 to 18; with --hw of figure 16 only.")] = None,
 ) -> None:  # fmt: skip
     """Reproduce T3's evaluation, on the paper's hardware or in software on existing GPUs.
 
@@ -132,7 +124,7 @@ def t3(
 @reproduce.command()
 def fused_embedding(
     records: _Records = None, json: _Json = None,
-    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 11 to 13 and 15 here.")] = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures of figures 11 to 13 and 15.")] = None,
 ) -> None:  # fmt: skip
     """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all, on a model of its MI210 nodes.
 
@@ -155,7 +147,7 @@ def fused_embedding(
 @reproduce.command()
 def pgas(
     records: _Records = None, json: _Json = None,
-    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 5 to 10 here.")] = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures of figures 5 to 10.")] = None,
 ) -> None:  # fmt: skip
     """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
 
@@ -176,7 +168,7 @@ def pgas(
 def all_studies(
     json: _Json = None,
     pictures: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Draw all pictures here, in a folder for each study.")
+        Path | None, typer.Option(file_okay=False, help="Folder for all pictures, with a folder in it for each study.")
     ] = None,
 ) -> None:  # fmt: skip
     """Simulate all four papers, and print which of their claims are reproduced. This takes a few minutes."""

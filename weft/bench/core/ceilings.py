@@ -89,7 +89,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return the shortest time of several repetitions in seconds, because other processes may slow down some repetitions."""
+    """Repeat `call`, and return the seconds per call in the fastest repetition, which other processes disturbed least."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

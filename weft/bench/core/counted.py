@@ -92,7 +92,8 @@ def _without_number(load: Callable[[], Any]) -> Call:
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
     """Return (counters' rates during a row of calls, seconds per call). All ranks must make this call.
 
-    The rates are None if in `_ATTEMPTS` attempts the calls ended on any rank before its counters were read.
+    The calls must outlast the reading of the counters on every rank. If they are too short in `_ATTEMPTS` attempts, the
+    rates are None.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

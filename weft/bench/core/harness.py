@@ -7,8 +7,8 @@
 - `graph`: a call is captured in a CUDA graph, and the graph is replayed many times in a row, as in decoding.
 
 All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. Their order is
-random, because a variant influences the clock rate of the next one. Differences that will be published get more
-repetitions, up to a limit, while they are below twice their noise.
+random, because a variant influences the clock rate of the next one. If the difference of two variants will be published,
+both are repeated until the difference exceeds twice its noise, up to a limit.
 
 In the last repetition a callback receives the last output of each variant, and can check it.
 """
@@ -178,11 +178,12 @@ def time_variants(
         input_sets: the number of input sets. Calls cycle through them.
         seconds: the approximate time in which to measure the slowest variant.
         repetitions: (least, most); all variants get the same number.
-        waiting: the names of variants that synchronise with the device in each call.
+        waiting: the names of variants that synchronise with the device in each call. In mode "queued" they are timed
+            without a sleep kernel, which they would wait for.
         claims: pairs of variants whose difference will be published. While it is below twice its noise, both are
             repeated up to `_LONGER` times as often as others.
         advance: called after each repetition with its fraction of all repetitions.
-        before_last: called before the last repetition.
+        before_last: called before the last repetition, for example to fill outputs with NaN before `inspect` checks them.
         inspect: called in the last repetition after each variant, in the same order on all ranks. Its arguments are the
             variant's name, the number of the input set of the variant's last call, and the output of this call.
     """

@@ -228,7 +228,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells for the columns `head`, which describe the configuration. record: any of its records."""
+        """Return the cells for the columns `head`, which describe a configuration. record: any record of the configuration."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:

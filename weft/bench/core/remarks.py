@@ -94,7 +94,8 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
     """Group `rows` by the recorded environment variables of other libraries.
 
-    Return (variables, ", noted by hand" if they were not recorded by the run, rows) of each group.
+    Return (variables, how, rows) of each group. how: ", noted by hand" if a person added the variables to the records
+    after the run; "" if the run recorded them.
     """
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:

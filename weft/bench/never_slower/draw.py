@@ -86,8 +86,8 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the limits for this machine. On GPUs, GEMMs and reads of rows may take 5 ms at the GPU's peak rates, and a
-    shape may use a quarter of the memory. On CPU the limits are constants.
+    """Return the limits for this machine. On GPUs, GEMMs and reads of rows take at most 5 ms at the GPU's peak rates, and
+    a shape uses at most a quarter of the memory. On CPU the limits are constants.
     """
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
@@ -108,8 +108,8 @@ def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn
     """Return the shape for mode `changing`, and `count` random sizes for its calls. Each size is at most the shape's
     own size.
 
-    A size is M, the number of tokens of a rank, or the number of samples of all ranks. Sizes are distinct, so there may
-    be fewer than `count`.
+    A size is M for GEMMs, the number of a rank's tokens for experts, and the number of all ranks' samples for embeddings.
+    Sizes are distinct, so there may be fewer than `count`.
     """
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
     most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]

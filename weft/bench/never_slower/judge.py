@@ -3,8 +3,8 @@
 The verdict is computed from rows. A row is the record of one shape in one timing mode. It has the times of weft and of
 serial in ms, for each repetition. A repetition runs both.
 
-- Modes `queued` and `graph`: a shape is *below* if weft runs at less than `NEVER_BELOW` of serial's speed in four of
-  five repetitions, and again in a second run.
+- Modes `queued` and `graph`: a run of a shape is *under* if weft's speed is less than `NEVER_BELOW` of serial's in at
+  least four of five repetitions. A shape is *below* if two runs of it are under.
 - Mode `single`: the criterion is the median of the microseconds that weft adds to a call.
 - Mode `changing`: each call has another size. A row has statistics over all sizes, and the criteria are the mean time
   and the 99th percentile.
@@ -114,33 +114,33 @@ class Verdict:
 
     @cached_property
     def judged(self) -> list[Record]:
-        """The timed rows of the modes `queued` and `graph`, in which speed is the criterion."""
+        """The rows of `timed` in the modes `queued` and `graph`, in which speed is the criterion."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """The suspect rows of first runs (`is_suspect`) whose shape has not been measured again."""
+        """The rows of `judged` that need a second run (`is_suspect`) and have none yet."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """The judged rows whose shape ran too slowly (`is_under`) in both runs."""
+        """The rows of `judged` whose shape was too slow (`is_under`) in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 
     @property
     def worst(self) -> list[Record]:
-        """The judged rows, or else all timed rows, in the order of weft's speedup, the smallest first."""
+        """The rows of `judged`, or of `timed` if there are none, sorted by weft's speedup, the smallest first."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
     def serial(self) -> list[Record]:
-        """The judged rows for which weft selected the serial schedule."""
+        """The rows of `judged` for which weft selected the serial schedule."""
         return [row for row in self.judged if not overlaps(row)]
 
     @property
     def gaining(self) -> list[Record]:
-        """The judged rows in which overlap can gain: the ideal time is below `GAINS_BELOW` of serial's time (`ideal_ratio`)."""
+        """The rows of `judged` in which overlap can gain: `ideal_ratio` is below `GAINS_BELOW`."""
         return [row for row in self.judged if can_gain(row)]
 
     @property

@@ -1,5 +1,5 @@
-"""A run of `weft bench never-slower`: measure the shapes that the results file lacks, then shapes on which weft was
-slower again.
+"""A run of `weft bench never-slower`: measure the shapes that the results file lacks. Then measure each shape on which
+weft was slower a second time.
 
 Rank 0 decides what to measure, and broadcasts its decision. If all ranks fail on a shape with the same type of error,
 the error is recorded as a row, and the run continues. If only some ranks fail, or the process group is unusable

@@ -7,8 +7,8 @@ Tokens are sorted by expert, and each expert gets a random number of them. Weigh
               grouped GEMM
     padded    the baseline of mode `graph`, because a CUDA graph can capture it: each expert gets the same number of rows from each
               rank, by padding; all_to_all_single with equal splits; torch.bmm on all rows, also the padding
-    weft      weft's operator without max_rows: in each call the CPU waits for the number of arriving rows. Pinned schedules, whose
-              variants have the schedules' names, do so too
+    weft      weft's operator without max_rows: in each call the CPU waits for the number of arriving rows
+    NAME      the same with the schedule NAME pinned
     NAME-bounded     the variant NAME with max_rows, so that the CPU does not wait. max_rows is the largest number of rows that
               arrive at any rank, rounded up to a multiple of 128
 

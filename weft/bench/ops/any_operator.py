@@ -132,8 +132,7 @@ class GemmVariants(ChoosingVariants):
     def called(self, name: str) -> None:
         """Remember the schedule that the operator selected in the first call of variant `name`.
 
-        Raise RuntimeError if the call was not about the benchmark's problem, because the record would name the wrong
-        one.
+        Raise RuntimeError if the call was for another problem than the benchmark's: the record would be wrong.
         """
         if name not in self.compared and name not in self.rules:
             return

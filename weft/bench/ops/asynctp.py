@@ -68,8 +68,8 @@ class TorchVariants(HandVariants):
         """Return (bytes of operands and result, bytes that leave a rank, FLOPs) of a call."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate symmetric memory. Return, for each peer in order after this rank, a [rows, columns] block in the
-        peer's memory that only this rank writes.
+        """Allocate symmetric memory. Return, for each peer, a [rows, columns] block in the peer's memory that only this
+        rank writes. The peers are in the order rank + 1, rank + 2, ..., modulo the world size.
         """
         rank, world = self.ranks.rank, self.ranks.world_size
         self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)

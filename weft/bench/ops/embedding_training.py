@@ -11,7 +11,7 @@ differ in the bytes of table rows:
     per occurrence  for each id a row and a gradient are read; each distinct row is read and written in the update
 
 Both also count the bytes over the link, two reads of ids and offsets, one write of the pooled vectors and one read of
-their gradients. They count one pass of a sort by pairs of a 4-byte key and a 4-byte index.
+their gradients. The update sorts ids. Of this sort, the bounds count one pass over pairs of a 4-byte key and a 4-byte index.
 """
 
 from __future__ import annotations
