@@ -141,5 +141,5 @@ def test_a_text_with_an_unknown_kernel_is_refused() -> None:
     text = to_json(turned(2))
     with pytest.raises(ValueError, match=r"steps\[0\]\.kernel: 'turned round' is not known; use one of .*rotated"):
         from_json(text.replace('"kernel": "rotated"', '"kernel": "turned round"'))
-    with pytest.raises(ValueError, match=r"steps\[0\]\.kernel: Rotated must have by, but has x, y"):
+    with pytest.raises(ValueError, match=r"steps\[0\]\.kernel: Rotated has the fields x, y: it must also have by"):
         from_json(text.replace('"by": "rank + 1"', '"x": "x"'))

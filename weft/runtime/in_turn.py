@@ -1,3 +1,4 @@
 raise ImportError(
-    "weft.runtime.in_turn no longer exists: import Turn from weft.runtime.unfused. The turn that a spec gets is never None"
+    "weft.runtime.in_turn no longer exists: import Turn from weft.runtime.unfused. The methods of an operator's spec always "
+    "get a Turn, never None"
 )

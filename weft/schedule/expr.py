@@ -84,8 +84,8 @@ class Expr:
         return nodes.evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
-        """Return a period p of the variable `name`: adding p to the variable does not change the expression's value.
-        Return 0 if none is known.
+        """Return a period p of the expression in the variable `name`: adding p to the variable does not change the expression's
+        value. Return 0 if no period is known.
         """
         return _period_of(self, name)
 
@@ -100,7 +100,7 @@ class Expr:
                 known[id(part)] = nodes.evaluated_over(part, values)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """Split a sum of numbers and `total(...)` terms. Return (the sum of the numbers, the `total` terms).
+        """Split this expression, a sum of numbers and `total(...)` terms. Return (the sum of the numbers, the `total` terms).
 
         Raise `ValueError` for any other expression.
         """
@@ -208,7 +208,7 @@ INDEX_TYPES = frozenset({int, Expr})
 def require_index(index: Index, what: str) -> None:
     """Raise `TypeError` unless `index` is an integer or an `Expr`.
 
-    what: its name in the error text.
+    what: the name of the number in the error text.
 
     A bool is also refused: it usually comes from `RANK == 1`, which Python evaluates to False before any rank is known.
     """

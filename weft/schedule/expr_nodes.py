@@ -41,7 +41,7 @@ class PrefixSums:
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """Return an array with the sums of the slices [first:end:step]. first, end: arrays or numbers, at least 0."""
+        """Return an array with the sum of each slice [first[i]:end[i]:step]. first, end: arrays or numbers, at least 0."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -120,7 +120,7 @@ def known_bound(node: ast.expr | None) -> ast.expr:
 
 
 def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
-    """Split a sum of numbers and sums over buffers. Return (the sum of the numbers, the other terms). Raise
+    """Split `node`, a sum of numbers and of sums over buffers. Return (the sum of the numbers, the sums over buffers). Raise
     `ValueError` for other ASTs.
     """
     match node:
@@ -142,8 +142,8 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 
 def period_of(node: ast.AST, name: str) -> int:
-    """Return a period p of the variable `name`: adding p to the variable does not change the value of `node`. Return 0
-    if none is known.
+    """Return a period p of `node` in the variable `name`: adding p to the variable does not change the value of `node`. Return
+    0 if no period is known.
     """
     match node:
         case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:

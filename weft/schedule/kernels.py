@@ -5,10 +5,10 @@ simulator times them, and CPU processes run them tile by tile. Its `kernel` is a
 GPU kernel. The executor finds the implementation by the type of `kernel`. The builder must make both descriptions agree
 (tests/unit/test_tile_kernels.py).
 
-To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as
-fields. To run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`,
-`weft.runtime.cuda.tile_kernels.tiles_call`). Without an entry, the GPU executor refuses the kernel, and CPU processes
-run its tiles one after the other. CPU processes refuse a kernel without an entry whose base class has one.
+To add a kernel, derive a frozen dataclass from `TileKernel`, in any file, with strings, numbers and expressions as fields. To
+run the kernel, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.tile_kernels.tiles_call`).
+Without an entry, the GPU executor refuses the kernel, and CPU processes run its tiles one after the other. There is one
+exception: if a base class of the kernel has an entry, CPU processes refuse the kernel too.
 
 The simulator assumes that several compute units share each tile of the step. If the kernel computes each tile on one
 compute unit, set `unit_per_tile`. Otherwise the predicted time may be too short.
@@ -123,8 +123,8 @@ class ReturningMatmul(TileKernel):
     (`weft.kernels.grouped_matmul`). It always multiplies over all of k, and never accumulates. If it multiplies the
     rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
 
-    counts: the name of a buffer `[2 * ranks, experts]`. Row r has the number of rows from rank r for each local expert.
-        Row ranks + r has the number of rows that this rank sent to each expert of rank r.
+    counts: the name of a buffer `[2 * ranks, experts]`. Its row r has the number of rows from rank r for each local expert. Its
+        row `ranks + r` has the number of rows that this rank sent to each expert of rank r.
     h, weights: the names of the buffers of the rows, and of the experts' weights.
     y: the name of the buffer in which products for this rank are stored.
     outbox, at: the name and rank of the buffer in which products for peers are stored, with a slot of `slot_rows` rows
@@ -151,12 +151,12 @@ class TrackedMatmul(TileKernel):
     """A GEMM that signals finished tiles while it runs. It may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).
 
-    The body of the step is one matmul or addmm, followed by sets. Several tiles may set one signal: the kernel sets the
-    signal as soon as the last of these tiles is stored.
+    The body of the `Tiles` step is one matmul or addmm, followed by sets. If several tiles set the same signal, the kernel sets
+    the signal as soon as the last of these tiles is stored.
 
     rows, cols: the maximum size of a tile; powers of two.
-    least_part: the shortest part of k, in elements, that a compute unit computes if several units share a tile. Units
-        share tiles if there are fewer tiles than units.
+    least_part: if there are fewer tiles than compute units, several units share a tile, and each multiplies a part of k. This
+        is the minimum length of a part, in elements.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
@@ -217,8 +217,8 @@ class PooledSlices(TileKernel):
     transport: "direct" stores vectors in the destination's memory. "put" pools a slice into local memory, then copies
         it.
     order: "remote_first" pools the slices of other ranks' samples first.
-    found: cache hit rates of reads of table rows, one for each cache size in `weft.builders.row_reuse`, for the
-        simulator. (): unknown.
+    found: for the simulator, the fraction of reads of table rows that hit a cache, for each cache size in
+        `weft.builders.row_reuse`. An empty tuple: unknown.
     """
 
     kind: ClassVar[str] = "embedding_all_to_all"

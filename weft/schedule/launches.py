@@ -9,13 +9,15 @@ program is a thread block of the kernel):
     sets_before  sets before the waits, only if the rank has a single lane. With several lanes, a launch may be queued behind a
                  wait of another lane, which would delay these sets
     waits        waits before the copy. All programs of the kernel poll for them
-    body         one or more copies. They have the same source, with sets between them (`_fixed`), or are consecutive and read
-                 parts of the same buffer (`_joins`)
+    body         one copy, or several copies of two kinds: copies of the same source, between which there may be sets
+                 (`_fixed`), or consecutive copies that read parts of the same buffer (`_joins`)
     sets         sets after a copy. The last program of the copy to finish performs them
-    waits_after  waits after the sets. The last program polls for them. A launch with such waits is issued only at its last wait,
-                 which delays its sets, so waits are included only if this delay cannot cause a deadlock
+    waits_after  waits after the sets. The last program polls for them. The CPU issues a launch with such waits only when the
+                 lane reaches the last wait, which delays the sets. So a launch includes them only if the delay cannot
+                 cause a deadlock
 
-Adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is its own launch.
+Elsewhere, adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is a
+launch of its own.
 """
 
 from __future__ import annotations
@@ -117,8 +119,8 @@ def launches(
     crossing: for each step, True if it is a signal between ranks.
     lane: the number of the lane.
     alone: True if the rank has no other lane.
-    held: buffers whose contents are known only at run time.
-    dynamic_units: the number of compute units that a copy holds if its size depends on `held`.
+    held: the names of the buffers whose contents are known only at run time.
+    dynamic_units: the number of compute units that a copy by kernel holds if its size depends on a buffer in `held`.
     may_answer: a function that returns True for (first, end) if the sets in steps[first:end] may be delayed until the
         last of these steps is issued. If so, the launch includes the waits after these sets.
     tiles_go_on: True to assume that a tile kernel also sets the signals after its step, and computes the tiles of the
@@ -235,8 +237,8 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
 
 def setters(ranks: Sequence[Sequence[Lane]]) -> list[dict[Key, int]]:
-    """Return, for each rank, {counter of the rank: the rank that sets the counter}, for counters that another rank or a
-    tile kernel sets.
+    """Return a dict for each rank, from each counter of this rank to the rank that sets the counter. Only counters that another
+    rank or a tile kernel sets are included.
     """
     found: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):

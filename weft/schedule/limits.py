@@ -5,7 +5,7 @@
 | size, offset, extent, count | 0 to 2^40 |
 | ranks | at most 4096 |
 | steps of one rank after unrolling loops; a `Tiles` step of any extent is one step | at most 100,000 |
-| if ranks differ: steps of all ranks, plus (number of ranks) x (number of buffers whose rows are an expression) | at most 2^19 |
+| if steps or sizes depend on the rank: steps of all ranks, plus ranks x (buffers whose rows are an expression) | at most 2^19 |
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps after unrolling loops. A loop, and an iteration without steps, counts as a step.
+    """Return the number of steps after unrolling loops. Each loop counts as a step too, and so does each iteration without
+    steps.
 
     where: the place of the steps in the schedule, for error texts.
     """

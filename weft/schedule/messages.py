@@ -102,8 +102,9 @@ def with_messages(
     is_far: Callable[[int, int], bool] = lambda source, to: False,
     awaited: Collection[CounterId] | None = None,
 ) -> list[tuple[Lane, ...]]:
-    """Return the evaluated lanes of each rank, with messages in place of sends. The lanes that receive are last.
+    """Return the lanes of each rank, with messages in place of sends. A rank's lanes that receive messages are its last.
 
+    ranks: the evaluated lanes of each rank.
     is_far: a function that returns True for (a, b) if rank a cannot access memory of rank b.
     awaited: the counters for which a rank waits; None: all counters. Messages that would set other counters are omitted.
     """

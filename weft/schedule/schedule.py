@@ -306,7 +306,7 @@ class LaneDraft:
         if op not in OPS:
             raise ValueError(f"lane {self.name}: op {op!r} is not known; use one of {', '.join(OPS)}")
         if not OPS[op].takes(len(inputs)):
-            raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs, but got {len(inputs)}")
+            raise ValueError(f"lane {self.name}: {op} has {len(inputs)} inputs: pass {OPS[op].numbers}")
         return self.then(Compute(op, out, inputs, accumulate))
 
     def matmul(self, out: Region, a: Region, b: Region, accumulate: bool = False) -> LaneDraft:
@@ -396,7 +396,7 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Return (name, type as text) of each field of step class `of` that is a region, a tuple of regions, or a norm."""
+    """Return (name, type as text) of each field of step class `of` whose type is a region, a tuple of regions or a norm."""
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 

@@ -45,7 +45,7 @@ def fingerprint(schedule: Schedule) -> str:
 
 
 def _values(item: Any) -> Any:
-    """Return [kind, value of each field] for an object that json cannot write."""
+    """Return a list for an object that json cannot write: its kind, then the value of each field."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}
@@ -120,7 +120,7 @@ def _read_fields(kind: type, found: Any, where: str) -> Any:
     missing = [name for name in needed if name not in found]
     if missing:
         raise ValueError(
-            f"{where}: {kind.__name__} must have {', '.join(missing)}, but has {', '.join(found) or 'no fields'}"
+            f"{where}: {kind.__name__} has the fields {', '.join(found) or '(none)'}: it must also have {', '.join(missing)}"
         )
     for name in found:
         if (kind, name) in _KNOWN:

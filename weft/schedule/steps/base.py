@@ -72,7 +72,7 @@ class Step:
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return a step with only the sets of this step; None if it has none."""
+        """Return a step that only makes the sets of this step; None if this step has no sets."""
         return self if self.sets() else None
 
     @property
@@ -148,8 +148,8 @@ class Step:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """The fields that are strings, bools, floats or None. Steps with equal settings and equal operand sizes take
-        equal time.
+        """The values of the fields that are strings, bools, floats or None. Steps of one kind with equal settings and
+        equal operand sizes take equal time.
         """
         return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
 

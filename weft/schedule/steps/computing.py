@@ -16,7 +16,7 @@ class Op:
     """The signature and cost of an operation.
 
     inputs: the maximum number of inputs.
-    optional: the number of inputs at the end that may be omitted.
+    optional: the number of inputs that may be omitted; these are the last.
     flops_per_element: FLOPs per output element, for operations other than GEMMs.
     """
 
@@ -26,6 +26,11 @@ class Op:
 
     def takes(self, inputs: int) -> bool:
         return self.inputs - self.optional <= inputs <= self.inputs
+
+    @property
+    def numbers(self) -> str:
+        """The valid numbers of inputs, for error texts, such as "4 or 5"."""
+        return " or ".join(map(str, range(self.inputs - self.optional, self.inputs + 1)))
 
 
 # matmul: a [m, k] @ b [k, n] -> [m, n], 2k flops per element.
@@ -88,8 +93,10 @@ class Compute(Step):
         shapes = [(region.rows, region.cols) for region in (*self.inputs, self.out)]
         if self.op not in SCALED_MATMULS:
             yield from differing(dtypes[1:] if self.op == "embedding_bag" else dtypes)
-        if self.op not in OPS or not OPS[self.op].takes(len(self.inputs)):
-            yield f"{self.op} with {len(self.inputs)} inputs is not known; use one of {', '.join(OPS)}"
+        if self.op not in OPS:
+            yield f"op {self.op!r} is not known; use one of {', '.join(OPS)}"
+        elif not OPS[self.op].takes(len(self.inputs)):
+            yield f"{self.op} has {len(self.inputs)} inputs: pass {OPS[self.op].numbers}"
         elif self.op in SCALED_MATMULS:
             yield from self._wrong_scaling(shapes, dtypes)
         elif self.op in PLAIN_MATMULS:

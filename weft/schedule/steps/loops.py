@@ -135,7 +135,8 @@ class Tiles(_Repeated):
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """Evaluate the expressions `numbers` for each tile, and count the tiles with equal results, such as equal sizes.
+    """Evaluate the expressions `numbers`, such as the sizes of a tile, for each tile. Count the tiles with equal
+    results.
 
     Return a list of (values of `numbers`, number of tiles), sorted by values.
 
@@ -194,7 +195,7 @@ def flattened(
     """Yield (step, state) for each execution of each step, with loops unrolled. A `Tiles` step is yielded without its
     body.
 
-    The caller chooses what a state is, such as the values of the loop indices around the step.
+    A state is a value of the caller that describes the iterations around a step, such as the values of the loop indices.
 
     state: the state outside of all loops.
     turns: a function that returns the state in each iteration of a loop, given the loop and the state around it.

@@ -13,8 +13,8 @@ while a peer still reads a persistent buffer. It reports
     unwritten reads      reads of elements that no step has written in the same run
     incomplete outputs   elements of outputs that no step writes
 
-Dynamic sizes are computed from the expected contents of buffers (`weft.schedule.regions.Contents`). It is also a fault
-if a lane has a step whose size depends on a buffer before it has a `Read` of the buffer.
+Dynamic sizes are computed from the expected contents of buffers (`weft.schedule.regions.Contents`). If the size of a step
+depends on a buffer, the lane must have a `Read` of the buffer before this step; otherwise `verify` reports a fault.
 
 At most SAMPLE tiles of each `Tiles` step are checked: the first, the last, every k-th tile between them, and their
 neighbours. Faults of other tiles are not found. If a step has unchecked tiles, unwritten reads and incomplete outputs
@@ -239,7 +239,8 @@ def _check_parts(faults: _Faults, ranks: Sequence[Lanes]) -> None:
 def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
     """Yield {position: copy} for each group of consecutive copies by kernel that may be one launch.
 
-    They read one buffer. If all copy the same region, sets at other ranks may be between them.
+    The copies of a group read the same buffer. If all copies of a group have the same source region, sets at other ranks may be
+    between them.
     """
     found: dict[int, Copy] = {}
     alike, signaled = True, False

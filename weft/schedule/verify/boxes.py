@@ -41,7 +41,7 @@ def overlapping(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _beginning_in(boxes: np.ndarray, others: np.ndarray, axis: int, side: str) -> _Candidates:
-    """Return, for each box, the `others` that begin inside it along `axis`.
+    """Return the candidates for overlaps with each box: the boxes in `others` that begin inside it along `axis`.
 
     side: "left" includes others that begin where the box begins; "right" does not.
     """

@@ -6,7 +6,7 @@ Tiles of a kernel run concurrently, like lanes. `forked` replaces a step of n ti
     the step's lane      set begin; wait for end[0], ..., end[n - 1]
     n added lanes        wait for begin; the body of tile i; set end[i]
 
-`issue_order`, `happens_before` and `verify` then treat the result as an ordinary schedule.
+So `issue_order`, `happens_before` and `verify` can treat the result as an ordinary schedule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of for
 def forked(
     schedule: Schedule, most: int, ranks: Iterable[int] | None = None
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Return (the schedule with added signals, the evaluated lanes of each rank, the buffers that omitted tiles write).
+    """Replace the `Tiles` steps of `schedule` by lanes. Return (the schedule with added signals, the evaluated lanes of
+    each rank, the names of the buffers that omitted tiles write).
 
     most: the maximum number of tiles of a step that become lanes. If a step has more tiles, the first, the last, every
         k-th tile between them, and their neighbours become lanes. The other tiles are omitted, and waits count only the

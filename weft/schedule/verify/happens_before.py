@@ -1,11 +1,12 @@
 """The happens-before relation of steps, valid for any speed of ranks, links and lanes.
 
-Step a happens before step b if b cannot begin without a. A step begins when the previous step of its lane has ended, and
+Step a happens before step b if b cannot begin without a. A step begins when the previous step of its lane has ended. In
+addition, these steps wait:
 
-    the first step of a lane  when all lanes of its rank have ended the previous run
-    a wait for T sets         when T sets of its counter have happened. The sets may belong to any run: a fast rank's
+    the first step of a lane  until all lanes of its rank have ended the previous run
+    a wait for T sets         until T sets of its counter have happened. The sets may belong to any run: a fast rank's
                               set of the second run may count in place of a slow rank's set of the first run
-    a collective              when all ranks have reached it
+    a collective              until all ranks have reached it
 
 The ancestors of a step are the step itself and all steps that happen before it:
 
@@ -17,9 +18,10 @@ The ancestors of a step are the step itself and all steps that happen before it:
 The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,
 which removes steps, until nothing changes.
 
-If a step is an ancestor, so are all earlier steps of its lane. So ancestors are stored as a vector clock: for each lane
-of all ranks, the number of its steps that are ancestors, counted over all runs. A union of sets is the maximum of their
-clocks, lane by lane. The k-th largest number of each lane gives the steps that are in at least k of several sets.
+If a step is an ancestor, so are all earlier steps of its lane. So ancestors are stored as a vector clock: for each lane of all
+ranks, the number of its steps that are ancestors, counted over all runs. The union of several sets of
+ancestors is the maximum of their clocks, lane by lane. The k-th largest number of each lane gives the steps that are in at
+least k of these sets.
 """
 
 from __future__ import annotations

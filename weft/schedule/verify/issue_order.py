@@ -9,8 +9,8 @@ first round in which all sets that it waits for have been made. A set for the sa
 another rank counts from the next round on.
 
 If each rank issues its steps by round, every wait is issued after the sets that it needs. So a wait at the head of a
-queue never blocks a set that it needs. If a lane gets stuck in this simulation, every order hangs, because issuing a
-step never prevents another step from being issued.
+queue never blocks a set that it needs. In the simulation, issuing a step never prevents another step from being issued.
+So if a lane gets stuck here, every order hangs.
 
 Within a round lanes alternate, copy lanes first. A lane issues one copy or GEMM at a time, with its waits and sets.
 This way the first chunks are sent to all peers before any second chunk, and kernels without waits are not queued behind

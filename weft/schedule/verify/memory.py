@@ -18,9 +18,11 @@ from weft.schedule.verify.happens_before import HappensBefore
 
 
 class Instance(NamedTuple):
-    """A buffer in the memory of one rank, in one run if its contents do not persist.
+    """A buffer of one rank, as the unit in which accesses are compared. A buffer that each run replaces, such as an
+    input, is a different instance in each run.
 
-    run: the number of the run for the caller's tensors, which are new in every run; 0 for persistent buffers.
+    run: the number of the run for inputs and outputs, which are the caller's tensors; 0 for buffers that persist
+        between runs.
     """
 
     rank: int
@@ -100,8 +102,9 @@ def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, B
     """Yield (index of the access, box of some of the elements) for each access to elements that no step has written
     earlier in the same run.
 
-    A write counts as earlier unless it certainly happens after the read; `races` returns unordered pairs. An update
-    also reads its elements. For an update, other updates count as earlier only if they certainly happen before it.
+    A write counts as earlier unless it certainly happens after the read. If the order of a write and a read is open,
+    this is no error here: `races` reports it. An update also reads its elements. For an update, other updates count as
+    earlier only if they certainly happen before it.
     """
     covered = np.zeros(len(found.events), bool)
     earlier = [np.zeros((2, 0), np.int64)]

@@ -94,7 +94,8 @@ def wrong_step(where: Declared, step: Step) -> Iterator[str]:
             in_place = step.in_place and region == out
             if same_place and not in_place and overlap(box_of(region), box_of(out)):
                 yield (
-                    f"{describe(out, where.rank)} is written while the same step reads {describe(region, where.rank)}"
+                    f"{describe(out, where.rank)} is written while the same step reads {describe(region, where.rank)}: "
+                    "write to elements that the step does not read"
                 )
 
 
