@@ -74,7 +74,9 @@ def test_one_rank_refuses_a_tensor_on_meta_in_a_compiled_call(pool: Pool) -> Non
     """A call all of whose tensors are on meta returns results on meta, as operators of torch do."""
     (found,) = pool.run(compiled_alone, ranks=1, timeout_s=60)
     assert found[0].startswith("ValueError: w is torch.float32 on meta and x is torch.float32 on cpu: use one dtype")
-    assert found[1].startswith("ValueError: matmul_all_reduce on meta: pass tensors on a GPU or on the CPU")
+    assert found[1].startswith(
+        "ValueError: matmul_all_reduce does not run on meta: pass tensors on a GPU or on the CPU"
+    )
 
 
 # Bad arguments that `form` refuses, so in a trace, and that the spec refuses, so in a run.

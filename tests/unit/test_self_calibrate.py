@@ -185,7 +185,7 @@ def test_what_is_dropped_is_said_once_by_the_first_rank(
         monkeypatch.setattr(one, "measures", busy)
         assert one.call(monkeypatch)
     (said,) = [str(one.message) for one in recwarn]
-    assert said.startswith(f"self-calibration of {NAME}: {SLOW}.")
+    assert said.startswith(f"self-calibration of {NAME} is incomplete: {SLOW}.")
 
 
 def test_models_of_calls_change_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

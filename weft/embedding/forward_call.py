@@ -47,7 +47,7 @@ class Tables(NamedTuple):
                 if state.shape != wanted or state.dtype != torch.float32 or not state.is_contiguous():
                     raise ValueError(
                         f"state {name!r} is {state.dtype} {list(state.shape)} with strides {state.stride()}: it must stay "
-                        f"contiguous {torch.float32} {list(wanted)}"
+                        f"contiguous {torch.float32} {list(wanted)}, so change it only in place"
                     )
         for tensor in self.tensors:
             if tensor.device != self.step.device:

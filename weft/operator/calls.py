@@ -287,7 +287,7 @@ def require_device(op: Operator[Any], call: Any) -> None:
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = ". If a module is on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
-        raise ValueError(f"{op.name} on {device}: pass tensors on a GPU or on the CPU{made}")
+        raise ValueError(f"{op.name} does not run on {device}: pass tensors on a GPU or on the CPU{made}")
 
 
 def _require_problem(op: Operator[Any], p: Any) -> None:

@@ -363,7 +363,10 @@ class CompiledOperator:
             self.close()
         if self.chosen is None:
             if capturing:
-                raise ValueError(f"call {self.op.title} once with these shapes before capturing it in a CUDA graph")
+                raise ValueError(
+                    f"the first call of {self.op.title} with these shapes sets up memory and kernels, which a CUDA graph cannot "
+                    "capture: call it once with these shapes before capturing it"
+                )
             comm, op, p = self.comm, self.op, self.p
             assert comm is not None
             typical = call

@@ -45,7 +45,7 @@ def remember(found: Measured) -> None:
     """Save the plausible links for later processes, and warn of implausible links. Call this function on one rank only."""
     kept, dropped = found.checked()
     if dropped:
-        warn_once(f"links between hosts, measured: {'; '.join(dropped)}")
+        warn_once(f"implausible measurements of the links between hosts are ignored: {'; '.join(dropped)}")
     if kept.links:
         links.save(kept)
 

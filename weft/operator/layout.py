@@ -7,7 +7,7 @@ import torch
 from weft.caller import warn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
-SCATTERED = "neither its rows nor its columns are contiguous; pass a contiguous tensor"
+SCATTERED = "neither its rows nor its columns are contiguous, so pass a contiguous tensor"
 _warned: set[tuple[str, str]] = set()
 
 
@@ -15,7 +15,7 @@ def warn_of_copy(name: str, x: torch.Tensor, of: str, reason: str) -> None:
     """Warn once, for each operator `of` and argument `name`, that calls copy the argument."""
     if (of, name) not in _warned:
         _warned.add((of, name))
-        warn(f"{of}: {name} is copied in every call: its strides are {x.stride()}; {reason}")
+        warn(f"{of}: {name} is copied in every call, because it has the strides {x.stride()}: {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str, of: str) -> torch.Tensor:

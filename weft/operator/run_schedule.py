@@ -192,7 +192,10 @@ def _compiled(
 
     def check() -> tuple[str, str, int]:
         if is_captured(device):
-            raise ValueError(f"run {what} once before capturing it in a CUDA graph")
+            raise ValueError(
+                f"the first run of {what} sets up memory and kernels, which a CUDA graph cannot capture: run it once before "
+                "capturing it"
+            )
         return what, f"{what}, fingerprint {digest[:16]}", 0
 
     agree(_NAME, group, device, check, deadline_s, "pass the same schedule on every rank")

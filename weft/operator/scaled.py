@@ -48,7 +48,7 @@ def check_beside(
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
         wanted = (
-            f"[1, {n}]"
+            f"one element, or one scale for each column: shape [1, {n}]"
             if by_row
             else f"one element, or use row-wise scales for both: A_scale [M, 1] and this scale [1, {n}]"
         )
@@ -69,5 +69,5 @@ def column_major(B: torch.Tensor, name: str, of: str) -> torch.Tensor:
     row, col = B.stride()
     if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
         return B
-    warn_of_copy(name, B, of, "fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
+    warn_of_copy(name, B, of, "fp8 GEMMs need contiguous columns, so pass weight.t() of a contiguous weight")
     return B.t().contiguous().t()

@@ -138,8 +138,8 @@ def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | 
         self_calibration.save(found)
         if dropped := found.apply(model_of(machine, found.world_size)).dropped:
             warn_once(
-                f"self-calibration of {found.machine}: {'; '.join(dropped)}. Run `weft plan calibrate` for a complete "
-                "calibration"
+                f"self-calibration of {found.machine} is incomplete: {'; '.join(dropped)}. Run `weft plan calibrate` for a "
+                "complete calibration"
             )
     return found, ""
 

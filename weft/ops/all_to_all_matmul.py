@@ -374,7 +374,7 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
     if w.device.type != "cpu":
         return strided(w, "w_experts", of)
     if not w.is_contiguous():
-        warn_of_copy("w_experts", w, of, "an expert's rows must be contiguous on CPU; pass a contiguous tensor")
+        warn_of_copy("w_experts", w, of, "an expert's rows must be contiguous on CPU, so pass a contiguous tensor")
     return w.contiguous().flatten(0, 1)
 
 

@@ -146,7 +146,8 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
             "shape of B_scales": (
-                {"A_scale": rows, "B_scales": [scales(0, (n, 1), 1)]}, "B_scales[0] has shape (16, 1): pass [1, 16]"
+                {"A_scale": rows, "B_scales": [scales(0, (n, 1), 1)]},
+                "B_scales[0] has shape (16, 1): pass one element, or one scale for each column: shape [1, 16]",
             ),
             "rows of B only": (
                 {"B_scales": [scales(0, (1, n), 1)]},
@@ -265,7 +266,8 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "shape of B_scale": (
-                {"A_scale": of_rows, "B_scale": scales(0, (n, 1), 1)}, "B_scale has shape (16, 1): pass [1, 16]"
+                {"A_scale": of_rows, "B_scale": scales(0, (n, 1), 1)},
+                "B_scale has shape (16, 1): pass one element, or one scale for each column: shape [1, 16]",
             ),
             "columns of B only": (
                 {"B_scale": scales(0, (1, n), 1)},
