@@ -159,20 +159,23 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--warm", type=int, default=20)
-    parser.add_argument("--most", type=int, default=32768)
-    parser.add_argument("--sizes", type=int, default=100, help="Number of values of M in a pass.")
-    parser.add_argument("--passes", type=int, default=4)
-    parser.add_argument("--n", type=int, default=4096)
-    parser.add_argument("--k", type=int, default=8192)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2, help="Number of processes to start. Default: 2.")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+        help="Default: cuda if there is a GPU.",
+    )  # fmt: skip
+    parser.add_argument("--calls", type=int, default=1000, help="Number of timed calls. Default: 1000.")
+    parser.add_argument("--warm", type=int, default=20, help="Number of calls before the timed calls. Default: 20.")
+    parser.add_argument("--most", type=int, default=32768, help="The largest M. Default: 32768.")
+    parser.add_argument("--sizes", type=int, default=100, help="Number of values of M in a pass. Default: 100.")
+    parser.add_argument("--passes", type=int, default=4, help="Number of passes over these values. Default: 4.")
+    parser.add_argument("--n", type=int, default=4096, help="Columns of the weight. Default: 4096.")
+    parser.add_argument("--k", type=int, default=8192, help="Rows of the weight. Default: 8192.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the values of M. Default: 0.")
     parser.add_argument(
         "--profile", action="store_true", help="Print a profile of rank 0's Python functions during the calls."
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="Append the result to this file.")
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"
     found = run_ranks(given.ranks, measure, given, backend=backend, timeout_s=900.0)[0]

@@ -88,9 +88,13 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--preset", default=",".join(TRAINED))
-    parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--json", type=Path, help="append the times to this file")
+    parser.add_argument(
+        "--preset",
+        default=",".join(TRAINED),
+        help="comma-separated presets of weft bench embedding_training; default: all",
+    )
+    parser.add_argument("--sizes", action="store_true", help="also time other group sizes and grid sizes of the update")
     given = parser.parse_args()
     lines: dict[str, dict[str, float]] = {}
     for name in given.preset.split(","):

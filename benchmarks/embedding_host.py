@@ -64,10 +64,12 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tables", default="26,128")
-    parser.add_argument("--rule", choices=OPTIMIZERS, default="RowwiseAdagrad")
-    parser.add_argument("--nondeterministic", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="default: cuda")
+    parser.add_argument("--tables", default="26,128", help="numbers of tables to measure; default: 26,128")
+    parser.add_argument(
+        "--rule", choices=OPTIMIZERS, default="RowwiseAdagrad", help="optimizer; default: RowwiseAdagrad"
+    )
+    parser.add_argument("--nondeterministic", action="store_true", help="allow sums of gradients in any order")
     given = parser.parse_args()
     with Pool(2, backend="nccl" if given.device == "cuda" else "gloo") as pool:
         for tables in map(int, given.tables.split(",")):

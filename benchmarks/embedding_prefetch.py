@@ -167,8 +167,8 @@ def run(
     about: the text of --help. beside: additional fields of each record. cases, small: the cases on GPUs and on CPU.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--json", type=Path, help="append the times to this file")
+    parser.add_argument("--quick", action="store_true", help="run few steps, to try the script out")
     given = parser.parse_args()
     on_gpu, rank = torch.cuda.is_available(), int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

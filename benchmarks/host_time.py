@@ -1,10 +1,13 @@
-"""The CPU time per call: wall time of 1,000 calls in a row without synchronisation, whose device work is shorter.
+"""The CPU time per call: the wall time of 1,000 calls in a row without synchronisation.
+
+The calls are so small that the GPU finishes a call before the CPU has launched the next call.
 
     python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
 It times an embedding module and GEMM operators at small shapes, and equivalent code written by hand with NCCL. The module has 26
-tables of dimension 64, takes 512 samples per rank as a global batch, and cycles through 50 batches. Times are the slowest rank's
-median of five alternating rows. It appends one JSON object to FILE.
+tables of dimension 64. Each call of the module takes one of 50 global batches, which have 512 samples for each rank. A repetition
+makes a row of each call. A row's time is the slowest rank's mean. Printed is the median over five repetitions, which is also appended
+to FILE as one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ REPETITIONS = 5
 
 
 def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[str, Callable[[int], Any]]:
-    """Return {name: call}. A call takes its number; its result is dropped."""
+    """Return {name: call}. Call i gets the number i, which selects its input. The results of calls are not used."""
     group = dist.group.WORLD
     assert group is not None
     tables = [EmbeddingBagConfig(ROWS, DIM, f"t{i}", [f"f{i}"]) for i in range(TABLES)]
@@ -194,16 +197,20 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=2, help="Number of processes to start. Default: 2.")
     parser.add_argument(
-        "--samples", type=int, default=512, help="Samples of a rank. Fewer if one rank has all tables: see above."
-    )
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu",
+        help="Default: cuda if there is a GPU.",
+    )  # fmt: skip
+    parser.add_argument("--calls", type=int, default=1000, help="Number of calls in a row. Default: 1000.")
+    parser.add_argument(
+        "--samples", type=int, default=512,
+        help="Samples of each rank in a global batch. With --ranks 1 take fewer, so that the GPU stays faster than the CPU.",
+    )  # fmt: skip
     parser.add_argument(
         "--profile", action="store_true", help="Print a profile of rank 0's Python functions in further calls."
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="Append the times to this file.")
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"
     found = run_ranks(given.ranks, measure, given, backend=backend, timeout_s=300.0)[0]

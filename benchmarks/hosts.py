@@ -3,12 +3,16 @@
     python benchmarks/hosts.py --ranks 4 --rate 1gbit
 
 A link of the given rate (`tc tbf`) joins two network namespaces. torchrun starts `--ranks` ranks in each. The ranks first measure
-the link's rate and round trip. Then variants of each operator alternate: gloo called by hand, weft's choice, and the two-level
-collectives without overlap. Experts and embeddings have other variants: "one by one" exchanges and then computes; "far first"
-starts with the other host's data. The result of each call is checked.
+the link's rate and round trip. Then the variants of each operator are called in turn:
 
-A line of the output has the slowest rank's median, and the bytes that one host sends per call. It also has the median, over all
-turns, of the speed relative to gloo by hand (or to one pass).
+    GEMMs        gloo called by hand; weft's choice; the two-level collectives without overlap
+    experts      gloo called by hand; "one by one", which exchanges and then computes; weft's choice; "far first", which starts with
+                 the other host's tokens
+    embeddings   "one pass", which pools all samples and then exchanges; weft's choice; "far first", which starts with the other
+                 host's samples
+
+The result of each call is checked. A line of the output has the slowest rank's median time, and the bytes that one host sends per
+call. It also has the speed relative to the first variant: the median over all turns of this variant's time / the variant's time.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="file for the records")
     parser.add_argument("--append", action="store_true", help="keep the file's earlier records")
-    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=5, help="calls of each variant (default: 5)")
     given = parser.parse_args()
     if "RANK" in os.environ:
         rank(given)
@@ -178,7 +182,9 @@ def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[
 
 
 def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> None:
-    """Record embeddings for several ratios of link time to pooling time, and several slice sizes, in all orders of samples."""
+    """Record times of embeddings for several ratios of link time to pooling time, and several slice sizes. The orders are
+    "one pass", "far first" and "far last".
+    """
     from weft.runtime.cpu.embedding_far_first import FarFirst
     from weft.runtime.two_ways import TwoWays
 
@@ -222,7 +228,9 @@ def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> No
 
 
 def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
-    """Record times of collectives, and predictions from the network as it is measured before each round of calls."""
+    """Record times of collectives, and their predictions. The rates for the predictions are measured before each round of
+    calls.
+    """
     from weft import symm
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
     from weft.runtime.links import measure_links
@@ -268,7 +276,7 @@ def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> 
 
 
 def _pooling_s(call: Callable[..., torch.Tensor]) -> float:
-    """Return the slowest rank's median seconds of pooling in one pass."""
+    """Return the seconds in which a call pools: the median of three calls, on the slowest rank."""
     import weft
 
     found = []
@@ -281,7 +289,9 @@ def _pooling_s(call: Callable[..., torch.Tensor]) -> float:
 def _timed_in_turns(
     ways: dict[str, Callable[[], torch.Tensor]], calls: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Return, for each variant, the slowest rank's seconds, and the seconds between the first and the last rank's end."""
+    """Call the variants `ways` in turn, `calls` times each. Return {variant: (seconds of the slowest rank in each call,
+    seconds from the first to the last rank's end of each call)}.
+    """
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     wanted = next(iter(ways.values()))()
     for way in ways.values():

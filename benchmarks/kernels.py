@@ -1,5 +1,5 @@
-"""The times of single kernels on one GPU, compared with torch: sums of several ranks' products, and tracked GEMMs with few tiles,
-which several Triton programs share.
+"""The times of single kernels on one GPU, compared with torch: sums of several ranks' products, and tracked GEMMs with few tiles.
+A tracked GEMM signals finished tiles while it runs. With few tiles, several Triton programs compute each tile.
 
     python benchmarks/kernels.py [--json FILE]
 

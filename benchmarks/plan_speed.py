@@ -64,7 +64,7 @@ def cpu_s(command: Sequence[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the times to this file")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for case in cases():

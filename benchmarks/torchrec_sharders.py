@@ -171,7 +171,7 @@ def measured(case: Case, device: torch.device, control: Any, calls: int) -> dict
     copy_tables(models["torchrec"][0], models["weft"][0])
 
     def call(by: str, number: int) -> torch.Tensor:
-        """Return pooled vectors, or rows of ids, as one tensor."""
+        """Run the sharded model on batch `number`. Return the pooled vectors, or for "row_wise" the unpooled rows, as a tensor."""
         ids, lengths = inputs[number % len(inputs)]
         found = models[by][0](KeyedJaggedTensor(names, ids, lengths=lengths))
         return found[names[0]].values() if case.kind == "row_wise" else found.values()

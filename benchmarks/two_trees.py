@@ -10,8 +10,11 @@ Shapes are all of `benchmarks/shapes` that were recorded on 2 ranks (bf16 and fp
 embeddings), and `--drawn` random gathers (seed 20261123). For random gathers, M is log-uniform in 64 to 32768; N and K are
 multiples of 64, log-uniform in 512 to 16384.
 
-A shape counts as below a bar if at least four of five repetitions are below it. The script calls only public operators, so it can
-compare any two versions that have them. It writes one JSON object to FILE, with the milliseconds of all repetitions.
+A shape is reported in two cases, if at least four of five repetitions agree. It is slower than the other tree if it takes 5% more
+time. It is slower than serial if its speed is below 0.98 of serial's, or in mode single if a call takes 15 us more.
+
+The script calls only public operators, so it can compare any two versions that have them. It writes one JSON object to FILE, with
+the milliseconds of all repetitions.
 """
 
 from __future__ import annotations
@@ -367,10 +370,10 @@ def summary(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("other", type=Path, nargs="?", help="The root of the other tree, with its native module built.")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="Write the milliseconds of all repetitions to this file.")
     parser.add_argument("--only", default="", help="Measure only shapes whose name contains this.")
-    parser.add_argument("--drawn", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=500.0, help="Begin no shape after this time.")
+    parser.add_argument("--drawn", type=int, default=40, help="Number of random shapes. Default: 40.")
+    parser.add_argument("--seconds", type=float, default=500.0, help="Begin no shape after this time. Default: 500.")
     parser.add_argument("--summary", type=Path, help="Print the summary of this file, and measure nothing.")
     parser.add_argument("--other-commit", default="", help="The other tree's commit, for the record.")
     for hidden in ("--who", "--meet"):
