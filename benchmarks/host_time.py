@@ -6,7 +6,7 @@ The calls are so small that the GPU finishes a call before the CPU has launched 
 
 It times an embedding module and GEMM operators at small shapes, and equivalent code written by hand with NCCL. The module has 26
 tables of dimension 64. Each call of the module takes one of 50 global batches, which have 512 samples for each rank. A repetition
-makes a row of each call. A row's time is the slowest rank's mean. Printed is the median over five repetitions, which is also appended
+makes a row of each call, whose time is the slowest rank's mean. The script prints the median over five repetitions, and appends it
 to FILE as one JSON object.
 """
 

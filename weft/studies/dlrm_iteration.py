@@ -150,8 +150,8 @@ def exchange_us(count: float, numbers: Numbers) -> float:
 
     The link with the most bytes determines the time. Every node sends equal amounts to all nodes, first along its row
     and then along its column. Rows and columns are rings, in which messages take the shorter direction. A ring of n
-    nodes has 2n directed links for the messages of its n nodes. So a link carries half of one node's sum of (bytes x
-    hops).
+    nodes has 2n directed links, which share the traffic of its n nodes equally. A node's traffic is the sum of bytes x
+    hops over its messages. So a link carries half of one node's traffic.
     """
     columns, rows = _sizes(numbers)
     fullest = max(_hops(columns) * rows, _hops(rows) * columns) / 2

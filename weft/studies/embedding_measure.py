@@ -297,7 +297,8 @@ def launched_kernels(call: Callable[[], object]) -> list[Record]:
     found = kernels_of(reading.parse_json(content, "torch's profile")["traceEvents"])
     if not found:
         raise RuntimeError(
-            "torch's profiler recorded no kernels: CUPTI may be missing or not permitted on this machine"
+            "torch's profiler recorded no kernels: install CUPTI, and permit profiling by users "
+            "(options nvidia NVreg_RestrictProfilingToAdminUsers=0)"
         )
     return found
 

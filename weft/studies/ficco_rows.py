@@ -69,11 +69,13 @@ class GemmRows(list["GemmRow"]):
 
 @dataclass(frozen=True)
 class GemmRow:
-    """The results for one GEMM. gemm: its sizes. N is that of one rank, and M may be smaller than in the paper.
+    """The results for one GEMM.
 
-    pick: the schedule that the paper's heuristic chooses, with the threshold of the machine that ran, or of the paper's
-    machine if there is no file for it. ms: {variant: milliseconds}, including serial. closed: the schedule that the
-    closed form chooses; "" if it was not recorded.
+    gemm: the sizes that ran. N is the number of columns on one rank, and M may be smaller than in the paper.
+    pick: the schedule that the paper's heuristic chooses. Its threshold is that of the machine that ran, or of the paper's
+        machine if weft has no file for the machine that ran.
+    ms: {variant: milliseconds}, including serial.
+    closed: the schedule that weft's closed form chooses; "" if it was not recorded.
     """
 
     config: str

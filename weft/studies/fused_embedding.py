@@ -51,10 +51,10 @@ def our_numbers() -> Numbers:
 
 
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
-    """Return the records of the study: one for each figure, and four more.
+    """Return the records of the study: one for each figure, and four further records.
 
-    These have other numbers of rows per bag, the tasks of one iteration, the sensitivity analysis, and other
-    interpretations of the paper.
+    The further records are: the results for other numbers of rows per bag, the tasks of one iteration, the sensitivity
+    analysis, and the results under other interpretations of the paper.
     """
     numbers = our_numbers()
     common = {

@@ -77,8 +77,8 @@ class LossRow:
 
     ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both
         ran}.
-    varies: (over repetitions, over ranks) how much the time of the undivided GEMM varies, as fractions of the median.
-        Over repetitions, only the middle three fifths count.
+    varies: the spread of the undivided GEMM's time, as fractions of its median: (80th minus 20th percentile over
+        repetitions, slowest minus fastest rank).
     """
 
     gemm: GatheredGemm
@@ -341,7 +341,7 @@ def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
     loss.
     """
     if not rows:
-        raise ValueError("nothing to draw: no GEMM was measured")
+        raise ValueError("nothing to draw: the records have no GEMM. Run weft bench inefficiency --json FILE")
     written = [directory / f"{name}.png" for name, *_ in _FIGURES]
     for path, (_, along, below, groups, panels) in zip(written, _FIGURES, strict=True):
         ordered = sorted(rows, key=attrgetter(along))
@@ -375,8 +375,8 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw the fraction of decomposition in the total loss (`shares`) of each GEMM, cut by rows, and of each
-    all-gather, copied by "dma". For GEMMs in 64 pieces, contention was measured with 8 pieces.
+    """Draw which fractions of the total loss are decomposition and contention (`shares`). The panels are: GEMMs in 8 and
+    in 64 pieces of rows, and all-gathers by copy engines ("dma"). The contention of 64 pieces was measured with 8 pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {

@@ -477,9 +477,12 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
     """Compare the GEMM in pieces with the undivided GEMM. Return {cut: its error on the worst rank}. All ranks must
     make this call.
 
-    An error is the root mean square of the difference, relative to that of the undivided result. Raise `RuntimeError`
-    if it exceeds a limit: eps * sqrt(accumulated pieces) of the dtype, plus eps * sqrt(K) of fp32 for another order of
-    additions.
+    An error is the root mean square of the difference, relative to the root mean square of the undivided result. Raise
+    `RuntimeError` if it exceeds the limit
+
+        eps of the dtype * sqrt(number of pieces that are added) + eps of fp32 * sqrt(K)
+
+    The second term allows another order of additions.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]
@@ -499,7 +502,7 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of `found` - `wanted`, divided by that of `wanted`."""
+    """Return the root mean square of `found` - `wanted`, divided by the root mean square of `wanted`."""
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
         reference = theirs.double()
