@@ -1,5 +1,6 @@
-"""Ranks that differ, on CPU and on GPUs: tables of counts that disagree, and calls of two threads. The functions run on
-the ranks."""
+"""Calls that do not match across ranks, on CPU and on GPUs: tables of counts that disagree, and concurrent calls of two
+threads of a rank. The functions run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +22,24 @@ COMPARED = ("alike", "layout", "given")
 
 
 def declared_by(operator: str) -> Mapping[str, Across]:
-    """Return how each parameter of a public operator compares across ranks."""
+    """Return {parameter of a public operator: rule for its values on different ranks, such as "alike" for equal values}."""
     return calls.operator_named(operator).across_ranks
 
 
 def compared_by(operator: str) -> set[str]:
-    """Return the parameters that ranks compare in every call."""
+    """Return the parameters of a public operator whose values or layouts the ranks compare in every call."""
     return {name for name, across in declared_by(operator).items() if across in COMPARED}
 
 
 def rows_that_nobody_expects(
     group: dist.ProcessGroup, device: str, schedule: str, by: int, known: bool
 ) -> tuple[tuple[str, str], bool]:
-    """Return rank 0's error for a wrong `received`, and True if a good call after it succeeds.
+    """Call matmul_all_to_all with a wrong `received` on rank 0. Return this rank's error, and True if a correct call
+    after it succeeds.
 
-    by: how many rows too many `received` claims from rank 1. 0: as many rows as rank 1 sends, but for other experts.
-    known: True to make a good call first.
+    by: the number of additional rows that rank 0 claims to have received from rank 1. 0: the number of rows is correct,
+        but not the number for each expert.
+    known: True to make a correct call first.
     """
     own = dist.new_group([0, 1])
     splits, received = torch.tensor([2, 2, 2, 2], device=device), torch.full((2, 2), 2, device=device)
@@ -66,7 +69,9 @@ def said_of_tables(by: int) -> str:
 
 
 def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) -> list[tuple[str, str]]:
-    """Call on a second thread of rank 0, while its first thread waits in a call that rank 1 has not made yet."""
+    """Call on a second thread of rank 0, while its first thread waits in a call that rank 1 has not made yet. Return the
+    errors of this rank's calls: on rank 0 of the second thread, the first thread, and a later call.
+    """
     own, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     x, w = torch.ones(4, 8, device=device), torch.ones(8, 6, device=device)
     call = partial(weft.matmul_all_reduce, x, w, own, deadline_s=20.0)

@@ -19,8 +19,8 @@ from weft.runtime.unfused import experts
 
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
-    """Let the operator `dual` take schedule `name` for new shapes in backward. Yield a list of the exchanges that
-    unfused calls make.
+    """While the context is open, let backward call the operator `dual` with schedule `name`, for shapes that are not yet
+    compiled. Yield a list that gets the name of each exchange of an unfused call.
     """
     choose, send, sent = select.choose, experts.send, list[str]()
 

@@ -17,7 +17,10 @@ from weft.sim import model_of
 
 
 def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> tuple[str, str]:
-    """Return the schedule of a call, and of a captured call; "" for serial. known: True if this machine has a model."""
+    """Return the names of the schedules of an eager call and of a call in a CUDA graph; "" for the unfused call.
+
+    exact: True if the CPU reads the number of rows of the result. known: True if the planner has a model of this machine.
+    """
     rank, world, experts, most = group.rank(), group.size(), 4, 4096
     splits = random_splits(world, experts, [30 + rank for rank in range(world)], seed=3)
     given = AllToAllMatmul(world, experts, tuple(map(sum, splits)), 8, 16, "fp32", most, splits=splits)

@@ -156,7 +156,7 @@ def gradients(
 
 
 def of_tables(p: Problem, per_rank: Sequence[Sequence[Any]]) -> list[Any]:
-    """Merge lists that each have an entry for every table of a rank. Return the entries in the order of all tables."""
+    """Return an entry for each table, in the order of all tables. per_rank: for each rank, the entries of its tables."""
     by_table = {
         table: one
         for rank, found in enumerate(per_rank)

@@ -98,8 +98,8 @@ def _mend() -> None:
     """Replace parts of Triton 3.6's interpreter that are wrong or slow.
 
     Wrong: it converts the bounds of a loop from one-element arrays, which numpy refuses from version 2.4 on. Its `dot`
-    multiplies the bits of bf16 numbers as integers. It multiplies in fp32 by BLAS, which on some CPUs adds in another order in
-    another row of a tile; on a GPU all rows have the same order.
+    multiplies the bits of bf16 numbers as integers. In fp32, its `dot` calls BLAS. On some CPUs, BLAS sums the rows of a tile in
+    different orders, but a GPU sums all rows in the same order.
 
     Slow: it patches the language at every call of a function, builds a dict at every look-up of a dtype, and computes
     overflow conditions that it does not use.

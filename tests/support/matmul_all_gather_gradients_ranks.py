@@ -44,10 +44,9 @@ def taking(schedule: str) -> Iterator[None]:
 
 
 def chosen(group: dist.ProcessGroup) -> list[str]:
-    """Return the schedules of two calls without a pinned schedule, of a size for which overlap is predicted to be
-    faster.
+    """Return the schedules of two calls without a pinned schedule. Overlap is predicted to be faster for their size.
 
-    For the second call the problem counts as tried on GPUs.
+    For the first call `tried_on_gpus` of the problem is False, for the second call True.
     """
     taken, usual = [], MatmulAllGatherGradients.tried_on_gpus
     for tried in (False, True):

@@ -31,9 +31,9 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> to
 
 
 def resized(x: torch.Tensor, *, keep: float = 0, before: int = 0) -> torch.Tensor:
-    """Return a copy of `x`, whose storage was then resized to the fraction `keep`.
+    """Return a copy of `x` after shrinking the copy's storage to the fraction `keep`. With 0, its memory is freed.
 
-    before: the number of elements in the storage before the copy.
+    before: the number of elements of the storage that precede the copy.
     """
     flat = torch.empty(before + x.numel(), dtype=x.dtype, device=x.device)
     copy = flat.as_strided(x.shape, x.stride(), before).copy_(x)

@@ -90,7 +90,9 @@ class Problem:
         return [self.weights[table] for table in self.sharding.local_tables(rank)]
 
     def tupled(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """Return `rank`'s input as (values, offsets[, per_sample_weights]), with one block of offsets per local slot."""
+        """Return `rank`'s input as (values, offsets[, per_sample_weights]). The offsets have a block for each (table,
+        feature) pair of the rank.
+        """
         values, offsets, weights = self._joined([self.bags[s.feature] for s in self.sharding.local_slots(rank)])
         return (values, offsets, weights) if self.weighted else (values, offsets)
 
@@ -103,7 +105,7 @@ class Problem:
         return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=sum(self.batch_sizes))
 
     def whole(self) -> tuple[torch.Tensor, ...]:
-        """Return the input of all slots, for one process that owns every table."""
+        """Return the input of all (table, feature) pairs, for one process that owns every table."""
         values, offsets, weights = self._joined([self.bags[slot.feature] for slot in self.sharding.slots])
         return (values, offsets, weights) if self.weighted else (values, offsets)
 

@@ -40,8 +40,8 @@ CALLS: dict[str, type[Call]] = {
 
 
 def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> None:
-    """Call `calls` times with new data, then with the first data again. Compare afterwards. Ranks are delayed at
-    random.
+    """Call `calls` times with new data, then with the first data again, with random delays of ranks. Compare the results
+    after the last call.
     """
     made = [CALLS[operator](case, group, seed) for seed in range(calls)]
     found = []
@@ -170,7 +170,7 @@ def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[d
 
 
 def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
-    """Call many sizes one after the other, which share memory on GPUs. Compare afterwards."""
+    """Call many sizes one after the other. On GPUs the calls share memory, so compare the results after the last call."""
     kind, found = CALLS[operator], []
     for seed, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         call = kind(kind.sized(case, rows, group.size()), group, seed)
@@ -198,7 +198,7 @@ def _as_bytes(t: torch.Tensor, change: Any) -> torch.Tensor:
 
 
 def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
-    """Call with operands in other layouts on the first rank. Compare afterwards. Return the warnings."""
+    """Call with operands in other layouts on the first rank. Compare the results after the last call. Return the warnings."""
     layout._warned.clear()
     found = []
     with warnings.catch_warnings(record=True) as caught:
@@ -266,8 +266,8 @@ def freed(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Let the first rank make a different call. Every rank must get the difference. Each difference has its own group,
-    because the group fails.
+    """Let the first rank make a different call. The error of every rank must name the difference. Each different call
+    uses a new group, because the error makes the group unusable.
     """
     call, wrong = CALLS[operator](case, group, 1), dict[str, str]()
     for name, (of_first, of_others, texts) in call.different().items():
