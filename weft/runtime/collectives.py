@@ -1,4 +1,4 @@
-"""torch's collectives under one name for all torch versions, and waits for them on CPU.
+"""torch's collectives, under names that are the same for all torch versions, and waits for them on CPU.
 
 Synchronous collectives call methods of the process group directly. This skips the checks and the log of
 `torch.distributed`, which in small calls on GPUs take as long as NCCL's launch.
@@ -93,8 +93,8 @@ def all_to_all_single(
 def exchange_both_ways(
     ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
 ) -> list[dist.Work]:  # fmt: skip
-    """Begin an `all_to_all_single` that skips the ranks in `near`, such as the ranks of this host. Return the `dist.Work`
-    objects to wait for, one for each group of `ways`.
+    """Begin an `all_to_all_single` in which no rows are sent to or received from the ranks in `near`, such as the ranks of this
+    host. Return the `dist.Work` objects to wait for, one for each group of `ways`.
 
     ways: two gloo groups of the same ranks. Rows for ranks after `near` are sent in the first group, and rows for ranks
         before `near` in the second. In a single group, gloo may run the two directions one after the other.
@@ -109,7 +109,7 @@ def exchange_both_ways(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Make the caller's stream wait for `work`; None if the backend has already made the stream wait."""
+    """Make the caller's stream wait for `work`. If `work` is None, the backend has already made the stream wait."""
     if work is not None:
         work.wait()
 

@@ -55,8 +55,8 @@ def gradients(
 
     jagged: the input of the forward call. weights: the weights of this rank's tables.
     grad: the gradient of the forward call's output, [local batch, all columns].
-    wanted: a pair of booleans. The first is True to compute the gradients of the tables, or to update them. The second
-        is True to compute the gradients of the per-sample weights.
+    wanted: two booleans: True to compute the gradients of the tables (or to update the tables), and True to compute the
+        gradients of the per-sample weights.
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -94,7 +94,8 @@ class Received(NamedTuple):
     """The gradients of the vectors that a rank pooled.
 
     gradients: [global batch, columns of this rank's tables].
-    ok: a tensor on the GPU: 1 if all gradients have arrived, else 0. None if they have arrived.
+    ok: a tensor on the GPU that is 1 if all gradients have arrived, else 0. It is None if all gradients are known to have
+        arrived.
     is_kept: True if the caller may keep `gradients`. False if the next exchange overwrites them.
     """
 
@@ -215,7 +216,7 @@ def _update(
 ) -> None:
     """Update the tables of `call`, which the caller has checked, with its gradients.
 
-    ok: a tensor on the device; if it is 0, the tables stay unchanged.
+    ok: a tensor on the device, 0 if gradients have not arrived. The tables then stay unchanged.
     """
     of, tables = call.of, call.of.tables
     assert tables is not None

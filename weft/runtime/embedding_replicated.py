@@ -3,11 +3,12 @@ ranks' gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient. If the update or sparse gradients need to know
                which rows were read, a flag per row follows, 1 if this rank read the row
-    parts      by all_to_all_single, a rank gets all ranks' values for its range of elements, and sums them in the order of ranks
+    parts      each rank sums one range of the elements: it gets all ranks' values by all_to_all_single, and adds them in rank
+               order
     reduced    the sums of all ranges, by all_gather
 
-So the sum has the same bits on every rank, with any collective backend. The bits depend on the number of ranks, since each
-rank sums its own samples first. Only rows that at least one rank has read are updated.
+So the sum has the same bits on every rank, with any collective backend. With another number of ranks the bits differ, since
+each rank sums its own samples first. Only rows that at least one rank has read are updated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
 """

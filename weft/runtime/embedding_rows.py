@@ -65,8 +65,9 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
     """Group tables with similar numbers of ids, so that one call can update a group. Return the groups, as lists of indices
     into `given`.
 
-    A call has space for as many ids, for every table, as its largest table has. With stochastic rounding each table is a
-    group, because its random bits must not depend on other tables.
+    A call allocates, for each of its tables, space for the number of ids of its largest table. So tables with very different
+    numbers of ids in one call would waste memory. With stochastic rounding each table is a group of its own, because its random
+    bits must not depend on other tables.
     """
     groups: dict[int, list[int]] = {}
     is_stochastic = tables.optimizer.rounding == "stochastic"

@@ -10,8 +10,8 @@ CPU ranks on several hosts may instead pool the samples of other hosts first, an
 samples of this host (`FarFirst`).
 
 Results are ordinary tensors, because no symmetric memory is used. CPU ranks synchronise before pooling, as with other
-transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's
-deadline. On GPUs, NCCL's timeout and errors apply to the exchange.
+transports, and on one host again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's deadline. On
+GPUs, NCCL's timeout and errors apply to the exchange.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class EmbeddingAllToAllUnfused(Executor):
         """Do nothing: this executor has no memory."""
 
     def check(self) -> None:
-        """Raise the error of the communicator, if it has failed."""
+        """Raise the communicator's error if the communicator has failed."""
         self.comm.check()
 
 

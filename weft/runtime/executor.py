@@ -75,12 +75,14 @@ class Executor(ABC):
 
     @property
     def shared(self) -> bool:
-        """True if other executors use the same memory and threads, so that a cache may keep this executor at little cost."""
+        """True if this executor uses memory and threads that other executors use too. A cache may then keep the executor at
+        little cost.
+        """
         return False
 
     @property
     def lent(self) -> int:
-        """The number of results in the executor's memory that callers still use."""
+        """The number of results that callers still use and that are in the executor's memory."""
         return 0
 
     @property

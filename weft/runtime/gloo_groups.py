@@ -1,4 +1,4 @@
-"""gloo groups that weft makes for its own messages. Each consists of some or all ranks of a communicator.
+"""gloo groups that weft makes for its own messages, each of some or all ranks of a communicator.
 
 torch does not register these groups, because registration (`dist.new_group`) would involve all ranks of the job.
 """

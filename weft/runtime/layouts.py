@@ -37,7 +37,7 @@ def layout_of(tensors: list[torch.Tensor]) -> Hashable:
 
 
 def known_layout(known: Mapping[int, Hashable], number: int, tensors: list[torch.Tensor]) -> tuple[Hashable, bool]:
-    """Return the key of `tensors` (`layout_of`), and True if `known[number]` is the same key, so that no check is needed."""
+    """Return the key of `tensors` (`layout_of`), and True if it equals `known[number]`. The tensors then need no check."""
     layout, before = layout_of(tensors), known.get(number)
     if layout is None or layout != before:
         return layout, False

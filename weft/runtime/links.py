@@ -6,9 +6,9 @@ in memory.
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
     copies      all ranks copy at the same time, to memory that was written before, and to new memory, which causes page faults
 
-All measurements together take about `BUDGET_S` seconds. The rate of a link is measured on its first rank: it sends, and the
-second rank answers with one byte. So it does not matter when the second rank starts. The round trip is twice the time of
-the fastest exchange of one byte, including gloo's own time. The numbers are equal on all ranks.
+All measurements together take about `BUDGET_S` seconds. To measure the rate of a link, its first rank sends, and its second
+rank answers with one byte. The first rank measures the time, so it does not matter when the second rank starts. The round trip
+is twice the time of the fastest exchange of one byte, including gloo's own time. The numbers are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[L
 def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
     """Return the rate of a link in bytes per microsecond.
 
-    The rate is the difference in bytes of two transfers, divided by the difference of their times, which contains no
-    latency. If the difference of times is too small, because the machine was busy, return the rate of the large transfer.
+    The rate is the difference of the sizes of two transfers, divided by the difference of their times. So the latency cancels.
+    If the difference of the times is too small, because the machine was busy, return the rate of the large transfer.
 
     timed: (bytes, seconds) of a small and of a large transfer. latency_s: the latency of a transfer.
     """
@@ -134,9 +134,9 @@ class _Probe:
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
     ) -> list[tuple[int, list[float]]]:  # fmt: skip
-        """Time transfers of growing sizes, as long as a few transfers of the next size would end before `until_s`. Then
-        repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's time in seconds) for
-        the two largest sizes. For the largest size, the times are of the fastest transfer.
+        """Time transfers of growing sizes. Stop if a few transfers of the next size would not end before `until_s`, a value of
+        `elapsed_s` in seconds. Then repeat the largest transfer until `elapsed_s` reaches `until_s`. Return (bytes, each rank's
+        time in seconds) for the two largest sizes. For the largest size, the times are of the fastest transfer.
 
         send_s: a function that sends a number of bytes, and returns each rank's time.
         latency_s: the part of a time that does not grow with the size.
@@ -161,8 +161,8 @@ class _Probe:
         return self._timed([(pairs, nbytes)])
 
     def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        """Send `nbytes` from the first to the second rank of each pair, and one byte back. Return the times of all ranks,
-        in seconds. Use the time of each pair's first rank.
+        """Send `nbytes` from the first to the second rank of each pair, and one byte back. Return the times of all ranks, in
+        seconds. Only the time of each pair's first rank is meaningful.
         """
         return self._timed([(pairs, nbytes), ([(there, here) for here, there in pairs], 1)])
 
@@ -209,8 +209,8 @@ class _Probe:
             self._sent, self._received = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def _share(self, mine_s: float) -> list[float]:
-        """Send `mine_s`, a time or a time per byte of this rank, to all ranks. Return the values of all ranks, and update
-        `elapsed_s`.
+        """Send `mine_s`, a time of this rank in seconds or in seconds per byte, to all ranks. Return the times of all ranks,
+        and update `elapsed_s`.
         """
         mine = struct.pack("<2d", mine_s, time.perf_counter() - self._start)
         both = [struct.unpack("<2d", one) for one in self._comm.meet(mine, name=_WHAT, deadline_s=self._deadline_s)]

@@ -69,9 +69,10 @@ def _digest(data: bytes) -> bytes:
 class Topic:
     """A description of a rank's next call, which ranks compare.
 
-    text: the operator and the sizes. Error texts contain it, truncated if it is too long. details: further text to compare,
-        such as options.
-    difference: a function that all ranks call if only the details differ. It returns a text with the difference.
+    text: the operator and the sizes. Error texts contain this text, truncated if it is too long. details: further text to
+        compare, such as options.
+    difference: a function that returns a text with the difference, if only the details differ. All ranks call this function,
+        because it may communicate.
     hint: advice for the error text if the texts differ only in sizes.
     """
 
@@ -118,10 +119,10 @@ class Meeting:
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
         extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
-        cargo: a collective whose data travel with this rendezvous, so that the collective is complete on return. Pass it
-            only if this object has `rails`.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If this object has
-            `rails`, all steps are done on return. Otherwise none is done.
+        cargo: a collective whose data travel with this rendezvous (`weft.runtime.rails`). The collective is complete on return.
+            Pass it only if the attribute `rails` is not None.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are done on
+            return if the attribute `rails` is not None; otherwise none is done.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -309,8 +310,8 @@ def meeting_of(comm: Communicator) -> Meeting:
 
 @contextlib.contextmanager
 def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
-    """Make each rendezvous on `comm`, inside this context manager, check that all ranks run backward of the same forward
-    call.
+    """Extend each rendezvous on `comm` inside this context manager: it also checks that all ranks run backward of the same
+    forward call.
 
     comm: None if ranks do not synchronise. forward: the number of the forward call, or `UNKNOWN`.
     """
@@ -326,7 +327,7 @@ def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
 
 
 def published_on(group: dist.ProcessGroup) -> int:
-    """Return how many calls on `group` this rank has published in the rendezvous."""
+    """Return the number of calls on `group` that this rank has published in the rendezvous."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
             return meeting.calls

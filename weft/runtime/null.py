@@ -1,8 +1,8 @@
 """The null executor: it visits the steps of any schedule, on any machine, and records their order, but executes none.
 
-It is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch and no memory. It
-finds schedules that would hang. Its timeline shows the order that signals impose, with which the timelines of other
-executors must agree.
+This executor is the simulator's engine on a machine where steps take no time. So it needs no processes, no torch and no
+memory. It finds schedules that would hang. Its timeline shows the order that signals impose. The timelines of other
+executors must agree with this order.
 """
 
 from __future__ import annotations

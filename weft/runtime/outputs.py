@@ -1,16 +1,16 @@
 """Result buffers that peers write: a few output buffers in symmetric memory, which are lent to the user as tensors.
 
-A lent tensor stays valid as long as the user keeps it or any view of it. After that, peers may write the buffer again, in
-the order of this rank's stream (GPU) or program (CPU): earlier work on the old contents runs first. (If another stream
-reads the tensor, make the stream of the next call wait for that stream before you drop the tensor.)
+A lent tensor stays valid as long as the user keeps it or any view of it. After that, peers may write the buffer again. On this
+rank, work on the old contents that was called (CPU) or enqueued on the stream (GPU) before the next call still runs first. (If
+another stream reads the tensor, make the stream of the next call wait for that stream before you drop the tensor.)
 
 With `count` buffers, a user may keep `count - 1` results while the next result is computed. Further results are copied out
 of the last free buffer; `copied` counts these copies. With `count=1` results are never copied, and it is an error to keep a
 result across the next call.
 
-A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use. So
-the buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out in every
-replay, and the buffer then becomes free again. Later calls that get this buffer copy their results out of it too.
+A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still in use. So the
+buffer belongs to the graph permanently. If a captured call gets the last free buffer, every replay copies its result out of the
+buffer, and the buffer then becomes free again. Later calls that get this buffer copy their results out of it too.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OutputPool:
 
     @property
     def lent(self) -> int:
-        """The number of results in these buffers that callers still use."""
+        """The number of results that callers still use and that are in these buffers."""
         return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ travel with the rendezvous:
     2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
-After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do
-not agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call, so a message of
-a different call does no harm. Its data are dropped.
+After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
+agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a
+different call does no harm; its data are dropped.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each byte
 of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64), first within each host,
@@ -421,7 +421,7 @@ def _joined(payloads: Sequence[bytes]) -> bytes:
 
 
 def _split(data: memoryview, count: int) -> list[bytes]:
-    """Return the first `count` payloads in `data`, which has the length of each payload before it."""
+    """Return the first `count` payloads in `data`, in which each payload follows its length."""
     found, at = [], 0
     for _ in range(count):
         begin = at + _LENGTH.size
@@ -444,5 +444,5 @@ def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def _like(tensor: torch.Tensor, data: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the first bytes of `data` as a tensor of this shape, with the dtype of `tensor`."""
+    """Return a view of the first bytes of `data` as a tensor of shape `shape`, with the dtype of `tensor`."""
     return data[: shape.numel() * tensor.itemsize].view(tensor.dtype).view(shape)

@@ -107,7 +107,7 @@ def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: boo
 
 
 def _instead(step: Step, other: int) -> str:
-    """Return the fix, for error texts, for a step that needs memory of rank `other` on another host."""
+    """Return, for error texts, the change that mends a step that needs memory of rank `other` on another host."""
     if any(access.region.at == other and not access.writes for access in step.accesses()):
         return f"let rank {other} send it, with lane.send(src, dst)"
     if step.copies_by:

@@ -10,8 +10,8 @@ of n bytes on each rank:
     all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
                     2 (H - 1) / H times the matrix.
 
-So each byte is sent to each host only once. In a ring all-gather of all W = H L ranks, each host would send (W - 1) n
-bytes. gloo's reduce-scatter is an all-reduce, which sends twice as much.
+So each byte is sent to each host only once. In a ring all-gather of all W = H L ranks, each host would send (W - 1) n bytes.
+gloo implements reduce-scatter by an all-reduce, which sends twice as many bytes as a reduce-scatter.
 
 Sums are computed in fp32 (fp64 for fp64), and rounded to the dtype of the matrix after each level.
 `weft.runtime.within_host` defines the order of accesses to shared memory. weft makes its own gloo groups for rails.
@@ -180,7 +180,7 @@ class TwoLevels:
         """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to wait
         for.
 
-        came, leaving: the number of rows from and to each host.
+        came, leaving: for each host, the number of rows received from its rank of this rail, and sent to it.
         """
         return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)
 
@@ -216,8 +216,8 @@ class TwoLevels:
         return total
 
     def _scratch(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose memory the next call with this `name` reuses. New memory would cause page faults in each
-        call.
+        """Return an uninitialised tensor whose memory the next call with this `name` reuses. New memory in each call would
+        cause page faults.
         """
         nbytes = shape.numel() * dtype.itemsize
         kept = self._kept.get(name)

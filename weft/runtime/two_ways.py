@@ -8,7 +8,8 @@ calls. The first call of a block does not count, because it allocates memory.
 Later calls use the second implementation only if both conditions hold:
 
 - Its fastest call was clearly faster than the fastest call of the first implementation.
-- Its second fastest call was clearly faster too, or its median call was faster.
+- Its second fastest call was clearly faster than the second fastest call of the first implementation, or its median call was
+  faster than the median call of the first.
 
 The fastest calls count most, because other work on the machine slows single calls, and on a busy machine most calls. If the
 measured links show that the second implementation cannot be clearly faster, no call uses it.
@@ -30,10 +31,11 @@ _TIMES = struct.Struct(f"<{_MEASURED}d")
 
 
 class TwoWays:
-    """The choice between two implementations for each size of a call, by the times of the first calls. It is equal on all
-    ranks.
+    """The choice between two implementations of a call, for each size of the call, by the times of the first calls. All ranks
+    choose the same.
 
-    The size is the number of rows or samples of a call. Sizes with the same number of bits share a choice.
+    The size is the number of rows or samples of a call. Similar sizes, whose binary numbers have equally many bits, share a
+    choice.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -44,8 +46,8 @@ class TwoWays:
         self._ruled_out: set[int] = set()
 
     def rule_out(self, size: int, most_gain_s: float) -> None:
-        """Never use the second implementation for `size` if it cannot save enough time. No effect after the first call of
-        this size.
+        """Never use the second implementation for `size` if the links are too fast for a clear gain. After the first call of
+        this size, this method has no effect.
 
         most_gain_s: the largest time, in seconds, that the second implementation is predicted to save. Equal on all ranks.
         """
@@ -66,8 +68,8 @@ class TwoWays:
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:
-        """Record the time of a call in seconds. After the last measured call of a size, ranks exchange their times and
-        choose. The time of a call is that of its slowest rank.
+        """Record the time that a call took on this rank, in seconds. After the last measured call of a size, ranks exchange
+        their times and choose. The time of a call is the time of its slowest rank.
         """
         bucket = size.bit_length()
         if bucket in self._taken:
@@ -91,5 +93,5 @@ def _is_clear(first_s: float, other_s: float) -> bool:
 
 
 def _is_other(call: int) -> bool:
-    """True if the measured call of this number, counted from 0, uses the second implementation."""
+    """True if measured call number `call`, counted from 0, uses the second implementation."""
     return call // _BLOCK % 2 == 1

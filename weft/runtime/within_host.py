@@ -1,5 +1,5 @@
-"""Exchanges of bytes between the ranks of a host, through shared memory, in rounds. In a round each rank writes and
-publishes its own memory, reads the memory of its peers, and then lets them write again.
+"""Exchanges of bytes between the ranks of a host, through shared memory, in rounds. In a round each rank writes its own memory,
+publishes it, reads the memory of its peers, and then allows them to write again.
 
 Memory order. A rank sets its counter to 2 k - 1 when it has published round k, and to 2 k when it has read its peers'
 bytes. Counters are set with release order, and read with acquire order. A rank reads in round k when every counter is at
@@ -132,7 +132,7 @@ class WithinHost:
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if a rank of this host has not reached this rank's round, by its counter."""
+        """True if the counter of a rank of this host shows that the rank has not reached this rank's round."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:
@@ -146,8 +146,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy from `src` to `dst` the bytes that they have in common. Both are windows of one long sequence of bytes: `src`
-    begins at offset `src_at` of the sequence, and `dst` at offset `dst_at`.
+    """Copy the overlap of two windows of one long sequence of bytes from `src` to `dst`. `src` begins at offset `src_at` of the
+    sequence, and `dst` at offset `dst_at`.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -188,8 +188,8 @@ class LibraryGroupedMatmul(TileKernel):
     def is_one_per_expert(experts: int, rows: float, k: int, n: int, itemsize: int) -> bool:
         """Return True if one cuBLAS GEMM per expert is faster than torch's grouped GEMM: if the GEMMs are few and long.
 
-        In the records of two H100s and two H200s, they take 0.62 to 0.99 times as long as the grouped GEMM if this function
-        returns True, and 0.97 to 3.6 times as long otherwise.
+        In the records of two H100s and two H200s, single GEMMs take 0.62 to 0.99 times as long as the grouped GEMM if this
+        function returns True. Otherwise they take 0.97 to 3.6 times as long.
 
         experts: the number of local experts. rows: the number of rows of all experts. itemsize: bytes of an element.
         """

@@ -34,7 +34,7 @@ class Checked:
       twice.
     - senders: for each counter that a message increases when it arrives, the ranks that send such messages.
     - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
-    - rows: for each collective of this rank, in order, a tuple with the number of rows of each rank.
+    - rows: for each collective of this rank, in order, a tuple with the number of rows that each rank contributes.
     - shared: the names of buffers to which peers or several lanes add (`accumulate=True`).
     """
 
@@ -94,8 +94,8 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return a copy of `schedule` that keeps only collectives and steps that set signals: all that this rank needs to know
-    of its peers' steps.
+    """Return a copy of `schedule` with only its collectives and the steps that set signals. A rank needs to know no other steps
+    of its peers.
     """
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())

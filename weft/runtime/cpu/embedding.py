@@ -2,7 +2,7 @@
 
 A call has four phases: a rendezvous with the peers (`weft.runtime.meeting`), pooling with stores into the peers' memory,
 notification of the peers, and a wait for the peers. After the rendezvous, every rank has a free output buffer, and no rank
-refuses the call. Plans and batch sizes are then known to be equal on all ranks.
+refuses the call. Plans (`EmbeddingPlan`) and batch sizes are then known to be equal on all ranks.
 
 Memory order. With the transport `direct`, the native kernel ends with a fence after its stores. Then this rank stores the
 number of the call, the epoch, into its counter at every peer with release order. The peer reads this counter with acquire
@@ -112,7 +112,7 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
-    """Return the description of calls with this plan that ranks compare in the rendezvous."""
+    """Return a description of calls with this plan. Ranks compare their descriptions in the rendezvous."""
     return Topic("embedding_all_to_all", plan.said, difference=shown(comm, plan.said))
 
 
@@ -205,7 +205,9 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return {"out": output}
 
     def close(self) -> None:
-        """Release the memory. All ranks must close the executor between the same two calls. Repeated calls have no effect."""
+        """Release the memory. All ranks must close the executor at the same point in their sequence of calls. Repeated calls
+        have no effect.
+        """
         if self.closed:
             return
         self.closed = True
@@ -214,7 +216,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         self._flags.give_back()
 
     def check(self) -> None:
-        """Raise the communicator's error, if it has failed."""
+        """Raise the communicator's error if the communicator has failed."""
         self.comm.check()
 
     def _table(self, weights: list[torch.Tensor], checked: CheckedInput) -> np.ndarray:
@@ -228,7 +230,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Return the address, in each rank's memory, of the flags that this rank sets. Allocate more flags if needed.
+        """Return, for each rank, the address of the flags in that rank's memory that this rank sets. Allocate more flags if
+        needed.
 
         A rank has a flag for every slice that it receives, grouped by sender: `batch_sizes[r] * slices_per_sample[s]` flags
         on rank r for sender s.

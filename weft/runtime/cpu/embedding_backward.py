@@ -73,8 +73,8 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return a row of addresses for each table, int64 [tables, 5]: the table, up to three optimizer states, and the table's
-    index among all tables. Cached by `of.layout`.
+    """Return an array int64 [tables, 5]. The row of a table has the addresses of the table and of up to three optimizer states,
+    and the table's index among all tables. The result is cached by `of.layout`.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:

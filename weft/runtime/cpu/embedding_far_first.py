@@ -1,9 +1,9 @@
 """Pooling overlapped with the all-to-all, for CPU ranks on several hosts: samples of other hosts are pooled and sent first.
 
 The samples of each rank on another host are divided into 2 or 4 pieces. Each piece is sent while the next piece is being
-pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent. Ranks synchronise
-only in the call's rendezvous, and then run the same exchanges in the same order. Vectors have the same bits as without
-pieces.
+pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent. Ranks synchronise only
+in the call's rendezvous, and then run the same exchanges in the same order. The pooled vectors are bitwise equal to those of a
+call without pieces.
 
 More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that it takes a time L to pool the
 samples of other hosts, and as long to send their vectors, and that each exchange has a latency of t. Then p pieces take L +
@@ -40,7 +40,7 @@ _MANY = 4  # pieces of large transfers
 class FarFirst:
     """embedding_all_to_all with the samples of other hosts first.
 
-    plan: the plan of the calls. alone: a plan with only this rank's tables; None if this rank has no tables.
+    plan: the plan of the calls. alone: a plan for one rank, with only this rank's tables; None if this rank has no tables.
 
     Benchmarks set two attributes. pinned_pieces: the number of pieces; None to choose 2 or 4. far_last: True to pool the
     samples of this host first.

@@ -98,8 +98,8 @@ def _pieces(sharding: EmbeddingSharding) -> tuple[np.ndarray, np.ndarray]:
     """Divide the columns of a gradient into runs of adjacent columns with one owner. Return two int64 arrays:
 
     - The owner of each run, [runs].
-    - The arguments of `_core.copy_columns` for each run, [runs, 5]. In elements, they are: first column in the owner's
-      inbox, columns of the inbox, first column in the gradient, 0, and number of columns.
+    - The arguments of `_core.copy_columns` for each run, [runs, 5]: first column in the inbox, columns of the inbox, first
+      column in the gradient, 0, and columns of the run. The inbox is that of the owner.
     """
     runs, columns = column_runs(sharding), sharding.columns_of_ranks
     begins = accumulate((end - begin for _, begin, end in runs), initial=0)

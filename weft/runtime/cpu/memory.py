@@ -56,7 +56,7 @@ class Mapped:
     version: 1 for the first version of the memory, and 1 more for each later version.
     owners: objects that keep the memory of this host's ranks mapped.
     addresses: the address of each rank's memory; 0 for ranks on other hosts. The memory begins with the counters.
-    buffers_at: the offset of the buffers behind the counters, in bytes. nbytes: the size of these buffers on each rank.
+    buffers_at: the offset of the buffers, which follow the counters, in bytes. nbytes: the size of all buffers of a rank.
     sets: for each counter of this rank, the value at the end of the current run. scratch: this rank's private memory.
     """
 
@@ -70,7 +70,7 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """The methods of an executor's `Program` that `Memory` calls when the addresses of memory change."""
+    """An executor's `Program`, as `Memory` sees it: two methods to call when the addresses of memory change."""
 
     def map(self, mapped: Mapped) -> None:
         """Use the addresses of the memory `mapped` from now on."""
@@ -124,8 +124,8 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Give `program`, which runs next, the addresses of the memory `mapped`. At most `BOUND` programs keep views of
-        memory: drop those of the least recently run program if there are more.
+        """Give `program`, which runs next, the addresses of the memory `mapped`. At most `BOUND` programs keep views of memory.
+        If there are more, drop the views of the least recently run program.
         """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
@@ -185,8 +185,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs, and wait for its end. Do not wait if this thread is the caller: a garbage
-        collection on it may close the communicator.
+        """End the thread after its queued jobs, and wait for its end. Do not wait if the thread itself calls this method. This
+        happens if a garbage collection on the thread closes the communicator.
         """
         with self._ending:
             self._ended = True

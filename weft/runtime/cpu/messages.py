@@ -6,11 +6,11 @@ send and receive, because a receive that times out closes all connections of its
 because in a single group gloo may run two directions one after the other.
 
 A run begins after ranks have synchronised. The receiver then begins to receive all messages of the run at once, so a sender
-never waits for a receiver that is not ready. Messages arrive in separate memory and are copied to their places. gloo cannot
-cancel a receive, so a message that arrives after an error must not overwrite memory of other calls.
+never waits for a receiver that is not ready. Messages arrive in separate memory and are then copied to the schedule's buffers.
+Otherwise a message that arrives after an error could overwrite memory of other calls, because gloo cannot cancel a receive.
 
-Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane sees this end, copies the rows to
-their place, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.
+Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane waits for this end, copies the rows to
+their buffer, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.
 
 Deadlines. A sender waits at most the call's deadline for each message. A receiver's deadline begins when a lane waits for a
 signal that the message carries, or when all other lanes of the rank have ended.
@@ -81,7 +81,7 @@ class Channels:
         """Wait until a message has been sent or received. If the wait fails, make the group fail.
 
         is_late: a function that returns True when the deadline has passed.
-        text: the deadline and the message, for error texts.
+        text: words for error texts that name the deadline and the message.
         held: objects that gloo's threads may use. After an error they are never freed.
         """
         try:
@@ -145,7 +145,7 @@ class Arrival:
             _core.signal_add(self._counter, 1)
 
     def abandon(self) -> None:
-        """Never free what gloo uses for this message, which may still arrive after an error."""
+        """Keep the memory that gloo uses for this message until the process ends. The message may still arrive after an error."""
         if self._work is not None and not self._work.is_completed():
             leave(self._channels.groups, self._work, self._data)
         self._work = self._data = None

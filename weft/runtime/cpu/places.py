@@ -1,7 +1,7 @@
-"""Addresses of the buffers and counters that a rank's steps use: shared memory of all ranks, and the caller's tensors.
+"""Addresses of the buffers and counters that a rank's steps use, in the shared memory of all ranks and in the caller's tensors.
 
-A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have a
-new address in each run. Steps use views that are made from an address, not the caller's tensor. So nothing keeps this
+A schedule's own buffers keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor may have a new
+address in each run. Steps do not use the caller's tensor itself, but views that are made from its address. So no step keeps the
 tensor alive between runs, and autograd and inference mode do not affect the threads of lanes.
 """
 
@@ -129,7 +129,9 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return a pair for each counter of this rank that a run increases: its index, and the amount by which it grows."""
+        """Return (index, amount) for each counter of this rank that a run increases. The amount is the counter's growth in a
+        run.
+        """
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:

@@ -37,7 +37,7 @@ class Bound:
     """A step, and `call`, the function that runs it.
 
     name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks.
-    rows: for a collective, the number of rows of each rank.
+    rows: for a collective, the number of rows that each rank contributes.
     dynamic: True if the step is bound in each run, because its sizes or its tiles are not known before.
     """
 
@@ -100,7 +100,7 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps that use no tensor of the caller to the memory `mapped`, unless they are bound to it already."""
+        """Bind the steps that use only the schedule's own buffers to the memory `mapped`, unless they are bound to it already."""
         if self._version == mapped.version:
             return
         self.places.map(mapped)
@@ -169,7 +169,7 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
-        """Check the inputs, and allocate the outputs, whose dynamic number of rows is now known.
+        """Check the inputs and allocate the outputs that have a dynamic number of rows, which is now known.
 
         known: as for `_run_dynamic`.
 

@@ -61,7 +61,7 @@ class Run:
 
         sets: for each counter of this rank, its value at the end of the previous run. This method changes the values to
             those at the end of this run.
-        of_run: pairs (index of a counter, amount by which it grows in this run).
+        of_run: for each counter that this run increases, (index of the counter, amount by which it grows).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
@@ -110,8 +110,8 @@ class Run:
 
         address, number: the counter's address, and its index among the counters of this rank.
         name: the signal, for error texts.
-        peer: the rank that sets the counter; None if several ranks set it; this rank if arriving messages set it.
-        sources: the senders of these messages.
+        peer: the rank that sets the counter; None if several ranks set it; this rank itself if arriving messages set it.
+        sources: the ranks that send these messages.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:

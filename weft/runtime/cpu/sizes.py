@@ -86,7 +86,7 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
     """Return the values of the expressions `indices` for each of `count` tiles, [tiles, indices].
 
-    values: the value of each variable in the expressions: a number, or an array with a number for each tile.
+    values: for each variable in the expressions, its value: a number, or an array with a number for each tile.
     """
     found = [n.evaluated_over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)

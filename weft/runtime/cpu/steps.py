@@ -42,7 +42,7 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
     """Return a function that runs `step`, in which numbers have replaced all expressions. Register the implementation of a
     step kind with `bind.register`.
 
-    places: the addresses of buffers and counters. rows: for a collective, the number of rows of each rank.
+    places: the addresses of buffers and counters. rows: for a collective, the number of rows that each rank contributes.
     """
     raise AssertionError(f"a check should have refused {step}")
 
@@ -52,8 +52,7 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     """Run the tiles of a step one after another.
 
     To implement a kernel differently, register a function with `run_tiles.register`. The executor then does not check the
-    kernel's tiles. A registered function applies to exactly this kernel class. A schedule whose kernel is of a subclass is
-    refused.
+    kernel's tiles. The function applies only to the registered class: a schedule with a kernel of a subclass is refused.
 
     kernel: the kernel of `step`, with numbers in place of dynamic sizes. places: the addresses of buffers and counters.
     known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
@@ -81,8 +80,8 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the base class (its `kind`) from which the kernel of `step` would inherit its implementation; "" if it would
-    not. Such a kernel is refused, because the base class's implementation may be wrong for it.
+    """Return the name (`kind`) of the base class from which the kernel of `step` would inherit its implementation; "" if there
+    is no such base class. A kernel that would inherit is refused, because the implementation may be wrong for it.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""

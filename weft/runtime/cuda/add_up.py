@@ -77,8 +77,8 @@ class AddUp:
     """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all rows.
     If the only part is `out`, the kernel writes only the norm of `out`.
 
-    fixed: the base addresses. `Address.base` is an index into this list. The entry of a caller's tensor is 0, because the
-        tensor may move between runs.
+    fixed: the base addresses: `Address.base` is an index into this list. For a caller's tensor the entry is 0, because each run
+        passes the tensor's address.
     """
 
     def __init__(

@@ -29,8 +29,9 @@ class Operation(NamedTuple):
     """A call of torch or NCCL that a run makes.
 
     call: a function that makes the call, given the run's tensors.
-    what, views: the operation and its operands. `StreamItems.warm_up` makes only one of several calls for which these
-        agree, because they launch the same kernel. If `what` is None, the warm-up always makes the call.
+    what, views: the operation and its operands. Calls launch the same kernel if their operations, and the layouts of their
+        operands, are equal. `StreamItems.warm_up` makes only one of these calls. If `what` is None, the warm-up always makes
+        the call.
     aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers
         read or add to.
     """
@@ -106,7 +107,9 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
-    """Return the collective steps of a rank, lane by lane. All ranks have the same order."""
+    """Return the collective steps of a rank, lane by lane. The order is equal on all ranks, so the n-th steps of all ranks are
+    one collective.
+    """
     return [s for lane in schedule.of_rank(rank) for s in of_kind(lane.steps, Collective)]
 
 

@@ -62,10 +62,10 @@ class Compiler:
     """The state of the compilation, to which `emit` adds the operations of each step.
 
     program: the native operations. items: the list of all operations.
-    sizes: device addresses of dynamic sizes, by the `id` of a step. At the address of a copy by kernel are three numbers:
-        first source row, first target row, and number of rows. At that of a `Permute` step are three such numbers for each
-        of its copies.
-    ahead: for each lane with a `Read` step of by="meanwhile", this read.
+    sizes: for each step of dynamic size (by its `id`), the device address of its sizes. A copy by kernel has three numbers
+        there: first source row, first target row, and number of rows. A `Permute` step has three such numbers for each of its
+        copies.
+    ahead: for each lane with a `Read` step of by="meanwhile", the operation of this step.
     scratch: by lane, memory for partial sums of GEMMs.
     """
 
@@ -142,11 +142,11 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the stream operation in which `launch` waits can also write the mark of a run, which shows the watching
+        """True if the stream operation in which `launch` waits can also write the mark of a run. The mark shows the watching
         thread that a run has begun.
 
-        The launch must be the first of a copy lane, and wait only for flags of the previous run. The lane must clear one of
-        these flags before it does anything but copy.
+        Two conditions must hold. The launch is the first of a copy lane, and waits only for flags of the previous run. Between
+        the launch and the step that clears one of these flags, the lane has only copies.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -335,8 +335,8 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return the empty region at row 0 of the same columns. Its address is known when the schedule is compiled, unlike that
-    of a region with dynamic rows.
+    """Return the empty region at row 0 with the columns of `region`. Its address is known when the schedule is compiled, unlike
+    the address of a region with dynamic rows.
     """
     return replace(region, row=0, rows=0)
 

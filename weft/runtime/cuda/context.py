@@ -74,7 +74,7 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
     """Return the steps of `schedule` on this rank as (lane, step), in the order of the corresponding steps in `order`.
     Return None if corresponding steps are of different kinds, or set or await different signals.
 
-    order: the (lane, step) of another schedule, in its order of issue.
+    order: the steps of another schedule as (lane, step), in its order of issue.
     """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):

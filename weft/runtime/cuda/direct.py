@@ -115,8 +115,8 @@ def launch_all(
     key: a value that determines the compiled kernels: dtypes, constants, and `alignments` of all addresses. With a key, all
         numbers must be below 2^31. With None, the kernels are launched by `launch`.
     kernels: a function that returns the kernels, called for a new key.
-    calls: a function that returns the grid and the arguments of each launch. Its parameter is True for arguments that are
-        tensors and numbers, and False for addresses in place of the tensors.
+    calls: a function that returns the grid and the arguments of each launch. It is called with True to return tensors among the
+        arguments, and with False to return their addresses instead.
     after: a stream; the kernels run after the work that is now enqueued on it.
     """
     if key is not None and not _IS_INTERPRETED:

@@ -245,7 +245,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """A weak reference to an executor, which the watching thread checks. It does not keep the executor alive."""
+    """A weak reference by which the watching thread checks an executor without keeping it alive."""
 
     deadline_s = math.inf
 

@@ -68,8 +68,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Calls with the same batch sizes, or with evenly divided
-    batches, share these tables if they have the same number of features in a unit.
+    """The units of work of a launch, as tables on the device. Calls share the tables if their units have the same number of
+    features, and if their batches are divided evenly or have the same batch sizes.
     """
 
     tables: Tables
@@ -139,7 +139,7 @@ class _Variant:
 
 
 class EmbeddingKernel:
-    """The kernel for one rank of a plan on one device.
+    """The compiled kernel and the tables of one rank of a plan, on one device.
 
     widest: the number of columns of the widest feature on any rank. Pass it if `plan` has only this rank's features. It
         determines the block size of all ranks, so that results have the same bits for any placement of tables.
@@ -244,8 +244,8 @@ class EmbeddingKernel:
     def _taken(self) -> torch.Tensor:
         """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block.
 
-        If the block is full, drop the tables that `_starts` has cached, and reuse it. If a CUDA graph reads the block,
-        allocate another block instead.
+        If no part is unused, drop the tensors that `_starts` has cached, and use the block again. If a CUDA graph reads the
+        block, allocate another block instead.
         """
         if self._n_taken == len(self._room):
             if self._of_graphs or not self._n_taken:
@@ -259,8 +259,8 @@ class EmbeddingKernel:
         return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """Return the number of features that a unit of work pools with transport "direct". A unit reads about _UNIT_BYTES
-        of tables, or less if otherwise some programs would have no unit.
+        """Return the number of features that a unit of work pools with transport "direct". A unit reads about _UNIT_BYTES of
+        tables. It reads less if there would otherwise be too few units for all programs.
 
         n_values: the number of ids. batch: the number of samples.
         """

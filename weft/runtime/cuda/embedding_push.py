@@ -1,7 +1,7 @@
 """The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into
 the inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
 
-The CPU waits only for the allocation of a larger inbox. The device records a missed deadline in pinned memory. Then the
+The CPU waits for the device only to allocate larger inboxes. The device records a missed deadline in pinned memory. Then the
 next exchange, or the watching thread, makes the group fail.
 """
 
@@ -220,8 +220,8 @@ class PushedGradients:
             self.comm.poison(text)
 
     def has_begun(self) -> bool:
-        """Make the group fail if the device has recorded a missed deadline. Return False: this thread, the watching thread,
-        need not measure a deadline, because kernels measure their own.
+        """Make the group fail if the device has recorded a missed deadline. Return False to the caller, the watching thread: it
+        need not measure a deadline, because kernels measure their own deadlines.
         """
         self.look()
         return False

@@ -39,8 +39,8 @@ _GRAIN = (
 class _Slots(NamedTuple):
     """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, keys]`. Each entry is a slot that reads this key of the jagged input, or -1. A key that several slots
-        read has an entry in several layers.
+    of_key: `[layers, keys]`. Slots are divided into layers with at most one slot for each key of the jagged input. Entry [l, k]
+        is the slot of layer l that reads key k, or -1.
     table: a row for each slot. Its columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
@@ -52,7 +52,8 @@ class _Slots(NamedTuple):
 class Shape:
     """Sizes that are equal in all calls of a plan. Rows are numbered across all tables of this rank.
 
-    split: the largest number of slots (features) that one table has, a factor of the sort keys (`Occurrences`).
+    split: the largest number of slots (features) that read one table. Sort keys are multiples of it plus a slot's number
+        (`Occurrences`).
     rows: the number of rows of all tables. bases: the number of each table's first row.
     block_d, lanes: the columns and rows of the tile in which a program sums gradients. They depend on the slots of all
         ranks, so that sums do not depend on the placement of tables.
@@ -215,7 +216,7 @@ class SortedAhead:
         return self._rows
 
     def __del__(self) -> None:
-        """Keep torch from reusing the memory of rows for which no stream has waited, before the sort has ended."""
+        """Prevent torch from reusing the memory of the rows before the sort has ended, if no stream has waited for the sort."""
         if not self._is_taken and self._side is not None:
             for tensor in (self._rows.buffer, *self._read):
                 tensor.record_stream(self._side)

@@ -56,7 +56,7 @@ class Flag:
     setter: the rank that raises the flag. previous: True if the wait is for a signal of the previous run.
     carrier: the index, in the lane, of a later `Set` step whose stream operation also clears the flag. None: the stream
         clears the flag right after the wait.
-    passed: the number of waits of the lane, up to and including this wait (see `RankSchedule.standing_word`).
+    passed: the number of the lane's waits up to and including this wait (see `RankSchedule.standing_word`).
     """
 
     word: int
@@ -132,8 +132,8 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits, as (lane, flag), that may block the last run: at most one for each rank that sets signals. The list
-    is empty if no run is blocked.
+    """Return the waits that may block the last run, as (lane, flag): at most one for each rank that sets signals. The list is
+    empty if the last run is not blocked.
 
     A flag that this run has already cleared looks like a flag that was never raised, so some of these waits may have ended.
     Waits for signals of the previous run are listed only if there are no others.
@@ -152,9 +152,9 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
     """Return the index of a `Set` step whose stream operation can also clear the flag of the wait at index `at`, or None.
 
-    The candidate is the lane's next `Set` step for rank `setter`. It is suitable if `setter` waits for its signal before it
-    raises the flag again. `setter` raises the flag again in this run if the wait is for the previous run, otherwise in the
-    next run.
+    The candidate is the lane's next `Set` step for rank `setter`. The candidate is suitable if `setter` waits for the
+    candidate's signal before it raises the flag again. `setter` raises the flag again in this run if the wait is for the
+    previous run, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

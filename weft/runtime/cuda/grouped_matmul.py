@@ -157,8 +157,9 @@ class GroupedMatmulLauncher:
     first_expert, n_experts: the local experts to compute: `n_experts` experts (default: up to the last) from `first_expert`
         on.
     spare: the number of multiprocessors left to other kernels.
-    back: True to multiply rows ordered by expert, and store the products by source into `slots`, which then have N columns.
-    adds: True to add to the rows of y, in fp32. Not together with `back`.
+    back: True to multiply rows ordered by expert, and to store each product in the block of its source in `slots`, which then
+        has N columns.
+    adds: True to add the products to the rows of y, in fp32. Not together with `back`.
     merged: True if a tile has rows of all sources, and all sources are computed. Without `back`, x has the rows of all
         sources, sorted by expert, and `slots` is not read. Not together with `adds`.
     config: the tile sizes of the kernel that `prepare` has compiled. scratch: memory shared with other launches on the same

@@ -24,8 +24,8 @@ class Base(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A grid whose two sizes may differ in each run. x and y are the indices of the sizes among the base addresses that a
-    run passes.
+    """A grid whose two sizes may differ in each run. A run passes the sizes in its list of base addresses: x and y are their
+    indices in this list.
     """
 
     x: int

@@ -1,7 +1,7 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
-All ranks measure at the same time, because schedules also use links in both directions, and load all GPUs. A result is the
-time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so that the CPU's time does
+All ranks measure at the same time, because schedules, too, use links in both directions and load all GPUs at once. A result is
+the time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so that the CPU's time does
 not count.
 
 A kernel that is loaded while a stream waits for a peer could hang the device. So set-up loads the copy kernels, and GEMMs

@@ -4,17 +4,17 @@ Executors of schedules that differ only in sizes share one `ScheduleMemory` (`sh
 also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So runs
 and replays of captured graphs must have the same order on all ranks.
 
-If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag allows rank a to overwrite
-its own rows, which a reader has read. But if the rows of the next run have other positions, rank a may overwrite rows of
-other ranks that the reader still needs. With two ranks this cannot happen, because a reader has rows of only one peer. With
-more ranks, `ScheduleMemory.enter` runs a barrier when sizes change: every rank notifies all peers that its previous runs
-have ended, and waits for the same from all peers. Once a graph has captured a run, the barrier precedes every run, because
-the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.
+If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells rank a that a reader has
+read the rows which a wrote into the reader's memory, so that a may overwrite them. But if rank a's rows have other positions in
+the next run, rank a may overwrite rows of other ranks that the reader still needs. With two ranks this cannot happen, because a
+reader has rows of only one peer. With more ranks, `ScheduleMemory.enter` runs a barrier when sizes change: every rank notifies
+all peers that its previous runs have ended, and waits for the same from all peers. Once a graph has captured a run, the barrier
+precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.
 
-If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory
-remain usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When the last
-executor has left the smaller memory, it is closed. If such outgrown memories hold more than `SPARE_BYTES` together, the
-oldest are closed at once, and their executors are rebuilt.
+If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory remain
+usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When the last executor has
+left the smaller memory, this memory is closed. If all such outgrown memories together hold more than `SPARE_BYTES`, the oldest
+are closed at once, and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScheduleMemory:
     """Symmetric memory, flags and streams, shared by the executors of schedules that differ only in sizes. All ranks must
     construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
 
-    mine: this rank's steps of the schedule whose sizes determine the size of the memory.
+    mine: this rank's steps of a schedule; the memory gets the size that this schedule needs.
     """
 
     def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
@@ -94,7 +94,10 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if `mine`, this rank's steps of a schedule, differs from the schedules of this memory only in sizes."""
+        """True if a schedule differs from the schedules of this memory only in sizes.
+
+        mine: this rank's steps of the schedule.
+        """
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
@@ -269,9 +272,9 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
     """Return the memory that schedules of one `kind` share, and this rank's steps of `schedule`. Return None if `schedule`
-    differs from others of its kind in more than sizes.
+    differs from the other schedules of its kind in more than sizes.
 
-    kind: a key of the schedules that may share memory.
+    kind: a key that is equal for schedules that may share memory.
 
     If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """

@@ -1,9 +1,9 @@
 """Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of torch.
 
-A compiled program gets new addresses in every run, because the caller's tensors may have moved. So it identifies memory by
-an index into a list of base addresses, and an offset in bytes. The list has, in this order: the caller's tensors, the
-schedule's scratch buffers, the ranks' symmetric memory, the ranks' signal words, and the watchdog's word. Only the
-addresses of the caller's tensors change.
+A compiled program gets new addresses in every run, because the caller's tensors may have moved. So it identifies memory by an
+index into a list of base addresses, and an offset in bytes. The list has, in this order: the caller's tensors, the schedule's
+scratch buffers, the ranks' symmetric memory, the ranks' signal words, and `Context.begun_word`. Only the addresses of the
+caller's tensors change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Regions:
 
     bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them.
     words: the index, in `bases`, of rank 0's signal words. The signal words of the other ranks follow.
-    begun: the index, in `bases`, of the word that a run sets when it begins.
+    begun: the index, in `bases`, of `Context.begun_word`, which a run sets when it begins.
     """
 
     def __init__(self, context: Context) -> None:

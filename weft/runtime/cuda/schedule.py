@@ -84,10 +84,10 @@ class CudaSchedule(Executor):
     ) -> Tensors:
         """Enqueue one run on the current stream. Return the outputs that this run has allocated, by name (see `tensors`).
 
-        tensors: every input and output buffer by name, with the sizes in the schedule. Weights may also be [count, rows,
-            columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a function that gets
-            the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU calls the function with
-            an estimate of the rows plus a margin, and returns a slice of the result.
+        tensors: every input and output buffer by name, with the sizes in the schedule. The weights of experts may also be one
+            tensor [experts, rows, columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a
+            function that gets the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU calls the
+            function with an estimate of the rows plus a margin, and returns a slice of the result.
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
         like_before: True to skip the checks of tensors, which differ from those of an earlier run only in their addresses.
         timeline: if given, wait for the device, and append the times of each step.

@@ -8,7 +8,7 @@ from weft.symm.lasting import lasting
 
 
 class Scratch:
-    """fp32 memory for the launches of one lane."""
+    """fp32 memory that the launches of one lane share."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)

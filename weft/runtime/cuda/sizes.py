@@ -29,7 +29,7 @@ _BLOCK = 128
 
 
 def is_dynamic(step: Any) -> bool:
-    """True if a size or a place of `step` is known only at run time."""
+    """True if a size or an offset of `step` is known only at run time."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
 

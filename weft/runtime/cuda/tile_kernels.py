@@ -285,9 +285,9 @@ class TrackedMatmulCall(TilesCall):
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Assign a counter to each signal that the tiles set. Return two lists. The first has, for each counter, its number
-        of tiles, and the addresses of the words to set after these tiles. The second has, for each set, the counter of
-        every tile.
+        """Assign a counter to each signal that the tiles set. Return two lists. The first has, for each counter, its number of
+        tiles, and the addresses of the words to set after these tiles. The second has, for each element of `sets`, an array
+        with the counter of every tile.
 
         over: a function that evaluates an expression for all tiles.
         """

@@ -95,7 +95,7 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 
 
 class TrackedMatmulLauncher:
-    """A launcher of a @ w. Its tables say where each tile of the product is stored, and which counter the tile increments.
+    """A launcher of a @ w. Its table says where each tile of the product is stored, and which counters the tile increments.
 
     table: a row for each tile: int64 [tiles, 6 + sets], or [tiles, 8 + sets] with `adds`. The format is that of
         `weft.kernels.tracked_matmul`, except that addresses, offsets and pitches are in bytes.

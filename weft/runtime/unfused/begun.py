@@ -10,8 +10,8 @@ such messages:
 - These exchanges (`Early`) use their own gloo groups, so they never receive messages of other collectives.
 - A rank receives up to `capacity_bytes` from each rank. If a message would be larger, its sender sends one row instead, and
   reports this in the rendezvous by `Begun.number`. All ranks then repeat the exchange after the rendezvous.
-- If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For
-  the same reason, `Early` has its own memory for exchanges within a host.
+- If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For the
+  same reason, `Early` does not share memory for exchanges within a host with other collectives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Begun(Protocol):
         """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not
         run, run its steps too.
 
-        numbers: the attribute `number` of each rank's call; None if the ranks had already synchronised before the call.
+        numbers: the value of `Begun.number` on each rank, from the rendezvous; None if the ranks had already synchronised
+            before the call.
         """
 
 

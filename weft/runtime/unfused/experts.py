@@ -67,8 +67,9 @@ def all_to_all_matmul(
     - With `return_x`, the received tokens, [received rows, K], ordered by source rank, and then by expert; else None.
 
     w: the weights of this rank's experts, [experts, K, N].
-    most: an upper bound on the number of tokens of any rank, equal on all ranks. It is used only between hosts, to choose
-        between two implementations. If the ranks have not synchronised yet, they exchange their numbers of tokens instead.
+    most: an upper bound on the number of tokens of any rank, equal on all ranks. It is used only in groups on several hosts, to
+        choose between two implementations. If the ranks have not synchronised yet, they exchange their numbers of tokens and
+        use the largest instead.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows

@@ -6,9 +6,9 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces. Meanwhile, rows for this host are multiplied and
                exchanged through shared memory. Ranks multiply and send during the rendezvous
 
-A **cell** is the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert. GEMMs
-have rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ from those of whole GEMMs by
-rounding.
+A **cell** is the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert. GEMMs have
+rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ by rounding from those of a single GEMM per
+expert.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -73,8 +73,8 @@ class FarFirst:
         call when its call ends. The function records the time of the call. All ranks must make the same calls of this
         method.
 
-        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed: it sends
-        these rows first, unless the links are too fast for a gain.
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed: it always sends
+        these rows first, unless the measured links are so fast that nothing can be gained.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
@@ -191,7 +191,7 @@ class Combine:
     """A call of `matmul_all_to_all` that this rank may begin before the rendezvous has ended: a
     `weft.runtime.unfused.begun.Begun`.
 
-    Messages to ranks of other hosts begin with an unused row, so that none is empty.
+    Each message to a rank of another host begins with an unused row, so that no message is empty.
     """
 
     number = 0

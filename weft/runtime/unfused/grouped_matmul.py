@@ -18,7 +18,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
     """Return y [rows of x, N]: the rows of each expert in x, multiplied by this expert's matrix in w. Rows of y beyond the
     experts' rows are uninitialised.
 
-    cut: True if x has fewer rows than the sum of the experts' sizes.
+    cut: True if x has fewer rows than all experts together. The rows of the last experts are then missing.
     """
     of_experts = [count for count in sizes.host.of_experts if count]
     one_each = LibraryGroupedMatmul.is_one_per_expert(

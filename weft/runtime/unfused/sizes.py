@@ -80,8 +80,8 @@ the copy of both tensors on the CPU.
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU copy of a dispatch's `splits` and `received`, so that the combine that follows (`sizes_of` in
-    `matmul_all_to_all`) need not wait for a second copy from the device.
+    """Keep the CPU copy of a dispatch's `splits` and `received`. `sizes_of` finds it when `matmul_all_to_all` follows, which
+    then need not wait for a second copy from the device.
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):

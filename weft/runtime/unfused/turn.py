@@ -124,8 +124,8 @@ class Turns:
 
 
 class Turn:
-    """The means by which one call, or its backward, runs its collectives: with a rendezvous before each, a deadline, and a
-    timeline.
+    """An object that runs the collectives of one call, or of its backward, with a deadline, a timeline and, on CPU, a
+    rendezvous before each collective.
 
     turns: the rendezvous; None if ranks do not synchronise, as on GPUs. deadline_s: the longest wait for other ranks, in
         seconds. marks: records the times of steps for a timeline.
@@ -185,8 +185,8 @@ class Turn:
 
     @property
     def met(self) -> Turn:
-        """A copy of this object that begins collectives without a rendezvous. Use it for collectives that all ranks are known
-        to have reached.
+        """A copy of this object that begins collectives without a rendezvous, for collectives that all ranks are known to have
+        reached.
         """
         turn = copy.copy(self)
         turn._meets = False

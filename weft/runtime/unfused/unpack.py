@@ -1,6 +1,4 @@
-"""Permutations for collectives that concatenate or split columns. torch's collectives concatenate or split rows, so a
-copy must rearrange the data.
-"""
+"""Copies that rearrange data for collectives along columns. torch's collectives concatenate or split rows only."""
 
 from __future__ import annotations
 
