@@ -40,13 +40,13 @@ def kind(thing: object) -> str:
 
 
 def or_list(names: Iterable[str]) -> str:
-    """Return "one, another or a third"."""
+    """Return the names as one text, such as "one, another or a third"."""
     *before, last = names
     return f"{', '.join(before)} or {last}" if before else last
 
 
 def and_list(names: Iterable[str]) -> str:
-    """Return "one, another and a third"."""
+    """Return the names as one text, such as "one, another and a third"."""
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last
 

@@ -9,7 +9,8 @@ weights' gradients overlap with the reduce-scatter of x's gradient.
               single weight, a rank computes its own rows last, by a GEMM that accumulates into the arrived parts, so that
               no reduction kernel is needed
 
-GEMMs are cut by rank, but not into chunks. Parts are reduced as in a reduce-scatter (`weft.builders.partial_products`).
+There is one GEMM for the rows of each rank, which is not cut into chunks. Each rank's rows of x's gradient are reduced
+as in a reduce-scatter (`weft.builders.partial_products`).
 """
 
 from __future__ import annotations

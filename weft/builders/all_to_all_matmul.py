@@ -132,7 +132,8 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
 @builder(AllToAllMatmul, chunks=(1, 2, 4), send=_SENDS)
 def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_turn") -> Schedule:
-    """Like `dispatch_by_expert`, but sort the arrived tokens of each group by expert before the GEMM.
+    """Multiply the tokens of all ranks, a few experts at a time, like `dispatch_by_expert`. Before the GEMM of a group
+    of experts, sort the arrived tokens of this group by expert.
 
     chunks: the number of groups into which a rank's experts are divided.
     send: see `SendOrder`.
@@ -279,7 +280,7 @@ class Sending(_Dispatch):
         """Append the puts of the tokens for experts first .. first + count - 1 of every peer.
 
         columns: send only these columns (first, count) of the tokens.
-        chunk: the index of this part, which selects the signal that is set after the puts.
+        chunk: the number of this send among all sends to a peer. It selects the signal that is set after the puts.
         """
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
@@ -296,8 +297,8 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the set that tells the peer `distance` places after this rank in the ring that part `chunk` has
-        arrived.
+        """Append the `Set` step that tells a peer that part `chunk` of its tokens has arrived. distance: the peer is
+        `distance` places after this rank in the ring.
         """
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)

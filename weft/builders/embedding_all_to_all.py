@@ -188,13 +188,15 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return the entry of `numbers` for tile `t`, as an expression. `numbers[rank][i]` belongs to slice i of each
-        sample.
+        """Return, as an expression of `t`, the number in `numbers` for the slice that tile `t` pools.
+        `numbers[rank][i]` is the number for slice i of each sample on `rank`.
         """
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step that pools the bags of tile `t` into `out`. first: the index of the first tile's sample."""
+        """Return the step that pools the bags of tile `t` into `out`. first: the index of the sample to which tile 0
+        belongs.
+        """
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
@@ -213,8 +215,8 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """Create the schedule's only lane, and append the sets of `ready`, which allow other ranks to write to this
-        rank's output. Return the lane.
+        """Create the schedule's only lane, and append the steps that set the signals `ready`. These signals allow other
+        ranks to write to this rank's output. Return the lane.
         """
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):

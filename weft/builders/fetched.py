@@ -43,7 +43,7 @@ class Fetched:
         self.signals, self._credit = d.signals("ready", ranks * chunks), d.signals("credit", ranks - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """Return the sets that tell all ranks, including this rank, that this rank's chunk `chunk` is ready."""
+        """Return the `Set` steps that tell all ranks, including this rank, that this rank's chunk `chunk` is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
@@ -63,7 +63,7 @@ class Fetched:
         Args:
             source, target: functions that return a chunk's region in the memory of the rank that computed the chunk,
                 and in this rank's result.
-            counts: for each chunk, how many sets of its signal make it ready. Default: 1.
+            counts: for each chunk, how often its signal must be set until the chunk is ready. Default: once.
             complete: signals of this rank; `complete[c]` is set when chunk c of every rank has been copied.
             apart: True to copy this rank's own chunks on a second lane, concurrently. Cannot be combined with
                 `complete`.

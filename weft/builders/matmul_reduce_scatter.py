@@ -147,7 +147,8 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
     """Run a ring without copies: each GEMM reads the sum from the left neighbour's memory, and stores the new sum
     locally.
 
-    The owner of the rows is the last rank in their ring, and stores the sum in its result. Each rank rounds the sum.
+    For each rank's rows, the ring ends at the owner of the rows, which stores the sum in its result. Each rank rounds
+    the sum.
 
     by: "gemm" is cuBLAS, which first copies the old sum into its output. "tracked" is weft's kernel, launched per
         chunk; it reads each tile of the old sum after it has multiplied the tile.

@@ -76,7 +76,9 @@ class PartialProducts:
         return split(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Declare a buffer `[count * m, n]`: `count` parts of `m` rows each."""
+        """Declare a buffer `[count * m, n]`: `count` parts of `m` rows each, where `m` is the number of rows that a
+        rank owns.
+        """
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
@@ -109,7 +111,9 @@ class PartialProducts:
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """Like `following`, for this rank's rows of `chunk`; for all its rows if None."""
+        """Return the regions of bias and residual to add to this rank's rows of `chunk` (None: all its rows), if the
+        problem has them.
+        """
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
@@ -127,8 +131,8 @@ class PartialProducts:
     def multiply_tracked(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
     ) -> int:
-        """Append `multiply` as one tracked GEMM, and return its number of tiles. All ranks must own equal numbers of
-        rows.
+        """Append the GEMM of `multiply` as one tracked GEMM, which signals finished tiles. Return its number of tiles.
+        All ranks must own equal numbers of rows.
 
         told: the signals that each finished tile sets.
         """

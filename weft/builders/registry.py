@@ -122,8 +122,8 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 def named(problem: Problem, name: str) -> Candidate:
     """Return the candidate with this name, such as "shard[chunks=2,send=in_turn,by=dma]".
 
-    The name may have values that the planner does not try: any number that is at least the smallest registered number,
-    or any proportion if a proportion is registered.
+    The name may have values that the planner does not try. A number may be any number that is at least the smallest
+    registered number. If a proportion such as "2:1:1" is registered, any proportion is allowed.
 
     Each candidate has exactly one spelling, because ranks compare names. A name lists parameters in the order of
     registration, and omits parameters that have the default value. Raise `ValueError` for any other spelling or an

@@ -330,7 +330,9 @@ def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
 
 
 def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:
-    """Return a text with the table and feature of block number `block` of the input's bags."""
+    """Return a text with the table and the feature to which a block of the input's bags belongs. block: the number of
+    the block.
+    """
     for slot, own in zip(sharding.local_slots(rank), checked.key_of_slot, strict=True):
         if own == block:
             return f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}"

@@ -206,7 +206,7 @@ class Partition:
 
     @cached_property
     def sharding(self) -> EmbeddingSharding | None:
-        """The sharding in which each part is a table; None if all tables are data-parallel.
+        """The sharding of the parts, in which each part counts as a table; None if all tables are data-parallel.
 
         Parts of row-wise tables have pooling "sum". For pooling "mean", the sample's rank divides the sum.
         """
@@ -230,7 +230,7 @@ class Partition:
 
     @cached_property
     def replicated(self) -> EmbeddingSharding | None:
-        """The data-parallel tables as a sharding for one rank; None if there are none."""
+        """The data-parallel tables, as a sharding in which one rank owns them all; None if there are none."""
         tables = tuple(self.tables[number] for number in self.replicated_tables)
         return EmbeddingSharding(tables, (0,) * len(tables), 1) if tables else None
 

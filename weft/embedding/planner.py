@@ -179,7 +179,7 @@ class _Costs:
     link: float
 
     def states(self, columns: int) -> float:
-        """Return the bytes of optimizer states per row."""
+        """Return the bytes of optimizer states for one row of `columns` columns."""
         shapes = () if self.optimizer is None else self.optimizer.states.values()
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 

@@ -495,5 +495,7 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the parameters that `load_state_dict(assign=True)` has replaced (`_mark_tables`)."""
+    """Mark the tables again, so that DDP ignores them, after `load_state_dict(assign=True)` has replaced their
+    parameters.
+    """
     module._mark_tables()

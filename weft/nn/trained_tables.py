@@ -71,7 +71,7 @@ class TrainedTables(nn.Module):
 
         All ranks must make this call with the same value, even ranks without tables. With an `optimizer`, False freezes
         the tables, and True lets backward update them again. Call the method on this module itself: the
-        `requires_grad_` of a parent module only sets the flags of parameters, which backward ignores if it has an
+        `requires_grad_` of a parent module only sets the flags of parameters, which this module ignores if it has an
         `optimizer`.
         """
         self._is_frozen = not requires_grad

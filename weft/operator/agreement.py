@@ -93,7 +93,9 @@ class Agreement:
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Count the current call as refused, for a call that every rank refuses after ranks have synchronised for it."""
+        """Count the current call as refused. Use this method if every rank refuses a call after ranks have synchronised
+        for it.
+        """
 
 
 class CpuAgreement(Agreement):

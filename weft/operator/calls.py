@@ -127,8 +127,8 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator called `name`. Import its file if needed, because imports at the top of files would form
-    cycles.
+    """Return weft's operator called `name`. Its file is imported here at the first use, because an import at the top of
+    this file would form a cycle.
     """
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")

@@ -126,6 +126,7 @@ def measured(
 
     serial: a function that runs the operator unfused, to be timed as "serial". None: an executor runs the serial
         schedule.
+    mode: how a schedule is timed, as for `time_us`.
     rounds: how often each schedule is timed.
     """
 

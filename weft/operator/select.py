@@ -214,7 +214,8 @@ def _names(
 
 
 def _planned_for_all(mine: T, p: Problem, comm: Communicator, what: str, deadline_s: float | None) -> T:
-    """Return the planning rank's `mine` (`this_machine.planning_rank`). All ranks must make this call.
+    """Return the plan of the planning rank (`this_machine.planning_rank`), which all ranks use. All ranks must make
+    this call.
 
     Ranks may have different calibrations or machine files, so their plans may differ.
 
@@ -240,9 +241,9 @@ class _Measured:
 class _Near:
     """The choices on a group, which calls of similar size share.
 
-    names: {(family, size bucket, True if users' builders are registered, True if the choice is for one size only): the
-        chosen schedules}.
-    measured: {(family, True if users' builders are registered): the choices by measurement}.
+    names: the chosen schedules, by (problem family, size bucket, True if users' builders are registered, True if the
+        choice is for one size only).
+    measured: the choices by measurement, by (problem family, True if users' builders are registered).
     timed: {problem family: largest size whose GEMMs have been timed}.
     """
 

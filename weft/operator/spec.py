@@ -218,7 +218,7 @@ class Operator(ABC, Generic[C]):
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check the results of a call, and raise errors that were not known before. weft calls this method only on CPU,
+        """Check the results of a call, and raise errors that only the results show. weft calls this method only on CPU,
         where results are complete when a call returns.
         """
 

@@ -30,8 +30,9 @@ def know_machine(comm: Communicator, deadline_s: float | None) -> None:
 def planning_rank(p: Problem, comm: Communicator, deadline_s: float | None) -> int:
     """Return the rank whose plan for `p` all ranks use. All ranks must make this call, after `know_machine`.
 
-    If all GPUs are of the same model, this is rank 0. Otherwise it is the first rank whose own model predicts the longest serial
-    time, because a collective waits for the slowest GPU. If ranks have no model, it is the first of these ranks.
+    If all GPUs are of the same model, this is rank 0. Otherwise it is the first rank whose own model predicts the
+    longest serial time, because a collective waits for the slowest GPU. If some ranks have no model, it is the first of
+    these ranks.
     """
     if not gpus_differ(comm):
         return 0

@@ -239,7 +239,7 @@ def form_of(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan for the fields of a `Form`, from a cache."""
+    """Return the plan for a sharding and options, given as the fields of a `Form`. Plans are cached."""
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 

@@ -214,8 +214,8 @@ def shared(x: DTensor) -> DTensor:
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
     """Return a key: layers with equal keys may use the same gathered `x`.
 
-    The key consists of: gradients enabled, the autocast dtype, the version of x (changed by in-place operations), and
-    the recomputation of activation checkpointing.
+    The key has the state of gradients (enabled or not), the autocast dtype, and the version of x, which in-place
+    operations change. It also tells recomputations of activation checkpointing apart.
     """
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)

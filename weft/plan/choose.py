@@ -244,8 +244,9 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
-    If only serial makes the CPU wait for sizes, the device then waits for the CPU: 7% of the time on H100s
-    (1204x14336x30336, 32 experts). So serial's CPU time is subtracted from the margin.
+    If only serial makes the CPU wait for sizes, the device afterwards waits for the CPU: 7% of serial's time on H100s
+    (1204x14336x30336, 32 experts). So in this case serial's CPU time is subtracted from the margin, but the margin
+    stays at least `CLEARLY_US`.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -285,7 +286,7 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the CPU time of `row` is longer than its device time, and than serial's CPU and device times.
+    """True if the CPU time of `row` is longer than its device time, serial's CPU time and serial's device time.
 
     In a loop of such calls the device would always wait for the CPU.
     """
@@ -296,8 +297,9 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    Return False if `CLEARLY_US` is more than the fraction `SPARED` of serial's time, or if weft's kernels compute the
-    GEMMs and serial's CPU time is at most half of its device time.
+    Return False in two cases in which a wrong prediction could cost much. Either serial's time is short: the fraction
+    `SPARED` of it is less than `CLEARLY_US`. Or weft's kernels compute the GEMMs, and serial's CPU time is at most half
+    of its device time.
     """
     assert row.us is not None
     assert serial.us is not None

@@ -38,8 +38,8 @@ _PAPERS = "mi300x"
 def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the chosen schedule; None if the heuristic does not cover this operator.
 
-    As in the paper, the schedule has W steps for W ranks, and copies by copy engine; by kernel if the CPU does not read
-    dynamic sizes. It may not support the problem, which `pick_here` checks.
+    As in the paper, the schedule has W steps for W ranks, and copy engines copy. If the CPU does not read dynamic
+    sizes, kernels copy instead. The schedule may not support the problem, which `pick_here` checks.
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops

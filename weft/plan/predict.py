@@ -169,7 +169,7 @@ class _Built:
 
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0, most_us: float = math.inf) -> float:
-    """Return the time of one run in us, but at least `at_least_us`.
+    """Return the predicted time of one run in us, but at least `at_least_us`.
 
     In mode "single", one run is simulated, otherwise two consecutive runs. If the first run takes longer than
     `most_us`, stop the simulation and return infinity.
@@ -180,8 +180,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    Pieces of a GEMM are not faster in a run, even if their predicted times sum to less, because short GEMMs are
-    measured at a higher clock.
+    In a run, the pieces of a GEMM are not faster than the whole GEMM. Their predicted times may sum to less, because
+    short GEMMs are measured at a higher clock.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -442,10 +442,10 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound on the time of a run, in us: that of `_lanes_us`, and in mode "single" the CPU time of all
-    steps.
+    """Return a lower bound on the time of a run, in us: the bound of `_lanes_us`, or in mode "single" the CPU time of
+    all steps if it is longer.
 
-    For more than `_MANY_RANKS` ranks, the CPU time of a run is another bound if the CPU reads sizes.
+    For more than `_MANY_RANKS` ranks, if the CPU reads sizes, the CPU time of a run is another bound.
     """
     assert built.schedule is not None
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
@@ -464,8 +464,8 @@ def _lanes_us(built: _Built, model: Model) -> float:
     """Return a lower bound on the time of a run, in us: the time of rank 0's longest lane, with each step timed alone.
 
     For more than `_MANY_RANKS` ranks, another bound is the time for which a resource of a rank, such as its links, is
-    busy. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses theirs, so all
-    uses by rank 0 count. Otherwise only its uses of its own resources count.
+    busy. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses theirs. So all
+    uses by rank 0 count, also of peers' resources. Otherwise only rank 0's uses of its own resources count.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

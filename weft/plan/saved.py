@@ -21,7 +21,7 @@ S = TypeVar("S")
 def load(
     kind: Callable[..., S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str
 ) -> S | None:
-    """Return the `kind` that was saved for this machine and number of ranks; None if there is no file.
+    """Return the object of class `kind` that was saved for this machine and number of ranks; None if there is no file.
 
     what: the kind of file, such as "calibration", for the file's name and error texts.
     checks: a check for each field.

@@ -57,7 +57,8 @@ def any_of(what: str) -> bool:
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
     """Return the first word of each file name in `folder`.
 
-    changed_ns: the folder's modification time, so that the cache notices new files.
+    changed_ns: the folder's modification time. As a part of the key of this function's cache, it makes the cache notice
+        new files.
     """
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)

@@ -51,12 +51,12 @@ Sender: TypeAlias = Literal["store", "dma"]
 class MatmulInto:
     """A problem for output maps of any collective: y = collective(x @ w).
 
-        collective       x [.., k]      y [.., n]      result of rank r
+        collective       rows of x      rows of y      result of rank r
         reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
         all_gather       rows / ranks   rows           all ranks' products, in rank order
         all_to_all       rows           rows           the r-th part of each rank's product, in rank order
 
-    "rows" is `OutputMap.rows`. w is [k, n].
+    "rows" is `OutputMap.rows`. x has k columns, y has n columns, and w is [k, n].
     """
 
     collective: CollectiveName

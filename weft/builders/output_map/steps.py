@@ -42,8 +42,8 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append the steps of the evaluated maps `routes` to the draft `o`. Return (first row, number of rows) of each
-    chunk of a rank's rows.
+    """Append to the draft `o` the steps of all ranks' maps, which `routes` contains. Return (first row, number of rows)
+    of each chunk of a rank's rows.
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
@@ -228,8 +228,8 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signal to all ranks that a chunk of this rank's sums is complete, if the schedule has an
-        all-gather (`fetched`).
+        """Append the signals that tell all ranks that a chunk of this rank's sums is complete, if an all-gather follows
+        (`fetched`).
         """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
@@ -276,8 +276,8 @@ class _RankLanes:
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
     def _receive(self) -> None:
-        """Append copies to the lane "to y": each copies a chunk that another rank sent, from its slot to the result. With a tile
-        kernel, the lane first copies this rank's own chunks to the result.
+        """Append copies to the lane "to y": each copies a chunk that another rank sent, from its slot to the result.
+        With gemm=tracked, the lane first copies this rank's own chunks to the result.
         """
         routes, rank, receiver = self.routes, self.rank, self.lane("to y")
         came = [(place, source) for place in routes.order[rank] for source in routes.sources(rank, place)]

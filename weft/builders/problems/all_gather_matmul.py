@@ -18,7 +18,7 @@ SCALED_MULTIPLE = 16
 def require_multiple(name: str, size: int) -> None:
     """Raise `ValueError` if `size` is not a positive multiple of 16, which fp8 GEMMs require.
 
-    name: its name in the error.
+    name: the name of the size, for the error text.
     """
     if size < 1 or size % SCALED_MULTIPLE:
         below = size - size % SCALED_MULTIPLE
@@ -130,8 +130,8 @@ class AllGatherMatmul(Problem):
     def takes(self, candidate: Candidate) -> bool:
         """Return False for schedules that take too long to plan for more than 32 ranks.
 
-        Some cut each shard into as many pieces as there are ranks. In others, ranks compute different parts, so every
-        rank has to be simulated.
+        Some of these schedules cut each shard into as many pieces as there are ranks. In the others, ranks compute
+        different parts, so every rank has to be simulated.
         """
         given = dict(candidate.parameters)
         differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")
@@ -153,8 +153,8 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem without M, and whether shards are uneven. The size is the rows of the
-        largest shard.
+        """(key, size): the key is the problem without M, with a mark if shards are uneven. The size is the number of
+        rows of the largest shard.
         """
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
