@@ -104,7 +104,7 @@ def sharded(model: torch.nn.Module, path: str, kind: str, by: str, device: torch
 
 
 def own_tables(model: Any) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of tables, by name and offsets."""
+    """Return this rank's parts of tables: {name of the table and offsets of the part in the table: part}."""
     found = {}
     for name, value in model.state_dict().items():
         if not (name.endswith(".weight") and ".embedding" in name):

@@ -89,9 +89,7 @@ def known_machines() -> tuple[str, ...]:
 
 
 def file_of(machine: str) -> str | None:
-    """Return the name of the machine file, such as "h200", that has the machine `machine`, such as "NVIDIA H200"; None
-    if there is none.
-    """
+    """Return the name of the machine file for a machine: "h200" for "NVIDIA H200". None if no file has this machine."""
     return next((known for known in known_machines() if load_machine(known).name == machine), None)
 
 
@@ -101,7 +99,8 @@ def load_machine(name: str | Path) -> Machine:
     A machine that comes with weft is read once per process. A file at a path is read at each call.
 
     Raise `ValueError` if a number has an unknown key, has no valid unit or source, has an implausible value
-    (`weft.hw.keys`), or is assumed without a note. Also raise `ValueError` if numbers for a derivation are missing.
+    (`weft.hw.keys`), or has the source "assumed" but no note. Also raise `ValueError` if numbers for a derivation are
+    missing.
     Raise `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))

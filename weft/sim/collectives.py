@@ -157,8 +157,8 @@ def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
 def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     """Return the cost of the algorithm with these phases.
 
-    Only the first ranks are evaluated, and their links get the traffic of all links that they represent (see the top of
-    this file). In a tree, ranks send different amounts, so all ranks are evaluated and each link gets the mean traffic.
+    Only the sends of the first ranks are evaluated, which represent all ranks (see the top of this file). In a tree,
+    ranks send different amounts, so the sends of all ranks are evaluated, and a link gets the mean of their traffic.
     """
     alike = name != "tree"
     ranks = range(topology.period if alike else topology.ranks)

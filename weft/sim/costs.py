@@ -35,8 +35,8 @@ class Use(NamedTuple):
 
         share    concurrent steps divide the resource max-min fairly
         hold     the step has this fraction for itself, even if other resources slow the step down
-        disturb  the step takes this fraction from steps that share the resource, in proportion to its own speed, and is not
-                 slowed itself
+        disturb  the step slows the other steps on this resource, but is not slowed itself: they share the rest of the
+                 resource, without this fraction
     """
 
     how: How
@@ -156,8 +156,8 @@ def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    """Return the cost of comparing the numbers of rows that peers sent with the expected numbers. Filling rows with
-    NaN, if numbers differ, is not included.
+    """Return the cost of comparing the numbers of rows that peers sent with the expected numbers. If the numbers differ,
+    the kernel also fills rows with NaN. This time is not included.
     """
     return merged_cost("compute", model.launch_us, 0.0, [])
 

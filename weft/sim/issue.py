@@ -57,7 +57,7 @@ class _Turns:
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:
-        """Return the lane of each issued step, as a number, in the order of issue."""
+        """Return the number of the lane of each step, in the order in which the CPU issues the steps."""
         order: list[int] = []
         before = -1
         while len(order) > before or self._coming:

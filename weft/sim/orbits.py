@@ -229,7 +229,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the opposite displacement: from the rank at this displacement, rank 0 is at displacement `peer`."""
+        """Return the opposite displacement d: seen from the rank at d, rank 0 is at displacement `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:

@@ -43,8 +43,8 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance to the rank that has it, index) for each signal that `item` sets. The distance must be
-    the same on all ranks.
+    """Yield (signal, distance to the rank that has the signal, index of its counter) for each signal that `item` sets.
+    The distance must be the same on all ranks.
     """
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks

@@ -167,8 +167,8 @@ def _is_one_per_tile(parts: list[Part]) -> bool:
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Return `parts`. If the segments of experts have few rows, merge an expert's segments from all `sources` ranks
-    into one.
+    """Merge an expert's segments from all `sources` ranks into one segment, if the segments have few rows. Return the
+    parts.
     """
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)

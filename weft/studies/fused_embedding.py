@@ -222,9 +222,8 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 
 def _where(surface: Record, gain: float) -> str:
-    """Return text "samples x tables" of the DLRMs for which fusion saves at least the fraction `gain` of an iteration.
-
-    For each batch size it has the smallest number of tables per node.
+    """Return the smallest DLRMs for which fusion saves at least the fraction `gain` of an iteration, as text "samples x
+    tables". For each batch size, this is the smallest number of tables per node.
     """
     found = []
     for i, samples in enumerate(surface["samples"]):

@@ -200,7 +200,7 @@ def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -
 
 
 def _row_bytes(record: Record) -> float:
-    """Return the bytes that a rank reads from one table per call. Repeated reads of a row count."""
+    """Return the bytes that a rank reads from one table per call. A row that is read twice counts twice."""
     return float(record["batch"] * record["bag"] * record["dim"] * 4)
 
 

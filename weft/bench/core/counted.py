@@ -57,7 +57,9 @@ def _uuid(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)  # once per process
 def _known_loads(ranks: Ranks) -> Record:
-    """Return the fields idle_watts and counted_known (see the module). All ranks must make this call."""
+    """Measure an idle GPU, and a copy, a read and a write of known size. Return the fields idle_watts (mean power) and
+    counted_known: {"copy", "read" or "write": counted bytes / actual bytes}. All ranks must make this call.
+    """
     with open_counters(_uuid(ranks.device)) as counters:
         ranks.meet()
         idle = _mean(ranks, counters.rates(_WINDOW_S).watts)

@@ -93,7 +93,7 @@ class MoeShape(GemmShape):
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return (problem of calls without max_rows, problem of calls with max_rows), each with its variants' suffix."""
+        """Return (problem, suffix of its variants' names) of calls without max_rows, and of calls with max_rows."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)

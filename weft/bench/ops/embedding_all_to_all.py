@@ -73,8 +73,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
-        """Return (variants, other calls to time, no notes). The other calls are the pooling of each serial variant
-        alone, and the baseline's all-to-all alone if variant `weft` is measured.
+        """Return (variants, other calls to time, an empty list of notes). The other calls are the pooling of each serial
+        variant alone, and the baseline's all-to-all alone if variant `weft` is measured.
         """
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}

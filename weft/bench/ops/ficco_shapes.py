@@ -53,8 +53,8 @@ class GatherShape(GemmShape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Return the shapes of preset `name`. The paper's GEMMs have the N of the whole layer, which `on` divides by
-        the number of ranks.
+        """Return the shapes of preset `name`. The paper's GEMMs have the N of the whole layer, which `GatherShape.on`
+        divides by the number of ranks.
 
         groups: the content of the file of shapes, for other presets.
         """

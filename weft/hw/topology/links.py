@@ -166,7 +166,9 @@ class Wiring:
         return replace(self, numbers=tuple(n * factor if name.endswith("bytes_per_us") else n for name, n in pairs))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with at least this bandwidth for the links of a rank (the builder's first number)."""
+        """Return the wiring with the bandwidth of a rank's links (the builder's first number) raised to `bytes_per_us`,
+        if it is lower.
+        """
         if not self.numbers:
             return self
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
