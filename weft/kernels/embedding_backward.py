@@ -192,7 +192,8 @@ def update_rows_kernel(
     ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.
     UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in
         elements.
-    DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables, STEPS: see `_table_of`.
+    DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables: the number of tables. STEPS: the number of
+        steps of a binary search among them.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)

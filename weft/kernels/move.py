@@ -60,7 +60,8 @@ def _extent(
     """Return (source, target, rows, width) of a copy: its two addresses, its number of rows, and the number of items of
     a row.
 
-    sizes: as in `move_kernel`; not 0 for a copy with a dynamic size.
+    sizes: for a copy of dynamic size, the address of (first row of the source, first row of the target, number of rows); else
+        0.
     """
     if sizes != 0:
         first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)

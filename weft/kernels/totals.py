@@ -18,7 +18,8 @@ import triton.language as tl
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
     """Compute N numbers. Grid: one program per number.
 
-    held: int64. terms: int64 `[N, n_terms, 3]`, as (first, count, step). constants, numbers: int64 `[N]`.
+    held: the buffer with the counts, int64. terms: the terms of each number, int64 `[N, n_terms, 3]`, as (first, count,
+        step). constants: the constant of each number, int64 `[N]`. numbers: the results, int64 `[N]`.
     """
     number = tl.program_id(0).to(tl.int64)
     found = tl.load(constants + number)

@@ -41,7 +41,8 @@ def gloo_of_its_own(
     """Divide the ranks of `comm` into gloo groups: ranks that pass the same `part` form a group. Return this rank's group.
     All ranks of `comm` must make this call.
 
-    rank, size, part: the fields of `Membership`. whom, deadline_s: as for `gloo_groups`.
+    rank, size: this rank's number in its group, and the number of ranks in the group. part: the name of the group. whom: a
+        description of the groups' ranks, for error texts. deadline_s: as for `gloo_groups`.
     """
     return gloo_groups(comm, whom, [Membership(rank, size, part)], deadline_s)[0]
 

@@ -44,7 +44,7 @@ def network_of(comm: Communicator) -> HostNetwork | None:
 
 
 def is_settled(comm: Communicator) -> bool:
-    """True if `settle` has set the network of `comm`, known or unknown."""
+    """True if `settle` has been called for `comm`, with a known or an unknown network."""
     return comm in _networks
 
 

@@ -237,7 +237,7 @@ def _forward_of(payload: bytes) -> int:
 def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
     """True if all ranks run forward, or if all ranks run backward of the same forward call.
 
-    mine: the number of this rank's forward call, in the format of a payload.
+    mine: the bytes of this rank's payload that contain the number of its forward call, 0 in forward.
     """
     if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
         return True

@@ -96,7 +96,7 @@ def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: boo
     """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank on another host; None if
     there is none.
 
-    hosts, signals: as for `needs_far`.
+    hosts: the host of each rank. signals: True if a signal to another host needs mapped memory too.
     """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:

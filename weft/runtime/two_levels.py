@@ -48,8 +48,8 @@ def two_levels_for(
     """Return the two-level collectives of `comm`, with shared memory for the collectives of `lanes`. All ranks must make
     this call.
 
-    Return None if ranks form no rails (`ranks_per_host`) or have different numbers of rows, if sizes are dynamic, or if a
-    host has too little memory.
+    Return None in these cases: ranks form no rails (`ranks_per_host`), ranks have different numbers of rows, sizes are dynamic,
+    or a host has too little memory.
 
     rows: for each collective, the number of rows of each rank's shard.
 

@@ -236,7 +236,8 @@ class PooledSlices(TileKernel):
 class PooledBags(TileKernel):
     """A kernel that pools embeddings into this rank's memory, for a collective to send.
 
-    found: as in `PooledSlices`.
+    found: for the simulator, the fraction of reads of table rows that hit a cache, for each cache size in
+        `weft.builders.row_reuse`. An empty tuple: unknown.
     """
 
     kind: ClassVar[str] = "embedding_bag"

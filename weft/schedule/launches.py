@@ -64,7 +64,9 @@ class Launch(NamedTuple):
 
     @property
     def first_wait(self) -> int:
-        """The position in the lane of the first wait before the launch's body; of the body if there is no such wait."""
+        """The position in the lane of the first wait before the launch's body. If there is no such wait, the position of the
+        body.
+        """
         return self.first + len(self.sets_before)
 
     @property

@@ -104,7 +104,7 @@ def with_messages(
 ) -> list[tuple[Lane, ...]]:
     """Return the lanes of each rank, with messages in place of sends. A rank's lanes that receive messages are its last.
 
-    ranks: the evaluated lanes of each rank.
+    ranks: the lanes of each rank, with numbers in place of expressions.
     is_far: a function that returns True for (a, b) if rank a cannot access memory of rank b.
     awaited: the counters for which a rank waits; None: all counters. Messages that would set other counters are omitted.
     """

@@ -151,7 +151,7 @@ def written(region: Region, update: bool = False) -> Access:
 class Declared(NamedTuple):
     """The names to which a step of `rank` may refer.
 
-    buffers: for each rank, its buffers by name, with evaluated sizes.
+    buffers: for each rank, its buffers by name, with numbers as sizes.
     signals: the number of counters of each array of signals, by the array's name.
     held: the names of the buffers whose contents determine sizes (`Contents`).
     """

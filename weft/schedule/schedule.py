@@ -141,7 +141,7 @@ class Schedule:
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
         """Return the buffers of one rank with their sizes evaluated.
 
-        expected: as in `of_rank`.
+        expected: True to compute dynamic sizes from the expected contents of buffers; False to keep them as expressions.
         """
         expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}

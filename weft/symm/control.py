@@ -321,9 +321,10 @@ class Control:
     # -- the end
 
     def close(self, why: str, until: float | None = None) -> bool:
-        """Say goodbye and stop. Return False if the control plane was already closed.
+        """Notify the peers that this rank leaves, and stop the watchdog. Return False if the control plane was already closed.
 
-        until: the end of the wait for running callbacks, by `time.monotonic` (default: `CALLBACK_S` from now).
+        why: the reason, which peers show in error texts. until: the end of the wait for running callbacks, by `time.monotonic`
+            (default: `CALLBACK_S` from now).
         """
         with self._lock:
             if self.closed:

@@ -171,7 +171,7 @@ class Program:
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
         """Check the inputs and allocate the outputs that have a dynamic number of rows, which is now known.
 
-        known: as for `_run_dynamic`.
+        known: the dynamic sizes that the lane has read so far, by the buffer that contains them.
 
         Outputs are allocated by the functions that the caller passed. Raise `ScheduleError` if an input has too few rows.
         More rows, such as padding, are allowed.

@@ -327,7 +327,7 @@ def pool_on_gpu(
 ) -> None:  # fmt: skip
     """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, without other ranks.
 
-    Warn of bad input in earlier calls, naming `rank`. widest: see `EmbeddingKernel`.
+    Warn of bad input in earlier calls, naming `rank`. widest: the number of columns of the widest feature on any rank.
     """
     key = (plan, out.device, widest)
     pool = _local_pools.get(key)

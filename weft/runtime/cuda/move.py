@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     source: the offset of this copy's source from the first copy's source, in bytes.
     target: the address of this copy's target. With `relative`, the offset from the first copy's target, in bytes.
-    sizes: as in `CopyLaunch`; 0 for a fixed size.
+    sizes: for a dynamic size, the device address of the rows to copy (see `CopyLaunch`); 0 for a fixed size.
     """
 
     source: int
@@ -184,7 +184,7 @@ def _constants(step: int, adds: str) -> dict[str, Any]:
 def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
     """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants.
 
-    adds: as in `CopyLaunch`.
+    adds: the dtype of the elements if the copy adds to the target, otherwise "".
     """
     constants = _constants(step, adds)
     kernel = device_code.move_kernel

@@ -52,7 +52,8 @@ class TilesCall:
 class TilesLane:
     """The lane of a `Tiles` step, with the data that its launch needs.
 
-    scratch: memory that the lane's launches share. sizes: as in `Compiler`.
+    scratch: memory that the lane's launches share. sizes: for each step of dynamic size (by its `id`), the device address of
+        its sizes.
     words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that
         a `Set` of `signal[index]` writes.
     """
@@ -216,7 +217,11 @@ class PermuteCall(TilesCall):
 
 
 class TrackedMatmulCall(TilesCall):
-    """A launch of `TrackedMatmul`, a GEMM that sets signals when tiles are finished. words_set: as in `TilesLane`."""
+    """A launch of `TrackedMatmul`, a GEMM that sets signals when tiles are finished.
+
+    words_set: a function of (rank, signal, index). It returns the addresses of the flag words that a `Set` of `signal[index]`
+        writes in the memory of `rank`.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,8 @@ def matmul_all_to_all(
     """Multiply the rows of this rank's experts, and send each row back to the rank of its token. Return y [rows, N], the
     results for this rank's tokens.
 
-    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: as for `all_to_all_matmul`.
+    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: an upper bound on the number of
+        tokens of any rank (see `all_to_all_matmul`).
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))

@@ -149,7 +149,7 @@ class FarFirst:
         """Return the exchanges that may begin before a rendezvous has ended. Return None if they do not exist yet, or if
         messages of calls with this key are too large for them. The choice is equal on all ranks.
 
-        key: as for `combine`.
+        key: the kind of the call, and its largest number of rows.
         """
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
@@ -157,7 +157,7 @@ class FarFirst:
         """Construct the exchanges that `early` returns, unless messages of calls with this key are too large for them.
         All ranks must make this call.
 
-        key: as for `combine`.
+        key: the kind of the call, and its largest number of rows.
         """
         if self._has_rails and key not in self._never_early and self.early(key) is None:
             try:

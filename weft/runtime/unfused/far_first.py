@@ -71,7 +71,8 @@ class _Ways:
     """Two gloo groups of all ranks: the first for messages to ranks with higher numbers, the second for messages to ranks
     with lower numbers. All ranks must construct it.
 
-    `groups` is empty if the ranks form no rails (`ranks_per_host`), or cannot connect.
+    `groups` is empty if the ranks cannot connect, or unless each host has the same number of consecutive ranks, at least two
+    (`ranks_per_host`).
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -53,9 +53,8 @@ class Turns:
         self._topics: dict[str, Topic] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of up to `nbytes` bytes whose data travel with a rendezvous
-        (`weft.runtime.rails`). All ranks must make this call. Do nothing on one host, if the ranks form no rails, or if
-        `nbytes` is too large.
+        """Reserve memory for collectives of up to `nbytes` bytes whose data travel with a rendezvous (`weft.runtime.rails`).
+        All ranks must make this call. Do nothing if there is no such rendezvous (`rails` is None), or if `nbytes` is too large.
         """
         if self.rails is not None and nbytes <= MOST_BYTES:
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
@@ -85,7 +84,9 @@ class Turns:
 
     @property
     def rails(self) -> Rails | None:
-        """The rendezvous that can carry data between hosts; None on one host, or if the ranks form no rails."""
+        """The rendezvous that can carry data between hosts (`weft.runtime.rails`). None unless there are several hosts, each
+        with the same number of consecutive ranks, at least two.
+        """
         return self._meeting.rails
 
     @opaque

@@ -68,7 +68,9 @@ class Step:
         return tuple([access.region for access in self.accesses()])
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Return {counter: how often the step increments the counter}. The step must be evaluated."""
+        """Return {counter: how often the step increments the counter}. The step must be evaluated: it has no
+        expressions left.
+        """
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
@@ -127,7 +129,7 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """True if the step has nothing to do. The step must be evaluated."""
+        """True if the step has nothing to do. The step must be evaluated: it has no expressions left."""
         accesses = self.accesses()
         return any(is_empty(accesses[number].region) for number in self.decisive)
 
@@ -169,7 +171,9 @@ class Step:
         return _fields_substituted(self, values, partially_evaluated)
 
     def faults(self, where: Declared) -> Iterator[str]:
-        """Yield a text for each error in the step. The step must be evaluated, with all regions inside their buffers."""
+        """Yield a text for each error in the step. The step must have numbers in place of expressions, and all its
+        regions must be inside their buffers.
+        """
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
@@ -202,7 +206,7 @@ def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) 
 
 
 def _fields_substituted(item: Any, values: Values, partially_evaluated: bool) -> Any:
-    """Return a copy of `item` with its fields evaluated; `item` itself if nothing changes."""
+    """Return a copy of `item` with the expressions in its fields evaluated; `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
     # Evaluate the common types here, without calling `substitute`, because a large schedule has a million fields.

@@ -82,7 +82,7 @@ class Collective(Step):
 def disagreement(steps: Sequence[Collective]) -> str:
     """Return how the ranks' calls of one collective contradict each other; "" if the calls match.
 
-    steps: the evaluated call of each rank.
+    steps: the call of each rank, with numbers in place of expressions.
     """
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]

@@ -123,7 +123,9 @@ class Tiles(_Repeated):
         return replace(self, kernel=kernel, extent=extent, body=substitute(self.body, values, partially_evaluated=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
-        """Return the steps of tile `number`, evaluated. This step must be evaluated too."""
+        """Return the steps of tile `number`, with numbers in place of expressions. In this step, the index of the tile
+        must be the only variable.
+        """
         body: tuple[Step, ...] = substitute(self.body, {self.index: number})
         return body
 
@@ -141,7 +143,7 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
     Return a list of (values of `numbers`, number of tiles), sorted by values.
 
     tiles: a step whose extent is a number.
-    values: the values of the other variables in the body; not needed if the body is evaluated.
+    values: the values of the other variables in the body; None if the index of the tile is the only variable.
     """
     extent = cast(int, tiles.extent)
     if extent == 0:

@@ -26,8 +26,8 @@ _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of for
 def forked(
     schedule: Schedule, most: int, ranks: Iterable[int] | None = None
 ) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Replace the `Tiles` steps of `schedule` by lanes. Return (the schedule with added signals, the evaluated lanes of
-    each rank, the names of the buffers that omitted tiles write).
+    """Replace the `Tiles` steps of `schedule` by lanes. Return (the schedule with added signals, the lanes of each rank
+    with numbers in place of expressions, the names of the buffers that omitted tiles write).
 
     most: the maximum number of tiles of a step that become lanes. If a step has more tiles, the first, the last, every
         k-th tile between them, and their neighbours become lanes. The other tiles are omitted, and waits count only the

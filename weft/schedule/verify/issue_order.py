@@ -136,7 +136,7 @@ def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
 
 
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
-    """Return a line for each stuck lane, with the signal that it waits for. stuck: see `play`."""
+    """Return a line of text for each stuck lane, with the signal that it waits for. stuck: the second result of `play`."""
     per_run = sets_per_run(ranks)
     lines = []
     for event, count in stuck.items():

@@ -71,7 +71,7 @@ def accesses(happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]]) -
 
 
 def _of_step(step: Step) -> list[_StepAccess]:
-    """Return the accesses of an evaluated step, except accesses to empty regions."""
+    """Return the accesses of a step with numbers in place of expressions, except accesses to empty regions."""
     every = [
         _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
         for region, reads, writes, updates in step.accesses()

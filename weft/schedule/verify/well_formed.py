@@ -80,7 +80,7 @@ def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield the faults of an evaluated step that is not a `Tiles` step."""
+    """Yield an error text for each fault of a step with numbers in place of expressions. Not for `Tiles` steps."""
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
