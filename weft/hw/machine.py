@@ -128,7 +128,7 @@ def _read(name: str | Path) -> Machine:
             raise ValueError(f"{name}: derived_from = {base!r} must be one of {', '.join(known_machines())}")
         quantities = derived(str(name), quantities, base, load_machine(base).quantities, lacks)
     if not quantities:
-        raise ValueError(f"{name}: the machine has no numbers: add some, or derived_from")
+        raise ValueError(f'{name}: the machine has no numbers: add numbers, or derived_from = "h200"')
     return Machine(title, quantities, topology)
 
 

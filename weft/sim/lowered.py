@@ -124,7 +124,7 @@ class LoweredSchedule:
 
     @cached_property
     def scarce(self) -> tuple[list[Load], list[int]]:
-        """(loads, parts) for the solver of speeds (`weft.sim.max_min`), without work that cannot change them.
+        """The input of the solver of speeds (`weft.sim.max_min`): (loads, parts).
 
         loads: `self.loads` without the resources that never slow a lane down (`weft.sim.scarce`).
         parts: for each lane, the number of its part: the group of lanes that can slow it down.

@@ -200,8 +200,8 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the fraction of compute that a GEMM loses for each byte/us that copies read or write at the same time, in
-    addition to the units that copy kernels hold.
+    """Return the fraction of a GEMM's compute rate that each byte/us of concurrent copies costs. Reads and writes both
+    count. The compute units that copy kernels hold are a separate cost.
 
     slowdown: the measured slowdown of a GEMM while each GPU read and wrote `bytes_per_us`.
     share_held: the fraction of units that copy kernels held.
@@ -212,8 +212,8 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 def share_held(model: Model, bytes_per_us: float) -> float:
     """Return the mean fraction of compute units that copy kernels held while they wrote `bytes_per_us` during GEMMs.
 
-    Copy kernels alone may write faster than this. Then they waited for units, and held none, during a part of the
-    measurement.
+    If copy kernels write faster without GEMMs, they waited for units during a part of the measurement. They held no
+    units while they waited.
     """
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:

@@ -346,7 +346,7 @@ class Model:
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (time in us, fraction of busy units, memory traffic in bytes) of matmuls, each with its best tile and
-        split, as arrays `[count]`. Measurements do not correct these numbers.
+        split, as arrays `[count]`. The numbers are computed by formulas, without corrections from measurements.
 
         shapes: m, n and k of each matmul, `[count, 3]`.
         """

@@ -129,7 +129,9 @@ def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simula
 
 
 def orbit_us(found: Simulated, model: Model) -> float:
-    """Return the time in us of a queued run, as `weft.sim.run_us` does for a simulation of every rank."""
+    """Return the time in us of a run in a series of queued runs: the simulated time in `found`, plus the time of the
+    tiles' signals, as in `weft.sim.run_us`.
+    """
     sets = sum(
         one.times
         for lane in found.program.lanes

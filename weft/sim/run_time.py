@@ -51,7 +51,7 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
 
 
 def dynamic_steps(schedule: Schedule) -> int:
-    """Return the number of copies, `Tiles` steps and collectives with dynamic sizes, as an unfused run launches them.
+    """Return the number of copies, `Tiles` steps and collectives with dynamic sizes that an unfused run launches.
 
     Consecutive `Tiles` steps with equal kernels count as at most two steps. The serial schedule sorts rows by expert in
     such steps, one for each source rank. An unfused run sorts the rows from all ranks in two steps.

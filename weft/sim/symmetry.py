@@ -54,8 +54,8 @@ def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
 
 
 def _identity(place: ByRank) -> int:
-    """Return a dict key for `place`, the index of a signal on all ranks: the id of an array, or ~place (negative,
-    unlike an id) for an int.
+    """Return a dict key for `place`, the index of a signal's counter on each rank. For an array, the key is its id. For
+    an int, the key is ~place, which is negative and so differs from all ids.
     """
     return ~place if isinstance(place, int) else id(place)
 

@@ -92,8 +92,8 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """A search for tiles that represent all tiles of a kernel in the evaluation of given expressions, such as an
-    operand's rows.
+    """A search for representative tiles of a kernel. To know the values of given expressions, such as an operand's rows,
+    for all tiles, it is enough to evaluate them for the representative tiles.
 
     Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. Otherwise, two
     tiles are equivalent if all subexpressions that do not depend on the rank have equal values for both.
@@ -105,8 +105,8 @@ class DifferentTiles:
 
     @property
     def most(self) -> int:
-        """The largest number of tiles for which `Tables` evaluates an expression at once, over all expressions of the
-        kernel. A caller limits memory with it, by evaluating fewer ranks at a time.
+        """The number of tiles for which `Tables` evaluates an expression: the maximum over the kernel's expressions. The
+        memory for the evaluation is proportional to this number and to the number of ranks.
         """
         if self.extent <= _FEW_TILES:
             return self.extent

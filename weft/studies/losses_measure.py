@@ -371,8 +371,8 @@ def make_lanes(
 def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Run all variants in each repetition. Return {variant: list of values}: for a lane alone the seconds of a call in
-    each repetition, for a pair of lanes the three results of `together` in each repetition.
+    """Run all variants in each repetition. Return {variant: list of values}. A variant with one lane has one value per
+    repetition, the seconds of a call. A variant with two lanes has three values per repetition, those of `together`.
     """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):

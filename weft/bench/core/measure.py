@@ -244,8 +244,8 @@ def first_calls(
 def check(
     variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
 ) -> Results:
-    """Compare all variants with the reference on all input sets. Return `found`, or new results, with their errors. All
-    ranks must make this call.
+    """Compare all variants with the reference on all input sets. Add their errors to `found`, or by default to new
+    results, and return these results. All ranks must make this call.
 
     An error is the largest difference divided by the reference's largest element. Memory is filled with NaN before each
     checked call, so that elements that the call does not write are found. With a recorder, a graph of each call is

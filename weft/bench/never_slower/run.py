@@ -139,7 +139,7 @@ class _Run:
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
     def missing(self, items: Sequence[ShapeToMeasure]) -> list[tuple[ShapeToMeasure, tuple[str, ...]]]:
-        """Return the shapes without a row for each of their modes, as (shape, modes without a row)."""
+        """Return the shapes that lack rows, as (shape, modes without a row)."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
         for item in items:

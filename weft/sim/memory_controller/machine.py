@@ -83,7 +83,8 @@ def t3_gpu() -> TrackingGpu:
     for key, one in quantities.items():
         if one.unit not in UNITS or one.source not in SOURCES:
             raise ValueError(
-                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit, and as source one of {', '.join(SOURCES)}"
+                f"{key}: unit {one.unit!r}, source {one.source!r}: use as unit one of {', '.join(UNITS)}, and as source one of "
+                f"{', '.join(SOURCES)}"
             )
     return TrackingGpu("T3's GPU", quantities)
 
