@@ -209,8 +209,8 @@ class Pool:
         arrival.
 
         timeout_s: the time limit for all ranks.
-        grace_s: the time limit for the remaining ranks after the first error. They may be in a collective with the
-            failed rank.
+        grace_s: the time limit for the remaining ranks after the first error. These ranks may wait in a collective for
+            the failed rank.
         """
         until = time.monotonic() + timeout_s
         failed: list[BaseException] = []

@@ -17,9 +17,9 @@ step of a 2D schedule rounds y to its dtype, so with 16-bit dtypes more steps re
 schedules only.
 
 In the `_collective` builders, one NCCL all-gather per step moves the chunks, like the paper's variant with RCCL. The
-all-gather needs contiguous input, so chunks of columns are first copied to a contiguous buffer. Its output is in rank
-order and includes this rank's own chunk, which a hetero schedule skips. So the fused GEMM of a hetero step becomes two
-GEMMs: one for the lower ranks, and one for the higher ranks.
+all-gather needs contiguous input, so chunks of columns are first copied to a contiguous buffer. The output of the
+all-gather is in rank order and includes this rank's own chunk, which a hetero schedule skips. So the fused GEMM of a
+hetero step becomes two GEMMs: one for the lower ranks, and one for the higher ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """

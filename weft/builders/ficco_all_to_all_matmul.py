@@ -45,7 +45,8 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     """Cut tokens by expert.
 
     steps: the number of pieces into which a rank's experts are divided; 0 stands for the number of ranks. The planner
-        tries only 0; to use another number, pin it. For the other arguments see `weft.builders.ficco.ficco_1d`.
+        tries only 0; to use another number, pin it.
+    start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
     """
     _require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
@@ -58,8 +59,8 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by columns.
 
-    steps: the number of pieces; 0 stands for the number of ranks. For the other arguments see
-        `weft.builders.ficco.ficco_1d`.
+    steps: the number of pieces; 0 stands for the number of ranks.
+    start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
     """
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]

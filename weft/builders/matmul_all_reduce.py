@@ -63,7 +63,7 @@ class Result:
     ) -> Schedule:  # fmt: skip
         """Append the copies of all ranks' sums into y, then the norm of each chunk. Return the schedule.
 
-        source, target: as in `Fetched.fetch`.
+        source, target: functions that return a chunk's region in its owner's memory, and in y.
         pieces: a function that returns the regions of y that chunk c covers, for the norm.
         """
         if self._eps is None:
@@ -198,8 +198,9 @@ class _Gathered:
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
     """Run a reduce-scatter with `direct_sums`, then let all ranks copy the sums.
 
-    by: "kernel" also copies the sums by kernel; otherwise copy engines do. For chunks, by and add see
-        `weft.builders.matmul_reduce_scatter.direct`.
+    by: how chunks of products are sent to the owners of their rows: "store", "dma" or "kernel". With "kernel", kernels
+        also copy the sums; otherwise copy engines do.
+    chunks, add: as in `weft.builders.matmul_reduce_scatter.direct`.
     """
     o = PartialProducts.overlapped("two_shot", p)
     gathered = _Gathered(o, p, chunks)

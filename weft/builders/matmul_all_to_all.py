@@ -73,7 +73,7 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
     """Multiply and send back the rows of one rank after the other.
 
     chunks: the number of groups into which a rank's experts are divided; each group is multiplied and sent separately.
-    by: see the top of this file.
+    by: how results are sent: "dma", "kernel" or "store" (see the top of this file).
     """
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
@@ -89,7 +89,7 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
     """Multiply the rows of all ranks and send back the results, a few experts at a time.
 
     chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps.
-    by: see the top of this file.
+    by: how results are sent: "dma" or "kernel" (see the top of this file).
     """
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):

@@ -2,8 +2,8 @@
 the operator's problem, except those that all operators have (M, N, K, ranks and dtype).
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
-bench`). Both are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these types
-and None. A keyword with another annotation accepts only Python values, and its problem checks them.
+bench`). Both forms are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these
+types and None. A keyword with another annotation accepts only Python values, and its problem checks them.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def direct_sums(
     """Append a direct reduce-scatter with a GEMM for each chunk. Return (first row, number of rows) of each chunk.
 
     y: the buffer of this rank's rows of the sum.
-    by, add: as in `weft.builders.matmul_reduce_scatter.direct`.
-    fetched: as in `weft.builders.output_map.steps.write`.
+    by, add: how chunks are sent, and how they are summed, as in `weft.builders.matmul_reduce_scatter.direct`.
+    fetched: the all-gather by which all ranks copy the sums (for an all-reduce), or None.
     """
     sender: Sender = "store" if by == "store" else "dma"
     out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
@@ -46,8 +46,8 @@ def tracked_sums(
     """Append a direct reduce-scatter with one tracked GEMM. Return (first row, number of rows) of each chunk.
 
     y: the buffer of this rank's rows of the sum.
-    to: as in `weft.builders.matmul_reduce_scatter.tracked`.
-    fetched: as in `weft.builders.output_map.steps.write`.
+    to: how chunks are sent, as in `weft.builders.matmul_reduce_scatter.tracked`.
+    fetched: the all-gather by which all ranks copy the sums (for an all-reduce), or None.
     """
     if o.scaled is not None:
         raise NotApplicableError("the tracked GEMM does not support fp8: use direct[...] or scatter")

@@ -60,7 +60,7 @@ def builder(
     """Return a decorator that registers a function as a builder for `problem`.
 
     parameters: for each parameter of the function, the values that the planner tries. Each combination is a candidate.
-        Its name omits parameters that have the function's default value.
+        The name of a candidate omits parameters that have the function's default value.
 
     A function replaces a registered function with the same name and module, as when a notebook's cell runs again. Raise
     `ValueError` if the registered function is from another module.

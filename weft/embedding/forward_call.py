@@ -65,7 +65,8 @@ class ForwardCall:
         torch.compile and in dispatch modes.
     tables: the tensors that backward updates; None without an optimizer.
     sparse: without an optimizer, True if backward returns sparse COO gradients.
-    factor, deterministic: as in `FusedUpdate`.
+    factor: the number by which the sum of gradients is multiplied. deterministic: True if equal inputs must give equal
+        bits.
     """
 
     plan: EmbeddingPlan

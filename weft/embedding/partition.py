@@ -278,7 +278,7 @@ def partition_tables(
     """Return the partition of `tables` over `world_size` ranks.
 
     placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`. A
-        rank means `TableWise`.
+        number r means `TableWise(r)`.
     tables, rows_read: as for `weft.place_tables`.
     hash: as in `Partition`.
     """

@@ -82,7 +82,9 @@ class EmbeddingPlan:
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """{rank: layouts of tables and states that recent backward calls have found valid}."""
+        """{rank: layouts of tables and states that recent backward calls have found valid}. These are not checked
+        again.
+        """
         return {}
 
     @cached_property

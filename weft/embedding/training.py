@@ -16,7 +16,8 @@ class Training(NamedTuple):
     """The arguments of a call that only backward uses.
 
     states: the optimizer's states, as in `FusedUpdate.tensors`.
-    learning_rate, step, factor, deterministic: as in `FusedUpdate`.
+    learning_rate, step: tensors with the learning rate and the number of updates. factor, deterministic: as in
+        `FusedUpdate`.
     anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires one.
     optimizer: the optimizer as JSON (`EmbeddingOptimizer.written`), or "".
     """
@@ -40,7 +41,8 @@ def training_of(
     """Return the arguments of a call that only backward uses. Raise `ValueError` for options that contradict each
     other.
 
-    factor: as in `FusedUpdate`. It applies only if `update` is None.
+    factor: the number by which the sum of gradients is multiplied if `update` is None. Otherwise the factor of `update`
+        counts.
     """
     if not isinstance(sparse, bool) or not isinstance(requires_grad, bool):
         raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")

@@ -127,7 +127,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features have been sent, but have not arrived. numbers: as in `BegunBatch`."""
+    """A batch whose features have been sent, but have not arrived. numbers: the exchanged headers, as in `BegunBatch`."""
 
     local: _LocalBatch
     numbers: torch.Tensor

@@ -83,7 +83,7 @@ class ReplicatedTables:
 
         parts: the vectors of sharded tables. They pass through this autograd node so that its backward runs before
             theirs.
-        trains: True if backward shall compute gradients or update tables.
+        trains: True if backward must compute gradients or update tables.
         step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
             tables continue. None: they count their own updates.
         """
@@ -114,7 +114,8 @@ class ReplicatedTables:
 
         ids: the row numbers to read, as a tensor for each (table, feature) in column order. A row number out of range
             reads a zero row.
-        parts, trains, step: as for `pooled`.
+        parts, trains, step: the vectors of sharded tables, True if backward trains, and the number of earlier updates,
+            as for `pooled`.
         """
         weights = self.weights()
         call = self._call(CheckedInput((), (), 0), trains, None)
@@ -128,7 +129,8 @@ class ReplicatedTables:
         With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
         table. Otherwise return the gradient of each table.
 
-        flat: this rank's gradients of all tables, as one tensor. step: as for `pooled`.
+        flat: this rank's gradients of all tables, as one tensor. step: the number of earlier updates of the sharded
+            tables, as for `pooled`.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s)
         if of.tables is None:
@@ -142,7 +144,7 @@ class ReplicatedTables:
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
         """Update the tables with `flat`, the gradients that have been summed over ranks.
 
-        step: as for `pooled`.
+        step: the number of earlier updates of the sharded tables, as for `pooled`.
         """
         assert of.tables is not None
         of.is_updated = True
@@ -151,7 +153,9 @@ class ReplicatedTables:
         runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
-        """Update the tables once, with the gradients that were kept during `accumulate()`. step: as for `pooled`."""
+        """Update the tables once, with the gradients that were kept during `accumulate()`. step: the number of earlier
+        updates of the sharded tables, as for `pooled`.
+        """
         collected, self.collected = self.collected, None
         if collected:
             of, total = collected[0]

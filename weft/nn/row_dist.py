@@ -99,7 +99,8 @@ class RowDist:
 
         Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids.
 
-        counts: the number of this rank's ids for each part, with parts sorted by rank. bad: as for `send`.
+        counts: the number of this rank's ids for each part, with parts sorted by rank. bad: integer tensors of one
+            element, which are copied to the CPU together with the numbers of ids.
         """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])

@@ -45,8 +45,8 @@ class AcrossRanks:
 
     what: the operator and shape, for error texts.
     said: the full description of the call, which ranks compared at the first call.
-    fingerprint: the 64-bit number of the call, from which ranks compute the digest of their calls (default: the hash of
-        `said`).
+    fingerprint: the 64-bit number that represents the call in the digest, the hash of all calls so far (default: the
+        hash of `said`).
     """
 
     def __init__(

@@ -249,7 +249,8 @@ class CompiledOperator:
 
         p: the problem of the call, from this operator's problem family.
         rows: the number of rows of the call's first tensor.
-        given, wanted, said, shown: as for `agree`.
+        given, wanted, said, shown: the call's options, its wanted gradients, its full and its short description, as for
+            `agree`.
         """
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown

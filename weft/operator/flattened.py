@@ -67,8 +67,8 @@ def rows_of_ranks(
 ) -> list[int] | None:
     """Return the number of matrix rows on each rank; None if all ranks have the same number.
 
-    rows: the size of `gather_dim` on each rank, or None. It is checked here in an eager call, and by the operator in a
-        traced call.
+    rows: the size of `gather_dim` on each rank, or None. In an eager call this function checks it; in a traced call the
+        operator does.
     """
     if rows is None:
         return None

@@ -131,8 +131,8 @@ def compare_options(
 ) -> None:
     """Record the options of a layer's call. Ranks compare them at the group's next call (`weft.symm.layers`).
 
-    Operators of the layer compare only their own arguments. Each layer calls this function after its input checks and
-    before its first operator.
+    The operators that a layer calls compare only their own arguments. Each layer calls this function after its input
+    checks and before its first operator.
 
     is_collective: True if the layer's forward needs all ranks.
     options: numbers, flags, functions and modules. A function is compared by name, a module by type and eps. Omit
@@ -147,8 +147,8 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return an option for `compare_options`: "given" if `value` is not None, else None. Then ranks may pass different
-    values, but not a value on one rank and None on another.
+    """Return an option for `compare_options`: "given" if `value` is not None, else None. With this option, ranks may
+    pass different values, but not a value on one rank and None on another.
     """
     return None if value is None else "given"
 

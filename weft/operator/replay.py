@@ -228,10 +228,10 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Add a division of the first result by the number of ranks to the recipe `returned`, if the public function
-        averages (`Operator.averages`). Return the recipe.
+        """Return the recipe `returned`. If the public function averages (`Operator.averages`), the recipe then also
+        divides the first result by the number of ranks.
 
-        returned: the recipe that makes the return value of the public function.
+        returned: a recipe (instructions for native code) that makes the return value of the public function.
         """
         if not self.op.averages(call):
             return returned

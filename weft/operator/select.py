@@ -299,7 +299,7 @@ def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pin
     """Return the planner's choice for a call, which `weft.plan.explain` shows. Cached times of this machine override
     predictions.
 
-    pinned: as for `weft.plan.choose`.
+    pinned: the name of the pinned schedule, as for `weft.plan.choose`; None if no schedule is pinned.
     """
     return plan.choose(
         p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)

@@ -191,8 +191,8 @@ class Operator(ABC, Generic[C]):
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """Return {buffer name: tensor} of the input buffers. Default: all fields of the call. Then each field must be a
-        matrix, and must have the name of its buffer.
+        """Return {buffer name: tensor} of the input buffers. By default, these are all fields of the call. Each field
+        must then be a matrix, and must have the name of its buffer.
         """
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
 

@@ -178,7 +178,7 @@ def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *
     already made its next call.
 
     what: the layer, for error texts.
-    like: as for `together`.
+    like: a tensor on the layer's device, or a function that returns the device.
     last: True if the layer makes no further call. Then the group fails, because the peers' next call belongs to another
         layer.
     """
@@ -233,7 +233,7 @@ def _checks_calls() -> bool:
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
     """Return the device of the call. If the arguments have no usable device, return the device of the group's backend.
 
-    like: as for `together`.
+    like: a tensor on the call's device, or a function that returns the device.
     """
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()

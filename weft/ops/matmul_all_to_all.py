@@ -173,7 +173,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllToAll(Operator[_Call]):
-    """The operator. Its gradients are
+    """The operator of MoE combine. Its gradients are
 
         grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
 

@@ -252,7 +252,7 @@ def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
     """True if weft can multiply x by this rank's part of the weight.
 
-    features: as for `_overlaps`.
+    features: the size of the weight's sharded dimension.
     """
     return (
         x.dim() >= 2

@@ -179,7 +179,7 @@ class ShardedEmbeddingBagCollection(
         """Return a context manager for one stage of the input distribution, without gradients, as in TorchRec. If a
         rank raises in the stage, its peers raise too.
 
-        It yields weft's input distribution, or None if all tables are data-parallel.
+        The context manager yields weft's input distribution, or None if all tables are data-parallel.
         """
         made, parts = self.weft_module, self._parts
         with together(type(self).__name__, made.group, made._exchange_device, made.deadline_s), torch.no_grad():

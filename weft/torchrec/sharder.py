@@ -102,7 +102,7 @@ class EmbeddingCollectionSharder(_Sharder, embedding.EmbeddingCollectionSharder)
     """A sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
     It supports the plans and optimizers of `EmbeddingBagCollectionSharder`. All parts of a collection's tables must
-    have the same number of columns, so TorchRec's planner proposes no column-wise tables.
+    have the same number of columns. To ensure this, TorchRec's planner proposes no column-wise tables for this sharder.
 
     fused_params, use_index_dedup: as in TorchRec. An option that weft does not support raises `ValueError`.
     deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.

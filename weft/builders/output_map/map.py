@@ -285,7 +285,9 @@ def direct_reduce_scatter(
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
     by: the sender of the chunks (`Sender`).
-    rows, world, per_rank, rank: as in `ring_reduce_scatter`.
+    rows, world: the number of rows of all ranks together, and the number of ranks.
+    per_rank: the number of chunks of each rank's rows.
+    rank: the rank that follows the map. Default: an expression, so that one map describes all ranks.
     sliced: True to compute one chunk for every peer, then the next chunk for every peer, so that all links are busy
         from the start. False to compute all rows for one peer before the rows for the next peer.
     """

@@ -47,8 +47,8 @@ def write(
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
-    fetched: an all-gather by which all ranks copy the sums from `y` (for an all-reduce). Its signals also release the
-        slots.
+    fetched: an all-gather by which all ranks copy the sums from `y` (for an all-reduce). The signals of this all-gather
+        also release the slots.
     gemm, add, by, engines: as in `OutputMap.schedule`.
 
     Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError`
