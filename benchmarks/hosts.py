@@ -182,8 +182,8 @@ def _embedding_call(group: dist.ProcessGroup, batch: int, bag: int) -> Callable[
 
 
 def _curves(group: dist.ProcessGroup, batch: int, calls: int, rate: float) -> None:
-    """Record times of embeddings for several ratios of link time to pooling time, and several slice sizes. The orders are
-    "one pass", "far first" and "far last".
+    """Record times of embeddings in the orders "one pass", "far first" and "far last", for several ratios of link time to
+    pooling time, and for several slice sizes.
     """
     from weft.runtime.cpu.embedding_far_first import FarFirst
     from weft.runtime.two_ways import TwoWays

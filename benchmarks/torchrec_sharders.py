@@ -126,7 +126,9 @@ def copy_tables(source: Any, target: Any) -> None:
 
 
 def made(case: Case, by: str, device: torch.device) -> tuple[Any, torch.optim.Optimizer | None]:
-    """Return the sharded tables, and the optimizer of tables with gradients."""
+    """Return (the sharded model, the optimizer of data-parallel tables). The second is None for other tables, which are
+    updated in backward.
+    """
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward

@@ -95,7 +95,7 @@ def steady(walk: Walk, call: Callable[[], object]) -> Trip:
 
 
 def calls(rank: int, world: int) -> dict[str, Trip]:
-    """Return the trips of steady calls on this rank."""
+    """Return {name of a call: its trip on this rank}. No call is the first of its shape."""
     walk, group = Walk(), dist.group.WORLD
     x, w = torch.randn(8, 16), torch.randn(16, 4)
     tokens, w_experts = torch.randn(16, 16), torch.randn(2, 16, 8)

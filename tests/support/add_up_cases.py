@@ -1,8 +1,8 @@
 """Cases for sums by `weft.runtime.cuda.add_up`, under Triton's interpreter and on a GPU.
 
-A sum must have the bits of an fp32 sum of the parts in order. (The interpreter rounds to bf16 by truncation.) Parts are
-memory of the schedule, or tensors of the caller, whose addresses change in each launch. Memory around the parts and the
-sum must stay unchanged.
+A sum must have the bits of an fp32 sum of the parts in order, rounded to the dtype. Under the interpreter, which rounds
+to bf16 by truncation, the expected sum is truncated too. Parts are memory of the schedule, or tensors of the caller,
+whose addresses change in each launch. Memory around the parts and the sum must stay unchanged.
 """
 
 from __future__ import annotations

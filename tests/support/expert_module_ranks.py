@@ -27,7 +27,7 @@ def layer(
 
 
 def whole(experts: int, gated: bool, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return the parameters of all experts, with the values that `layer` draws."""
+    """Return the parameters of all experts, with the same values as in the modules that `layer` makes on the ranks."""
     torch.manual_seed(5)
     first, down = [], []
     for _ in range(experts):

@@ -34,7 +34,10 @@ def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -
 
 
 class _Own(torch.autograd.Function):
-    """A function from the concatenated tensors of all ranks, of `sizes` elements, to this rank's tensor of `shape`."""
+    """An autograd function. Its input is the concatenation of all ranks' tensors, its output this rank's tensor.
+
+    sizes: the number of elements of each rank's tensor. shape: the shape of this rank's tensor.
+    """
 
     @staticmethod
     def forward(
@@ -49,7 +52,10 @@ class _Own(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """A function from this rank's result to the concatenated results of all ranks, of `sizes` elements."""
+    """An autograd function. Its input is this rank's result, its output the concatenation of all ranks' results.
+
+    sizes: the number of elements of each rank's result.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,7 +68,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor that is equal on all ranks. Its gradient is the sum of the ranks' gradients."""
+    """An autograd function for a tensor that is equal on all ranks: its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

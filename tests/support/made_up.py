@@ -67,7 +67,7 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
 
 
 def hasty(p: AllGatherMatmul) -> Schedule:
-    """Return `ring` without the waits for reads of the previous run, which is a race."""
+    """Return `ring` with a race: a rank overwrites its box without waiting for its neighbour's reads of the previous run."""
     made = ring(p, by="dma")
     lanes = [
         replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))

@@ -178,7 +178,7 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
     """Autotune on a machine with a model.
 
     Return the timed candidates, the number of timings in the first call and in two later calls, the schedules of the
-    later calls, and the explained choice.
+    later calls, and the choice that `plan.explanation` shows.
     """
     m, timed = 16 + use, []
     original = measure._queued_us
@@ -215,8 +215,8 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
 
 
 def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
-    """Return the predicted schedule, the schedule after another candidate was measured to be faster, and the explained
-    schedule.
+    """Return the schedules of a call before and after another candidate is recorded as faster, and the schedule that
+    `plan.explanation` shows afterwards.
     """
     m = 18
     p = described(group, m)

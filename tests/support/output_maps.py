@@ -40,8 +40,8 @@ LARGEST_TILE = 128
 
 
 def library(world: int, rows: int) -> dict[str, Mapped]:
-    """Return all of weft's maps, with copy engines and with stores, and with one and with two chunks for each rank. If
-    chunks consist of whole tiles, return them with tracked GEMMs too.
+    """Return weft's own output maps, {description: map}. They send by copy engines and by stores, with one and with two
+    chunks for each rank. If chunks consist of whole tiles, there are also maps for tracked GEMMs.
 
     rows: the number of rows that a rank owns.
     """
@@ -246,8 +246,8 @@ def registered() -> Iterator[None]:
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
-    """Check that a map's schedule and weft's own schedule of the same kind give the same bits. Return the names of the
-    maps.
+    """Check that a schedule that is built from an output map gives the same bits as weft's hand-written schedule of the
+    same kind. Return the names of the maps.
     """
     pairs = {
         f"direct_map[add={add},by={by}]": f"direct[chunks=1,by={by},add={add}]"

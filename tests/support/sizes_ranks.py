@@ -145,7 +145,9 @@ def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[s
 
 
 def killed(group: dist.ProcessGroup, at: int) -> list[str]:
-    """Kill rank 1 in the lane number `at`. Return the next two errors of the other ranks."""
+    """Call until rank 1 is about to run its lane number `at`, counted over all calls, and kill rank 1 there. Return the
+    next two errors of another rank.
+    """
     ways, lanes, errors = _calls(group), [0], list[str]()
 
     def die() -> None:

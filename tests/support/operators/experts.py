@@ -28,7 +28,9 @@ MOST = 60
 
 @dataclass(frozen=True)
 class Experts(Case):
-    """experts: the number of experts of each rank. exact: True if the CPU reads the number of rows of the result.
+    """The parameters of a call with experts.
+
+    experts: the number of experts of each rank. exact: True if the CPU reads the number of rows of the result.
     transposed: True if weights are stored by columns.
     """
 
@@ -79,7 +81,7 @@ class ExpertsCall(Call):
 
     @property
     def spare(self) -> int:
-        """The number of rows beyond the needed rows."""
+        """The number of spare rows, which a buffer has in addition to the rows in use."""
         return 0 if self.case.exact else (self.seed + 2) % 3
 
     @contextlib.contextmanager

@@ -34,8 +34,8 @@ from weft.ops import (
 
 @dataclass(frozen=True)
 class Gemm(Case):
-    """shape: the shape of x on each rank. n: the number of columns of w. dim: the dimension that is gathered or
-    scattered.
+    """The parameters of a call with a GEMM. shape: the shape of x on each rank. n: the number of columns of w. dim: the
+    dimension that is gathered or scattered.
     """
 
     shape: tuple[int, ...] = (24, 16)
@@ -47,7 +47,8 @@ class Gemm(Case):
 
 @dataclass(frozen=True)
 class Gathered(Gemm):
-    """n, more: the numbers of columns of the first weight and of the other weights.
+    """The parameters of a call of all_gather_matmul. n, more: the numbers of columns of the first weight and of the other
+    weights.
 
     rows: for each rank, the size of its shard in dimension `dim`, if sizes differ. A smaller group uses the first
     entries.
@@ -66,7 +67,7 @@ class Gathered(Gemm):
 
 
 class Product(Call):
-    """x @ w on each rank, followed by a collective."""
+    """A call that computes x @ w on each rank, followed by a collective."""
 
     operands = ("x", "w")
     case: Gemm
@@ -113,7 +114,7 @@ class Product(Call):
 
 
 class Reduced(Product):
-    """x @ w on each rank, followed by a sum over the ranks."""
+    """A call that computes x @ w on each rank, followed by a sum over the ranks."""
 
     reduces = True
 
@@ -159,7 +160,9 @@ class MatmulReduceScatterCall(Reduced):
 
 @dataclass(frozen=True)
 class Following(Gemm):
-    """A sum to which a bias and a residual may be added, followed by a norm if `eps` is given."""
+    """The parameters of a call of matmul_all_reduce. A bias and a residual may be added to the sum. A norm follows if
+    `eps` is given.
+    """
 
     bias: bool = False
     residual: bool = False
@@ -167,7 +170,7 @@ class Following(Gemm):
 
 
 class MatmulAllReduceCall(Reduced):
-    """inputs: x, w, and the bias, the residual and the norm's weight, if the case has them.
+    """A call of matmul_all_reduce. inputs: x, w, and the bias, the residual and the norm's weight, if the case has them.
 
     Bias and residual are equal on all ranks. With a residual, the norm's weight is equal too, so that all ranks have
     the same bits.
@@ -321,8 +324,8 @@ def gradients_of_matmul_all_gather(
 
 
 class MatmulAllGatherGradientsCall(Product):
-    """inputs: x, w, and the gradient of the gathered result. An unfused run reduces this rank's part of the gradient in
-    fp32 and rounds it once.
+    """A call of the operator for both gradients of matmul_all_gather. inputs: x, w, and the gradient of the gathered
+    result. An unfused run reduces this rank's part of the gradient in fp32 and rounds it once.
     """
 
     spec, public = matmul_all_gather_gradients.OPERATOR, staticmethod(gradients_of_matmul_all_gather)
@@ -366,7 +369,7 @@ class MatmulAllGatherGradientsCall(Product):
 
 
 class AllGatherMatmulCall(Call):
-    """inputs: x_shard and each weight."""
+    """A call of all_gather_matmul. inputs: x_shard and each weight."""
 
     spec, public = all_gather_matmul.OPERATOR, staticmethod(weft.all_gather_matmul)
     operands = ("A_shard", "Bs[0]")

@@ -23,7 +23,9 @@ from weft.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 
 @dataclass(frozen=True)
 class ScaledGathered(Gathered):
-    """by: the kind of scales. "row of all": every rank passes the scales of the rows of all ranks."""
+    """The parameters of a call of all_gather_scaled_matmul. by: the kind of scales. "row of all": every rank passes the
+    scales of the rows of all ranks.
+    """
 
     shape: tuple[int, ...] = (7, 32)
     n: int = 16
@@ -37,7 +39,7 @@ class ScaledGathered(Gathered):
 
 @dataclass(frozen=True)
 class ScaledGemm(Gemm):
-    """flat: True to pass A as a matrix [rows, K]."""
+    """The parameters of a call of scaled_matmul_reduce_scatter. flat: True to pass A as a matrix [rows, K]."""
 
     shape: tuple[int, ...] = (24, 32)
     n: int = 16
@@ -67,7 +69,9 @@ def multiplied(
 
 
 class AllGatherScaledMatmulCall(AllGatherMatmulCall):
-    """inputs: A_shard, the scale of this rank's A, and for each weight B, its scale, and its bias if there is one."""
+    """A call of all_gather_scaled_matmul. inputs: A_shard, the scale of this rank's A, and for each weight B, its scale,
+    and its bias if there is one.
+    """
 
     spec, public = all_gather_scaled_matmul.OPERATOR, staticmethod(weft.all_gather_scaled_matmul)
     places = (0, 2)
@@ -194,7 +198,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
 
 
 class ScaledMatmulReduceScatterCall(Reduced):
-    """inputs: A, B, their scales, and the bias if there is one."""
+    """A call of scaled_matmul_reduce_scatter. inputs: A, B, their scales, and the bias if there is one."""
 
     spec, public = scaled_matmul_reduce_scatter.OPERATOR, staticmethod(weft.scaled_matmul_reduce_scatter)
     operands = ("A", "B")

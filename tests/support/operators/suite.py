@@ -107,9 +107,10 @@ def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: 
 
 
 def _with_twice_the_error(expected: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return `expected` with twice the error in the results of torch's ops.
+    """Double the error of torch's results in `expected` = (results in float64, torch's results), and return both. The
+    tolerance of `Call.check` is then twice as large.
 
-    gloo rounds 16-bit sums after each addition, in an order that depends on the number of rows.
+    gloo needs this tolerance: it rounds 16-bit sums after each addition, in an order that depends on the number of rows.
     """
     exact, usual = expected
     return exact, [(e + 2 * (u.double() - e)).to(u.dtype) for e, u in zip(exact, usual, strict=True)]
@@ -281,7 +282,7 @@ def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> Non
 
 
 def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: bool) -> str:
-    """Return the error of the first rank, which makes a second call, or runs backward, while the others do not."""
+    """Let only the first rank make a second call, or run backward. Return this rank's error."""
     call, own = CALLS[operator](case, group, 1), own_group(group)
     inputs = [t.requires_grad_(backward and t.dtype.itemsize > 1) for t in call.mine]
     ys = call.kept(call(own, *inputs, deadline_s=1))
