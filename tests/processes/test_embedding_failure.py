@@ -60,7 +60,7 @@ def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
         errors,
         rf"rank [02] waited 0.5 s for embedding_all_to_all \(call {missed}\) from rank 1 .*: wanted {missed}, found {missed - 1}",
     )
-    assert any("Check whether that rank raised an error" in text for _, text in errors)
+    assert any("Check whether a missing rank raised an error" in text for _, text in errors)
     assert_over(answers)
 
 

@@ -55,8 +55,8 @@ _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 6
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
     "Every rank must make this call, forward or backward, before the deadline, which deadline_s or "
-    "WEFT_DEADLINE_S sets. Check whether that rank raised an error before the call, or skipped it. This group "
-    "has failed: make a new process group"
+    "WEFT_DEADLINE_S sets. Check whether a missing rank raised an error before the call, or skipped the call. This "
+    "group has failed: make a new process group"
 )
 _PREFETCH = "numbers of the input distribution"  # the first collective of a batch, which `weft.nn.InputDist` names
 _ACCUMULATE = "the end of accumulate()"  # the call at the end of the context of a module with embedding tables

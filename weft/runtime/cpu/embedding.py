@@ -268,9 +268,10 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 return
             comm.check()
             if remaining <= 0:
+                source = self._source(index, batch_sizes)
                 text = (
-                    f"rank {comm.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
-                    f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}. Check that this rank still runs"
+                    f"rank {comm.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank {source}: "
+                    f"wanted {self._epoch}, found {found}. Check that rank {source} still runs"
                 )
                 comm.poison(text)
                 raise DeadlineError(text)

@@ -76,7 +76,7 @@ class MemoryUser(Protocol):
         """Use the addresses of the memory `mapped` from now on."""
 
     def unbind(self) -> None:
-        """Drop all views of memory until the next `map`."""
+        """Drop all views of memory. The next `map` makes them again."""
 
 
 class Memory:

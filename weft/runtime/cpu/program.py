@@ -114,7 +114,7 @@ class Program:
         self._version = mapped.version
 
     def unbind(self) -> None:
-        """Drop all views of memory until the next `map`."""
+        """Drop all views of memory. The next `map` makes them again."""
         self._version = 0
         self.places.known.clear()
         for _, steps in self.lanes:

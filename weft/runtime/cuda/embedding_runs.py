@@ -2,8 +2,8 @@
 `weft.kernels.embedding_runs` compute a sort key for each id, and torch sorts the keys. Other kernels find the runs in
 the result. A run is all occurrences of one row. Long runs are cut into segments, which several programs sum.
 
-The CPU never waits for the device: the numbers of runs and of segments stay there, and arrays are allocated for the largest
-possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
+The CPU never waits for the device: the numbers of runs and of segments stay on the device, and arrays are allocated for the
+largest possible numbers. Keys have 32 bits if this is enough for all rows of a rank.
 """
 
 from __future__ import annotations

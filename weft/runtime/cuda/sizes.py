@@ -110,9 +110,9 @@ class HostRead:
 class ReadAhead:
     """A read of dynamic sizes for which the CPU waits only after it has issued the GEMMs.
 
-    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for
-    the sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger
-    output and issues the GEMMs again. Their operands are still intact, because the lane lets peers overwrite them only
+    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for the
+    sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
+    issues the GEMMs again. The operands of the GEMMs are still intact, because the lane allows peers to overwrite them only
     later.
     """
 

@@ -177,7 +177,9 @@ class GroupedMatmulCall(TilesCall):
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the slice of `t` along K that the step multiplies: columns of x or of the slots, or rows of the weights."""
+        """Return the slice of `t` along K that the step multiplies: columns of this rank's rows or of the rows from peers, or
+        rows of the weights.
+        """
         return t if self._whole_k else t.narrow(1, *self._k)
 
 

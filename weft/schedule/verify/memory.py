@@ -102,9 +102,9 @@ def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, B
     """Yield (index of the access, box of some of the elements) for each access to elements that no step has written
     earlier in the same run.
 
-    A write counts as earlier unless it certainly happens after the read. If the order of a write and a read is open,
-    this is no error here: `races` reports it. An update also reads its elements. For an update, other updates count as
-    earlier only if they certainly happen before it.
+    A write counts as earlier unless it certainly happens after the read. If the order of a write and a read is not
+    determined, `races` reports the pair, and this function does not. An update also reads its elements. For an update,
+    other updates count as earlier only if they certainly happen before it.
     """
     covered = np.zeros(len(found.events), bool)
     earlier = [np.zeros((2, 0), np.int64)]
