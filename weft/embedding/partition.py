@@ -3,9 +3,9 @@
 `EmbeddingSharding` and `weft.embedding_all_to_all` treat each part as a separate table.
 
     TableWise      one part with the whole table
-    ColumnWise     each part has all rows and a range of columns. Its rank reads all ids of the table's features, and the output
-                   concatenates the parts' vectors. A rowwise optimizer has a state for each part, as in TorchRec, because its
-                   mean of squares is over the part's columns
+    ColumnWise     each part has all rows and a range of columns. The part's rank reads all ids of the table's
+                   features, and the output concatenates the parts' vectors. A rowwise optimizer has a state for each
+                   part, as in TorchRec, because its mean of squares is over the part's columns
     RowWise        each part has all columns and a range of ceil(rows / ranks) rows, as in TorchRec. An id is sent to the rank of
                    its row. That rank pools its rows, and the sample's rank sums the partial vectors in the order of rows
     DataParallel   no parts: every rank has the table, and pools its own samples. Gradients are all-reduced

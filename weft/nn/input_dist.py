@@ -147,7 +147,7 @@ class InputDist:
     between the stages.
 
     deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
-        timeout applies, except when ranks exchange error texts.
+        timeout applies instead, except while ranks exchange the texts of their errors.
     """
 
     def __init__(

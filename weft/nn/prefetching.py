@@ -30,7 +30,7 @@ class Prefetched:
     On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. `arrived` waits for
     this stream, but not for work that was enqueued later, and then sends the ids.
 
-    features: a batch, as for `InputDist`. `arrived` raises errors about a bad batch.
+    features: the features of this rank's samples. `arrived` raises errors about a bad batch.
     refusal: an error that the caller has found in the batch, which `arrived` raises on all ranks.
     """
 

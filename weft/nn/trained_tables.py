@@ -52,9 +52,9 @@ class TrainedTables(nn.Module):
         """Collect ids and gradients of every backward in this context, and update the tables once, at its end.
 
         Use this context to make one update from several micro-batches, or from several losses of one call. Scale the
-        losses as for torch's optimizers. All ranks must enter the context. At its end, the CPU waits for the device,
-        and CPU ranks compare the learning rate. After an error nothing is updated. Without an `optimizer` the context
-        does nothing: gradients accumulate in `.grad`.
+        losses as you would to accumulate gradients for a torch optimizer. All ranks must enter the context. At its end,
+        the CPU waits for the device, and CPU ranks compare the learning rate. After an error nothing is updated.
+        Without an `optimizer` the context does nothing: gradients accumulate in `.grad`.
 
         Memory: the ids and the gradients of all backwards in the context. The update at its end needs as much again.
         """

@@ -123,8 +123,8 @@ class Operator(ABC, Generic[C]):
     def given(self, call: C) -> str:
         """Return further arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
 
-        Include the arguments that only the public function uses, before or after the operator. Examples are dimensions,
-        shapes before flattening, and the kind of reduction.
+        Include the arguments that only the public function uses, before or after it calls the operator. Examples are
+        dimensions, shapes before flattening, and the kind of reduction.
         """
         return ""
 

@@ -10,7 +10,7 @@ wrong results without an error. So every error that leaves a call is handled:
   rank raises this exception.
 - Any other error on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the
   group stays usable.
-- Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over the sockets
+- Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over sockets
   (`weft.symm.calls`). A peer that has not made the call, or refuses it too, raises as well, and the group stays usable.
   If a peer has already made the call, the group fails. The next call of this rank waits for its peers' answers.
 - Any other error on GPUs, such as out of memory: the group fails at once.

@@ -286,7 +286,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
         Forward does not save the received tokens: each call would have to copy them, because the next call overwrites
         them. Also, calls with and without gradients could then have different schedules, and results that differ by
-        rounding. Activation checkpointing runs forward in both ways.
+        rounding. Activation checkpointing runs forward in both ways, and needs equal results.
         """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:

@@ -2,7 +2,7 @@
 other rows.
 
 This is the fp8 variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because
-fp8 cannot hold sums. Scales are not sent: the row-wise scales of A are split like its rows.
+fp8 cannot hold sums. Scales are not sent: each GEMM of some rows of A uses the scales of these rows.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[in
 def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
     """Fit time = latency + bytes / rate by least squares of relative errors. Return (latency in us, rate in bytes/us).
 
-    points: (bytes, measured time in us) of each transfer. The latency is at most the shortest of these times.
+    points: (bytes, measured time in us) of each transfer. The returned latency is at most the shortest of these times.
     what: the name of the transfer in the error.
     """
     count, us = np.array(sorted(points), float).T

@@ -354,7 +354,7 @@ def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = 
     """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules
     exist.
 
-    mode: None if the choice is the same in all modes.
+    mode: the mode for which serial was chosen; None if the choice is the same in all modes.
     reason: the reason of the choice.
     near: True if the choice was made for a nearby size, not for a call of `problem` itself.
     """

@@ -58,7 +58,7 @@ class _Sharder(BaseEmbeddingSharder):
 class EmbeddingBagCollectionSharder(_Sharder, embeddingbag.EmbeddingBagCollectionSharder):
     """A sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, in place of TorchRec's.
 
-    | plan | kernels |
+    | sharding of a table | kernels |
     |---|---|
     | table-wise, row-wise, column-wise | "fused", "dense" |
     | data-parallel | "dense" |
