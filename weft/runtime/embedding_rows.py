@@ -29,7 +29,7 @@ class RowGradients(NamedTuple):
     table: the table's configuration.
     number: the table's index in its module. With stochastic rounding, the index is added to the optimizer's seed, so that
         each table gets its own random bits.
-    ids: row numbers, [n] int64; ids out of range are ignored. grads: [n, columns].
+    ids: row numbers, [n] int64; ids out of range are ignored. grads: the gradient of each id, [n, columns].
     """
 
     table: EmbeddingBagConfig
@@ -44,7 +44,7 @@ def update_rows(
     """Update the rows in `given` by the optimizer of `tables`. If the optimizer clips by norm, all ranks must make this
     call.
 
-    tables: the tables of `given`, in the same order. factor: multiplies all gradients.
+    tables: the tables of `given`, in the same order. factor: the number by which all gradients are multiplied.
     """
     prepared = []
     for places in _similar(given, tables):
@@ -82,7 +82,7 @@ def gradient_of_table(
     """Return the gradient of a table, [rows, columns]: dense, or with `sparse` a coalesced sparse COO tensor, for which the
     CPU waits for the device.
 
-    factor: multiplies the gradient. dtype: the dtype of the result; by default the table's dtype.
+    factor: the number by which the gradient is multiplied. dtype: the dtype of the result; by default the table's dtype.
     """
     of, jagged, grads = _call([given], factor, None, sparse)
     device: Any = device_code(grads.device)

@@ -27,7 +27,7 @@ _LOOK_S, _GRACE_S = 0.05, 0.5
 class Membership(NamedTuple):
     """This rank's number in a new group. rank: the number. size: the number of ranks in the group.
 
-    part: the name of the group, equal on all of its ranks. Groups that one call makes have different names.
+    part: the name of the group, equal on all of its ranks. If one call makes several groups, their names differ.
     """
 
     rank: int

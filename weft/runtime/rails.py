@@ -42,7 +42,9 @@ _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
-    """A collective whose data travel with a rendezvous. The methods are called in the order below. All tensors are uint8."""
+    """A collective whose data travel with a rendezvous. The methods are called in this order: `load`, `pack`, `go_on`,
+    `unpack`. All tensors are uint8.
+    """
 
     near_bytes: int
     """The number of bytes that this rank shares with the ranks of its host."""
@@ -346,8 +348,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum a slice of this rail's part over the ranks of this host, into each message of `far`. Return the first of
-        these sums, a view of its message.
+        """Sum the slice `of` of this rail's part over the ranks of this host. Write the sum into each message of `far`. Return
+        the sum as a view of the first message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]

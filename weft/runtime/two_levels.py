@@ -8,7 +8,7 @@ of n bytes on each rank:
     reduce_scatter  Each host sums, in shared memory, the parts that its rails need. Then each rail exchanges and adds its H sums. A
                     host sends L n bytes to every other host.
     all_reduce      A reduce-scatter within the host, an all-reduce in each rail, and a gather within the host. A host sends
-                    2 (H - 1) / H times the matrix.
+                    2 (H - 1) / H times the bytes of the matrix.
 
 So each byte is sent to each host only once. In a ring all-gather of all W = H L ranks, each host would send (W - 1) n bytes.
 gloo implements reduce-scatter by an all-reduce, which sends twice as many bytes as a reduce-scatter.

@@ -52,7 +52,7 @@ def update(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Reorder the columns of `grad` by the rank that owns them, and convert to `dtype`. Return a flat tensor: for each
+    """Reorder the columns of `grad` by the rank that owns their table, and convert to `dtype`. Return a flat tensor: for each
     rank, the matrix [samples, columns of its tables].
 
     grad: the gradient of this rank's output, [samples, columns of all tables].

@@ -113,9 +113,9 @@ class Context(RankSchedule):
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
-    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The first is set to 1
-        when a run begins, and to 0 by the thread. The second is 0, or 1 + a rank that sent a different number of rows than
-        expected.
+    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The device sets the first
+        to 1 when a run begins, and the thread resets it to 0. The second is 0, or 1 + a rank that sent a different number of
+        rows than expected.
     """
 
     comm: Communicator

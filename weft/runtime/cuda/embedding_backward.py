@@ -278,10 +278,10 @@ def _launched(
 
 
 def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype) -> torch.Tensor:
-    """Reorder the columns of `grad` by the rank that owns them, and convert to `dtype`, in one launch. Return a flat tensor:
-    for each rank, the matrix [samples, columns of its tables].
+    """Reorder the columns of `grad` by the rank that owns their table, and convert to `dtype`, in one launch. Return a flat
+    tensor: for each rank, the matrix [samples, columns of its tables].
 
-    grad: [samples, columns of all tables].
+    grad: the gradient of this rank's output, [samples, columns of all tables].
     """
     width, table = _columns_by_owner(sharding, grad.device)
     samples, columns = grad.shape
@@ -344,8 +344,8 @@ def _fixed_numbers(
     """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between
     calls.
 
-    numbers: (name, value) of the optimizer's hyperparameters; missing hyperparameters are 0. factor: multiplies gradients.
-        clip: the bound to which the elements of gradients are clamped.
+    numbers: (name, value) of the optimizer's hyperparameters; missing hyperparameters are 0. factor: the number by which
+        gradients are multiplied. clip: the bound to which the elements of gradients are clamped.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 

@@ -230,8 +230,8 @@ class EmbeddingKernel:
         return made
 
     def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the
-        device, without a wait of the CPU.
+        """Return the first sample of each rank and the end of the last rank's samples, int64 `[world_size + 1]` on the device.
+        The CPU does not wait.
         """
         table = self._batches.get(batch_sizes)
         if table is None:

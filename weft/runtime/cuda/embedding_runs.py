@@ -52,7 +52,7 @@ class _Slots(NamedTuple):
 class Shape:
     """Sizes that are equal in all calls of a plan. Rows are numbered across all tables of this rank.
 
-    split: the largest number of slots (features) that read one table. Sort keys are multiples of it plus a slot's number
+    split: the largest number of slots (features) that read one table. A sort key is row * split + the slot's number among these
         (`Occurrences`).
     rows: the number of rows of all tables. bases: the number of each table's first row.
     block_d, lanes: the columns and rows of the tile in which a program sums gradients. They depend on the slots of all

@@ -34,7 +34,8 @@ def header(
     """Write this rank's header to `own`, and return the headers of its messages to all destinations, one after the other. A
     header has the number of ids of each piece (`weft.kernels.input_dist`).
 
-    own: int64 `[HEAD + keys + 1]`. header_index: for each word of the returned headers, the index of its value in `own`.
+    own: the tensor for this rank's header, int64 `[HEAD + keys + 1]`. header_index: for each word of the returned headers, the
+        index of its value in `own`.
     keys, batch: this rank's numbers of keys and of samples.
     """
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())

@@ -4,9 +4,9 @@ Executors of schedules that differ only in sizes share one `ScheduleMemory` (`sh
 also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So runs
 and replays of captured graphs must have the same order on all ranks.
 
-If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells rank a that a reader has
-read the rows which a wrote into the reader's memory, so that a may overwrite them. But if rank a's rows have other positions in
-the next run, rank a may overwrite rows of other ranks that the reader still needs. With two ranks this cannot happen, because a
+If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells a rank R that a reader
+has read the rows that R wrote into the reader's memory, so that R may overwrite them. But if the rows of R have other positions
+in the next run, R may overwrite rows of other ranks that the reader still needs. With two ranks this cannot happen, because a
 reader has rows of only one peer. With more ranks, `ScheduleMemory.enter` runs a barrier when sizes change: every rank notifies
 all peers that its previous runs have ended, and waits for the same from all peers. Once a graph has captured a run, the barrier
 precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.

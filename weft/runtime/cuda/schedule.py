@@ -47,8 +47,8 @@ class CudaSchedule(Executor):
         memory, so all ranks must construct the executor together.
     mine: the result of `rank_schedule` for `schedule`; None to compute it.
 
-    Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks'
-        schedules differ, `ScheduleError` if streams cannot run the schedule, and `OutOfSharedMemoryError`.
+    The executor uses memory for the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError`
+    if the ranks' schedules differ, `ScheduleError` if streams cannot run the schedule, and `OutOfSharedMemoryError`.
     """
 
     def __init__(

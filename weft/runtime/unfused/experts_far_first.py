@@ -282,8 +282,8 @@ class Combine:
         return work, received.split([came[rank] for rank in far.far])
 
     def _messages(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. The unused
-        first row of a message counts.
+        """Return the number of rows of each rank's message for the experts `part`: 0 for ranks of this host. The unused first
+        row of a message counts too.
 
         table: the number of rows to send to, or to receive from, each rank for each expert.
         """

@@ -135,7 +135,7 @@ class Unfused:
         return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
 
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
-        """Return each rank's number of rows of a region of this collective.
+        """Return the number of rows that a region of this collective has on each rank.
 
         of: a function that returns the region of a collective, such as its source.
         """

@@ -117,6 +117,8 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of `splits` that a dispatch has remembered; None if there is none, or if `splits` has changed since."""
+    """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has, or if `splits` has changed
+    since.
+    """
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None

@@ -151,7 +151,7 @@ class Turn:
 
     def rails_for(self, nbytes: int) -> Rails | None:
         """Return the rendezvous that can carry the data of a collective of `nbytes` between hosts (`weft.runtime.rails`).
-        Return None if there is none, or if its memory is too small.
+        Return None if there is no such rendezvous, or if its memory is too small.
         """
         rails = None if self._turns is None or self.has_met else self._turns.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
@@ -274,7 +274,8 @@ class Pending:
 
 
 class Marks:
-    """Records the times at which the steps of a call end, on the caller's thread or stream, with the clock of executors.
+    """A recorder of the times at which the steps of a call end, on the caller's thread or stream, by the clock that executors
+    use for timelines.
 
     Each step begins when the previous step ends. `end` adds the steps to the timeline as spans of the lane `compute`.
     """
