@@ -13,8 +13,8 @@ import weft
 
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return (for each shape, the schedules of a pinned call and of a call inside `use`; warnings). The shapes have M >
-    K, M < K, and two shapes that FiCCO does not support.
+    """Call with several shapes, twice each: with `schedule="heuristic"`, and inside `use("heuristic")`. Return (the two
+    schedules for each shape, warnings). The shapes have M > K, M < K, and two shapes that FiCCO does not support.
     """
     from weft.operator import calls, select
 

@@ -38,11 +38,11 @@ def claimed(host: str, **changes: str) -> Iterator[None]:
 def on_two_hosts(
     group: dist.ProcessGroup, measures_links: bool = False, **changes: str
 ) -> Iterator[dist.ProcessGroup]:  # fmt: skip
-    """Yield a group of the same ranks, the second half of which claims to be on another host. Set up the group inside
-    the context.
+    """Yield a group of the same ranks. The second half of the ranks claims to be on another host. Make the first call of
+    the group inside the context.
 
-    measures_links: True if the group measures its links. They show that the small calls of tests cannot gain from
-    overlap.
+    measures_links: True to let the group measure its links. weft then predicts that the small calls of tests cannot gain
+    from overlap.
     """
     setting = {"WEFT_SELF_CALIBRATION": str(int(measures_links))}
     with claimed(host_of(group.rank(), group.size()), **changes), mock.patch.dict(os.environ, setting):

@@ -1,6 +1,6 @@
 """Tests of weft.parallel's styles on CPU processes and on GPUs. These functions run on the ranks.
 
-The model is a Llama of plain nn.Linear. One plan, torchtitan's, divides it by torch's styles or by weft's.
+The model is a Llama of plain nn.Linear. torchtitan's plan parallelizes it with torch's styles or with weft's.
 """
 
 from __future__ import annotations

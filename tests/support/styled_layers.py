@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Several(nn.Module):
-    """Two linears, whose inputs may be multiplied by 2 before."""
+    """Two linear layers, added. With `changes`, each layer gets its input multiplied by 2."""
 
     def __init__(self, dtype: torch.dtype, columns: int) -> None:
         super().__init__()

@@ -240,11 +240,10 @@ def block_gradients(
 
 
 def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool, own_norms: bool) -> list[bool]:
-    """Compare attention and MLP with stock layers in float64: results and all gradients. A residual and a norm follow,
-    fused.
+    """Compare attention and MLP, each with its residual and the next norm, with stock layers in float64: results and all
+    gradients. Return for each row-parallel GEMM: True if it fused the norm.
 
-    own_norms: True to use a subclass of RMSNorm, which an all-reduce cannot fuse. Return for each row-parallel GEMM
-    whether it fused the norm.
+    own_norms: True to use a subclass of RMSNorm, which an all-reduce cannot fuse.
     """
     torch.manual_seed(4)
     norm_of = type("OwnNorm", (nn.RMSNorm,), {}) if own_norms else nn.RMSNorm
@@ -311,8 +310,8 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
 
 
 def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
-    """Return how often each way to observe a norm was called, in one forward and backward. The norm follows a
-    row-parallel layer.
+    """Observe a norm that follows a row-parallel layer, by each kind of hook and by a replaced forward. Return {way to
+    observe: number of its calls in one forward and backward}.
     """
     row, x = parallel("row", True, group, None), shard(data(0, (2, 3, WIDTH), torch.float32, 1), 2, group)
     heard: dict[str, int] = {}

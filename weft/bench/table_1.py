@@ -1,11 +1,11 @@
 """The GEMMs of FiCCO's studies, from `table_1.toml`: the sixteen of the paper's table I (g1 to g16), and sixteen random
 ones (s1 to s16).
 
-A GEMM is A [m, k] @ B [k, n] on W ranks, where A is all-gathered or exchanged by an all-to-all. The paper's N is
-assumed to be the N of the whole layer. With tensor parallelism a rank computes N / W columns (`GatheredGemm.sharded`).
-The paper does not say so, but N = 106496 is twice the width of the whole MLP of Llama-3-405B, whose layers use tensor
-parallelism. M and K are not divided, because a rank gathers all rows of A. With expert parallelism (g13 to g16) a rank
-has M / W rows and all N columns, which is the same number of operations.
+A GEMM is A [m, k] @ B [k, n] on W ranks, where A is all-gathered or exchanged by an all-to-all. The paper does not say
+if its N is that of the whole layer or of one rank. weft assumes the whole layer, because N = 106496 is twice the width of
+the whole MLP of Llama-3-405B. So with tensor parallelism a rank computes N / W columns (`GatheredGemm.sharded`). M and K
+are not divided, because a rank gathers all rows of A. With expert parallelism (g13 to g16) a rank has M / W rows and all
+N columns, which is the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """

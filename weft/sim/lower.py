@@ -210,7 +210,7 @@ class _Lowering:
         return self._counters.setdefault((owner, item.signal, place), len(self._counters))
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
-        """Return the increments of counters by the tiles of `item` on `rank`: (number of the counter, `SetBy`) for each."""
+        """Return the increments that the tiles of `item` make on `rank`, as pairs (number of the counter, `SetBy`)."""
         raised = []
         for i, one in enumerate(item.tiled[rank].sets):
             owner, setter = self._owner_and_setter(rank, one.distance)

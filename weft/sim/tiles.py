@@ -60,7 +60,8 @@ class Tiled(NamedTuple):
 def is_uneven(step: Tiles) -> bool:
     """True if an expression in the body depends on both the tile and the rank that executes the step.
 
-    Expressions for a peer become distances from the executing rank, so they always depend on the rank.
+    The rank of a peer is evaluated as a distance from the executing rank. So an expression for a peer always counts as
+    dependent on the rank.
     """
 
     def depends(number: Index, name: str) -> bool:
@@ -116,7 +117,7 @@ class DifferentTiles:
         return max((len(self.of(one).at) for one in numbers), default=1)
 
     def of(self, numbers: Sequence[Index]) -> _Tiles:
-        """Return tiles that represent all tiles in the evaluation of the expressions `numbers`."""
+        """Return the representative tiles for the expressions `numbers`."""
         key = tuple(map(text_of, numbers))
         if key not in self._found:
             self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])

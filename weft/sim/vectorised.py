@@ -77,8 +77,8 @@ class NumberedStep(NamedTuple):
 
 
 class _Known:
-    """A cache of evaluated steps, shared by schedules for the same ranks with the same contents of buffers, such as a
-    problem's candidates.
+    """A cache of evaluated steps. Schedules with the same ranks and the same expected contents of buffers share it, such
+    as a problem's candidates.
     """
 
     def __init__(self, values: list[Values]) -> None:
@@ -312,8 +312,8 @@ def _distinct_contents(
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
     """Number the distinct contents that the schedule expects in buffers. Return (numbers, buffers).
 
-    numbers: {expected contents of a buffer on a rank: their number}.
-    buffers: for each buffer with expected contents: (name, the number of its contents on each rank).
+    numbers: {expected contents of a buffer on a rank: number that stands for these contents}.
+    buffers: for each buffer with expected contents: (name, on each rank the number that stands for its contents).
     """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}

@@ -290,8 +290,9 @@ BASELINES = (
 class Found:
     """The results of one GEMM, equal on all ranks.
 
-    timings: {variant: the time of the complete operation, in all its pieces}. overlap: {variant with two concurrent
-    lanes: the fraction of time in which both ran}. This is a median over repetitions, on the rank where it is smallest.
+    timings: {variant: the time of the complete operation, in all its pieces}.
+    overlap: {variant with two concurrent lanes: the fraction of time in which both ran}. The fraction is the median over
+        repetitions, on the rank with the smallest median.
     errors: see `check_cuts`.
     """
 

@@ -180,8 +180,8 @@ def time_variants(
         repetitions: (least, most); all variants get the same number.
         waiting: the names of variants that synchronise with the device in each call. In mode "queued" they are timed
             without a sleep kernel, which they would wait for.
-        claims: pairs of variants whose difference will be published. While it is below twice its noise, both are
-            repeated up to `_LONGER` times as often as others.
+        claims: pairs of variants whose difference will be published. Both variants are repeated until the difference
+            exceeds twice its noise, but at most `_LONGER` times as often as others.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition, for example to fill outputs with NaN before `inspect` checks them.
         inspect: called in the last repetition after each variant, in the same order on all ranks. Its arguments are the

@@ -163,7 +163,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def variant(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return the function that runs variant `name` on an input set without CUDA graphs."""
+        """Return the function that calls variant `name` eagerly. Its argument is the number of an input set."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:

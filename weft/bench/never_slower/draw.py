@@ -41,7 +41,8 @@ _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
 _CHECKING = 2.4
-"""The float64 check may use this multiple of a shape's limit on bytes. The product is 60% of the memory."""
+"""The float64 check may use this multiple of `Bounds.bytes`. On GPUs, `Bounds.bytes` is 25% of the memory, so the check may
+use 60%."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
-Tables and batches of a preset are scaled down to fit this machine. The roofline is a lower bound of the time, from the
-bytes that a call must move and the peak rates of the same run. It counts every read of a row. If rows repeat and are
-found in a cache, a call can be faster than the roofline.
+Tables and batches of a preset are scaled down to fit this machine. The roofline is the time to move the bytes of a call
+at the peak rates that the same run measures. It counts every read of a row as a read from memory. A call can be faster
+if it finds repeated rows in a cache.
 """
 
 from __future__ import annotations
