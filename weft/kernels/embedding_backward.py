@@ -186,7 +186,7 @@ def update_rows_kernel(
     RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6, which update no table. Rule 0 writes each gradient to
         an output of its table. The row there is the table's row, or with SPARSE the run's index among the table's runs.
         Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32.
-    numbers: the rule's constants, fp32. learning_rate: fp32 `[]`.
+    numbers: the rule's constants, fp32. learning_rate: the learning rate, fp32 `[]`.
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
     ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.

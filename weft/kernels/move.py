@@ -100,7 +100,7 @@ def move_kernel(
         The target is an address, or if is_offset is 1 an offset in bytes from the argument `target`.
     sets_before, waits, sets, waits_after: addresses of flags. begins, passes, ends `[n, 2]`: (address, number) to
         store.
-    arrivals `[1]`: a counter, zero between launches.
+    arrivals `[1]`: the number of programs that have finished, zero between launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
         rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`.

@@ -57,8 +57,8 @@ _TRACK = tl.constexpr(
 
 @triton.jit
 def _count(counter, sets, PTX: tl.constexpr):
-    """Increment a counter after all threads of this program have stored their parts of a tile. The last increment also
-    sets the counter's flags.
+    """Increment a counter after all threads of this program have stored their parts of a tile. The program that makes the
+    counter's last increment also sets its flags.
     """
     if PTX:
         tl.inline_asm_elementwise(

@@ -53,7 +53,7 @@ class TileKernel:
     def continues(self, before: TileKernel | None) -> bool:
         """Return True if one launch may run the tiles of `before` and then the tiles of this kernel.
 
-        before: the kernel of the previous step in the lane that is not a signal; None if that step has no tiles.
+        before: the kernel of the preceding step in the lane, signals aside; None if the preceding step has no tile kernel.
         """
         return type(before) is type(self)
 

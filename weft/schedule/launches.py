@@ -197,9 +197,9 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
     Both copies must read the same columns of one buffer, and write buffers with equal row pitches: symmetric or scratch
-    buffers, or the same tensor of the caller. They must not accumulate, and must not write the buffer that they read.
-    Their sizes must be fixed and equal, or both depend on `held`. In the second case, the buffers that they write must
-    have equal numbers of rows.
+    buffers, or the same tensor of the caller. They must not accumulate, and must not write the buffer that they read. Their
+    sizes must be fixed and equal, or both sizes must depend on buffers in `held`, whose contents are known only at run time. In
+    the second case, the buffers that the copies write must have equal numbers of rows.
     """
     if step.copies_by != "kernel":
         return False
@@ -290,7 +290,7 @@ def launches_of_rank(
     """Return the launches of all lanes of a rank, in the order of issue.
 
     lanes: the names of the rank's lanes. The index of a name is the lane's number in the launches.
-    order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`).
+    order: the rank's steps as (lane, step), in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
     A launch is issued at its last wait. So if it includes the waits after its sets, the sets are delayed. It includes

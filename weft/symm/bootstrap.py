@@ -1,11 +1,11 @@
 """The bootstrap of a group: a full mesh of connections, Unix sockets within a host and TCP between hosts.
 
-Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the name
-and a random token in the process group's store. A rank connects to every lower rank and accepts connections of every higher
-one. On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket pair. From then
-on only the pair is used, because an accepted socket would keep the listener's name. When a rank has all its sockets, it
-sends "ready" with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it
-closes the listener and clears its entry. So no named socket remains.
+Within a host, each rank listens on a socket in the abstract namespace under a random 128-bit name. It publishes the name and a
+random token in the process group's store. A rank connects to every lower rank and accepts connections from every higher rank.
+On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket pair. From then on only
+the pair is used, because an accepted socket would keep the listener's name. When a rank has all its sockets, it sends "ready"
+with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it closes the listener and
+clears its entry. So no named socket remains.
 
 Two ranks are on one host if their boot ids and network namespaces are equal, since abstract socket names are valid only
 there. In a group on several hosts, a rank also listens on a TCP port, which it publishes in the store. Higher ranks on

@@ -10,10 +10,10 @@ A rank makes calls on a group from one thread at a time. Ranks with GPUs do not 
   sends the newest digest to the peers, which compare it with their own digest for this call. A difference makes the group
   fail: ranks have made calls with different sizes, dtypes or options, so their results are wrong. The comparison takes less
   than a microsecond per call, and finds a difference within a quarter of a second.
-- `WEFT_CHECK_CALLS=1` finds the source lines at which ranks make different calls. Each rank sends its peers the number and
-  the place (operator, file and line) of every call. A peer's watchdog compares the place with that of its own call of this
-  number. If the places differ, the group fails, perhaps a few calls later. The messages cost some microseconds of CPU time
-  per call.
+- `WEFT_CHECK_CALLS=1` finds the source lines at which ranks make different calls. Each rank sends its peers the number and the
+  place (operator, file and line) of every call. A peer's watchdog compares the place with the place of its own call of this
+  number. If the places differ, the group fails, perhaps a few calls later. The messages cost some microseconds of CPU time per
+  call.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest with this rank's. Return an error text if they differ, else "". If this rank has not made
-        the call yet, keep the message for `heard_early`.
+        """Compare a peer's digest of the calls up to a number with this rank's digest of the same calls. Return an error text
+        if they differ, else "". If this rank has not made all of these calls yet, keep the message for `heard_early`.
         """
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")

@@ -86,8 +86,8 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 def member_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     """Return the group that `group_of` returns. Raise `ValueError` also if the group was destroyed.
 
-    The constructor of a layer calls it, because a layer stores only its group's name, and would find out only in a call
-    that the group was destroyed.
+    The constructor of a layer calls this function. A layer stores only its group's name, so otherwise only a later call would
+    find out that the group was destroyed.
     """
     found = group_of(group)
     require_member(found)

@@ -1,4 +1,5 @@
-"""The base class of steps. Each kind of step overrides its properties, which checks, simulator and printing read.
+"""The base class of steps. Checks, the simulator and printing read the properties of a step. Each kind of step
+overrides them.
 
 To add a kind, derive a frozen dataclass from `Step`, in a new file. Its fields are the regions that it accesses,
 numbers, and expressions. To run the new kind, add an entry to each executor: `weft.runtime.cpu.steps.bind` and
@@ -45,7 +46,7 @@ class Awaited:
 
 
 class Step:
-    """The base class of steps. By default a step occupies its lane, and has no memory accesses and signals."""
+    """The base class of steps. By default a step occupies its lane, and has neither memory accesses nor signals."""
 
     __slots__ = ()
     kind: ClassVar[str]
