@@ -101,7 +101,9 @@ class Meeting:
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
         self.rails = rails_for(comm, _BYTES)
-        """The rendezvous between hosts that may carry data; None on one host, or if ranks form no rails."""
+        """The rendezvous between hosts that may carry data. None unless there are several hosts, each with the same number of
+        consecutive ranks, at least two.
+        """
         self._exchange = Exchange(comm, _BYTES) if self.rails is None else None
         self._layers = calls_of(comm.group).layers
         comm._holders.add(self)

@@ -37,7 +37,7 @@ class Begun(Protocol):
     """A call that this rank begins before the rendezvous has ended."""
 
     number: int
-    """A number that the rendezvous sends to all ranks."""
+    """A number that the rendezvous sends to all ranks, such as 1 if a message was too large to be sent."""
 
     def alone(self) -> Iterator[None]:
         """Run the steps that do not wait for other ranks: compute, and begin to send. Yield between steps."""

@@ -14,7 +14,7 @@ from weft.schedule.steps.collectives import disagreement
 from weft.schedule.verify.issue_order import Event, Lanes
 
 Buffers = Sequence[dict[str, Buffer]]
-"""For each rank, its buffers by name, with evaluated sizes."""
+"""For each rank, its buffers by name, with numbers as sizes."""
 
 
 def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
