@@ -10,9 +10,9 @@
     collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. For ranks on several
                 hosts, which cannot access each other's memory
 
-The rank that reduces a row also adds the bias and the residual, before it rounds the row. Every rank computes the RMSNorm itself.
-In one_shot the reducing kernel also computes the norm. In schedules that copy sums, the norm runs after the GEMMs, chunk by chunk,
-while later chunks arrive.
+The rank that reduces a row also adds the bias and the residual, before it rounds the row. If the problem has an
+RMSNorm, every rank computes it itself. In one_shot the reducing kernel also computes the norm. In schedules that copy
+sums, the norm runs after the GEMMs, chunk by chunk, while later chunks arrive.
 
 All ranks get the same bits. In one_shot each rank rounds all products, also its own, and reduces them in rank order. In
 the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the others copy the

@@ -93,7 +93,9 @@ class _Grid:
         return self.rank(self.host, distance % self.near)
 
     def rank(self, host: Index, distance: int = 0) -> Index:
-        """Return the rank on `host` whose index on its host is `distance` after this rank's index (modulo `near`)."""
+        """Return the rank on `host` whose index on its host is `distance` after this rank's index (modulo the number of
+        ranks per host).
+        """
         return host * self.near + (RANK % self.near + distance) % self.near
 
 

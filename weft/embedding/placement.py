@@ -172,7 +172,8 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return the ranks of the tables after exchanges of equal tables, so that more tables of a rank are adjacent.
+    """Exchange equal tables between ranks, so that more tables of a rank are adjacent. Return the new rank of each
+    table.
 
     Tables are equal if their cost and memory are equal, so loads do not change.
     """

@@ -151,7 +151,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Record that `prepared` has been compiled for a new size of its family."""
+        """Record that `prepared`, a compiled operator, has been made for a new size of a problem family."""
         prepared.family, prepared.came_back = family, (family, rows) in self._served
         self._served.pop((family, rows), None)
         self._once[family] = self._once.get(family, 0) + (not prepared.came_back)

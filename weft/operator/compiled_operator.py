@@ -262,7 +262,9 @@ class CompiledOperator:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the object that compares this call between ranks. Call `agree` with the call's options first."""
+        """Return the object that compares this call between ranks. Ranks must have compared a call with the same
+        options before, which `agree` records.
+        """
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:

@@ -384,7 +384,7 @@ def _native_call(
     given: the tensor arguments of the recorded call.
     inputs: the tensor of each input buffer in the recorded call.
     returned: the recipe that makes the return value of the public function.
-    is_serial: [for calls, for calls under CUDA graph capture]: True if native code runs `steps`.
+    is_serial: True if native code runs `steps`: one entry for usual calls, one for calls under CUDA graph capture.
     """
     plain, recipe = None, None
     if steps is not None:

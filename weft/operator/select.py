@@ -197,7 +197,7 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Choose schedules for exactly the sizes of `p`, and return their names.
+    """Choose the schedules for calls and for captured calls, for exactly the sizes of `p`. Return their names.
 
     pinned: None or "autotune".
     """

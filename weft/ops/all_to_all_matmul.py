@@ -192,8 +192,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, round up `most` and use
-        it instead.
+        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, use `most`, the largest
+        number of tokens of a rank, rounded up.
         """
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity

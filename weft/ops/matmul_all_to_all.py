@@ -237,8 +237,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, round up `most` and use
-        it instead.
+        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, use `most`, the largest
+        number of tokens of a rank, rounded up.
         """
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity

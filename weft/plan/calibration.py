@@ -173,8 +173,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    Raises `ValueError` if other versions made the calibration, and `UnreadableError` if its file is broken. Both texts
-    give the fix.
+    Raises `ValueError` if the calibration was measured with other versions of packages or driver, and `UnreadableError`
+    if its file is broken. Both texts give the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 

@@ -244,7 +244,7 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
-    If only serial makes the CPU wait for sizes, the device afterwards waits for the CPU: 7% of serial's time on H100s
+    If only serial makes the CPU wait for sizes, the device then waits for the CPU too, for 7% of serial's time on H100s
     (1204x14336x30336, 32 experts). So in this case serial's CPU time is subtracted from the margin, but the margin
     stays at least `CLEARLY_US`.
     """
@@ -308,8 +308,8 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (row, reason): the simplest of the rows that are about as fast as `fastest`; `fastest` itself if times are
-    measured.
+    """Return (row, reason). The row is the simplest of those that are about as fast as `fastest` (`_simplicity`); if
+    times are measured, `fastest` itself.
     """
     if measured:
         return fastest, "is the fastest"

@@ -32,7 +32,8 @@ def save(found: Measured) -> None:
 def find(hosts: Sequence[str]) -> Measured | None:
     """Return the saved links for ranks on these hosts; None if no links are saved.
 
-    Raise `ValueError` if other versions measured them, and `UnreadableError` if the file is broken.
+    Raise `ValueError` if the links were measured with other versions of packages or driver, and `UnreadableError` if
+    the file is broken.
     """
     return saved.load(_read, _WHAT, name_of(hosts), len(hosts), _HOLDS, _AGAIN)
 

@@ -46,7 +46,7 @@ def _choices(
     """Return the choice for each mode.
 
     If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
-    schedule takes long, so that the costs in which modes differ matter little, and is clearly faster than serial.
+    schedule is clearly faster than serial, and takes so long that the costs in which modes differ matter little.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -72,7 +72,9 @@ def octave(problem: Problem) -> int:
 
 
 def octave_of(size: float) -> int:
-    """Return the number of the size bucket that contains `size`. Buckets are half an octave wide; size 0 has number 0."""
+    """Return the number of the size bucket that contains `size`. A bucket spans a factor of sqrt(2). Size 0 is in
+    bucket 0.
+    """
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 

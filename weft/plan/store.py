@@ -98,7 +98,7 @@ def today() -> str:
 
 
 def is_positive(found: object) -> bool:
-    """True if `found` is a number from 1e-6 to 1e12, such as a plausible time in microseconds."""
+    """True if `found` is a number from 1e-6 to 1e12: a plausible value of a measured time or rate."""
     return type(found) in (int, float) and 1e-6 <= cast(float, found) <= 1e12
 
 

@@ -63,8 +63,8 @@ class EmbeddingBagCollectionSharder(_Sharder, embeddingbag.EmbeddingBagCollectio
     | table-wise, row-wise, column-wise | "fused", "dense" |
     | data-parallel | "dense" |
 
-    Other plans raise a `ValueError` that names the table. TorchRec's planner proposes only these plans for this
-    sharder.
+    Other combinations raise a `ValueError` that names the table. TorchRec's planner proposes only these combinations
+    for this sharder.
 
     With "fused", backward updates the tables with the optimizer of `apply_optimizer_in_backward` or of `fused_params`.
     All tables of a collection must have the same optimizer: SGD, rowwise Adagrad, Adagrad, Adam or partial rowwise

@@ -129,8 +129,8 @@ class SharedMemory:
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes of `rank` that read a slot last, after which it may be filled again: the slot `slot(rank,
-        place, nth)`.
+        """Return the lanes of `rank` that read the slot `slot(rank, place, nth)` last. After these reads the slot may
+        be filled again.
         """
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]

@@ -210,8 +210,8 @@ class _RankLanes:
         return tiles.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Chunk) -> None:
-        """Append the GEMM of chunks that stay on this rank. With add=gemm, it accumulates into the updates of other
-        ranks.
+        """Append the GEMM of chunks that stay on this rank. With add=gemm, the GEMM adds its product to the sum of the
+        other ranks' updates.
         """
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
