@@ -55,7 +55,7 @@ def require_close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor)
     """Raise AssertionError unless the largest error is at most twice torch's (`usual`), both against `exact` in float64."""
     error, of_library = (float((y.double() - exact).abs().max()) for y in (found, usual))
     if not error <= 2 * of_library + 1e-6:
-        raise AssertionError(f"largest error {error}; torch's is {of_library}")
+        raise AssertionError(f"the largest error is {error:.3g}, more than twice torch's {of_library:.3g}")
 
 
 def stream() -> int:

@@ -119,7 +119,9 @@ def own_tables(model: Any) -> dict[str, torch.Tensor]:
 def copy_tables(source: Any, target: Any) -> None:
     sources, targets = own_tables(source), own_tables(target)
     if sources.keys() != targets.keys():
-        raise RuntimeError(f"the parts of tables differ: {sorted(sources.keys() ^ targets.keys())}")
+        raise RuntimeError(
+            f"the two sharders divide tables differently; only one has {sorted(sources.keys() ^ targets.keys())}: use the same plan"
+        )
     with torch.no_grad():
         for name, tensor in targets.items():
             tensor.copy_(sources[name])

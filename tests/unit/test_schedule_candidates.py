@@ -187,7 +187,7 @@ def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        (lambda step: replace(step, inputs=step.inputs[:2]), "scaled_matmul with 2 inputs"),
+        (lambda step: replace(step, inputs=step.inputs[:2]), "scaled_matmul has 2 inputs: pass"),
         (lambda step: replace(step, inputs=(*step.inputs[:3], step.inputs[2])), "scales of"),
         (lambda step: replace(step, inputs=(*step.inputs, step.inputs[2])), "the bias of an output of shape"),
         (lambda step: replace(step, inputs=(*step.inputs[2:], *step.inputs[:2])), "dtypes are"),

@@ -91,7 +91,7 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
         ValueError, match="no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1"
     ):
         rows_of([])
-    with pytest.raises(ValueError, match="g1 needs times of serial, of the GEMM alone and of the communication alone"):
+    with pytest.raises(ValueError, match="g1 lacks the time of serial: run weft bench all_gather_matmul --preset g1"):
         rows_of([record("g1", SHARD, 1.0)])
 
 

@@ -162,7 +162,7 @@ def test_a_timeline_without_a_name_is_refused(
 def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to draw for 'fused'"):
         draw_overlap(tmp_path / "x.png", {"serial": _serial(), "fused": Timeline()}, "")
-    with pytest.raises(ValueError, match="nothing to draw: no timeline"):
+    with pytest.raises(ValueError, match="nothing to draw: timelines is empty"):
         draw_overlap(tmp_path / "x.png", {}, "")
     with pytest.raises(ValueError, match=r"the timelines 'fused' have no spans\. First pass each of them as timeline="):
         write_trace(tmp_path / "x.json", {"fused": Timeline()})

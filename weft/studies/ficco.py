@@ -126,10 +126,11 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
         assert paper is not None
         gemm, ms = replace(paper, m=first["m"], n=first["n"], k=first["k"]), {r["variant"]: r["p50_ms"] for r in of_run}
         halves = first["gemm_ms"], first["communication_ms"]
-        if SERIAL not in ms or None in halves:
+        needed = {SERIAL: ms.get(SERIAL), "the GEMM alone": halves[0], "the communication alone": halves[1]}
+        if missing := [what for what, time_ms in needed.items() if time_ms is None]:
             raise ValueError(
-                f"{config} needs times of serial, of the GEMM alone and of the communication alone, and one is missing: measure it "
-                "again"
+                f"{config} lacks the time of {' and of '.join(missing)}: run weft bench all_gather_matmul --preset {config} "
+                "--mode queued --json FILE"
             )
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)

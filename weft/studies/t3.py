@@ -202,8 +202,11 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
         mine, lambda r: (r["config"], r["dtype"], r["ranks"], r.get("layer"), r.get("network"))
     ).values():
         by = {r["variant"]: r for r in same}
-        if not {"serial", "weft"} <= by.keys():
-            raise ValueError(f"{same[0]['config']} lacks the times of serial or weft: measure it again")
+        if missing := sorted({"serial", "weft"} - by.keys()):
+            raise ValueError(
+                f"{same[0]['config']} lacks the time of {' and of '.join(missing)}: run weft bench {OP} --preset t3 "
+                "--variants weft --mode queued --json FILE"
+            )
         one = by["weft"]
         p = MatmulReduceScatter(one["ranks"], one["m"], one["n"], one["k"], one["dtype"])
         rows.append(SublayerRow(

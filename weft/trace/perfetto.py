@@ -31,7 +31,7 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
         raise ValueError(
             f"nothing to trace: the timelines {names} have no spans. First pass each of them as timeline= to a call"
             if names
-            else "nothing to trace: no timeline was given"
+            else "nothing to trace: timelines is empty. Pass a timeline as timeline= to a call, and then {name: timeline} here"
         )
     events: list[dict[str, Any]] = []
     pid = 0

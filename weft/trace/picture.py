@@ -58,7 +58,9 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
                 f"nothing to draw for {variant!r}: its timeline has no spans. First pass it as timeline= to a call"
             )
     if not timelines:
-        raise ValueError("nothing to draw: no timeline was given")
+        raise ValueError(
+            "nothing to draw: timelines is empty. Pass a timeline as timeline= to a call, and then {name: timeline} here"
+        )
     plt = pyplot()
     from matplotlib.patches import Patch
 
