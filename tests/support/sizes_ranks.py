@@ -121,8 +121,8 @@ def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Te
 
 
 def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[str, Any]:
-    """Make calls of random sizes, some of them repeated, with random delays. Return the resources of this process
-    before the calls, after the first counts[0] and counts[1] sizes, and after closing.
+    """Make calls of random sizes, some of them repeated, with random delays. Return the resources that this process holds
+    before the calls, after the first counts[0] sizes, after the first counts[1] sizes, and after closing.
     """
     own, same = own_group(group), random.Random(5)
     before, comm, ways = Held.now(), symm.communicator(own, "cpu"), _calls(own)

@@ -49,7 +49,7 @@ class Done:
     claims: list[Claim]
 
     def draw(self, directory: Path) -> list[Path]:
-        """Write the study's pictures into a folder that has the study's name."""
+        """Write the study's pictures into a folder in `directory` that has the study's name."""
         title = self.study.module.notes(self.records)[0].partition(";")[0]
         drawn: list[Path] = self.study.module.draw(directory / self.study.name, self.rows, title)
         return drawn

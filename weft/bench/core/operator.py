@@ -53,8 +53,8 @@ class Variants(Workload):
 
     @abstractmethod
     def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
-        """Return (variants with the baseline first, other calls to time, such as the GEMM alone, notes on omitted
-        variants).
+        """Return (variants, other calls to time, notes on omitted variants). The baseline is the first variant. Other
+        calls are parts of the operator, such as the GEMM alone.
 
         wanted: names of variants; empty for the default variants.
         """

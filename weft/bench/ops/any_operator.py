@@ -100,7 +100,8 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
-        """Return (baselines, other calls to time such as the GEMM alone, notes on omitted variants).
+        """Return (baselines, other calls to time, notes on omitted variants). Other calls are parts of the operator, such
+        as the GEMM alone.
 
         wanted: names of variants; empty for the default variants.
         """
