@@ -1,6 +1,7 @@
 """Self-calibration on CPU processes and on GPUs. These functions run on the ranks.
 
-CPU processes pretend to be GPUs of an unknown kind. On GPUs the machine file is hidden.
+weft calibrates itself on GPUs that have no machine file. So CPU processes pretend to be GPUs of an unknown kind, and on
+GPUs the machine file is hidden.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
 
 
 def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
-    """Return the largest difference between a block's gradients under FSDP2, on pairs of ranks, and the mean gradients
-    without FSDP2.
+    """Shard a block by FSDP2 over pairs of ranks. Return the largest difference between its gradients and the pair's mean
+    gradients without FSDP2.
     """
     mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()

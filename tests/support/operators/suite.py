@@ -318,8 +318,8 @@ def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -> str:
-    """Replay a CUDA graph of two calls with new data, after delays and between eager calls. With a pinned schedule,
-    replays have the bits of eager calls. Return the error of a first call inside a capture.
+    """Capture two calls in a CUDA graph, and replay it with new data. Delay ranks, and call eagerly between replays. With
+    a pinned schedule, replays have the bits of eager calls. Return the error of a first call inside a capture.
     """
     kind, stream, refusal = CALLS[operator], torch.cuda.Stream(), ""
     mean = replace(case, op="avg") if kind.reduces else case

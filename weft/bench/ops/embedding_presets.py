@@ -61,8 +61,8 @@ def jagged_input(
     """Draw the ids that `samples` samples look up in each of several tables. Return (values, offsets), as for
     `nn.EmbeddingBag`.
 
-    values: the ids, int64 [n]. offsets: the begin of each bag in values and the end, int64 [len(tables) * samples + 1].
-    All bags of the first table come first.
+    values: the ids, int64 [n]. offsets: the index in values at which each bag begins, and n at the end, int64
+    [len(tables) * samples + 1]. All bags of the first table come first.
 
     bags, rows: the distribution of bag lengths and the number of rows of each table. tables: the number of each table
     in the whole model. It is part of the random seed, so that a table's input does not depend on the number of ranks.
