@@ -32,7 +32,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
-from weft.operator.across import passing_fingerprint
+from weft.operator.across import family_fingerprint, passing_fingerprint
 from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
@@ -348,16 +348,19 @@ class Passing(_Short):
         known = _native_call(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
+        if prepared.family is None:
+            raise _UnlikeError
         self._world, self._family = prepared.p.world_size, prepared.family
+        self._fingerprint = family_fingerprint(self.op.name, prepared.family.key)
         return known
 
     def begin(self, rows: int) -> int | None:
         """Return the number that a call with `rows` rows adds to the hash of calls that ranks compare; None if the call
         must take the slow path.
         """
-        if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
+        if not self.op.takes_rows(rows, self._world) or self._family.passes(rows) is None:
             return None
-        return passing_fingerprint(self.op.name, self._family, rows)
+        return passing_fingerprint(self._fingerprint, rows)
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
