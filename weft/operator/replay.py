@@ -110,11 +110,23 @@ class _Known:
     def __init__(self) -> None:
         self.calls: dict[bytes, _core.KnownCall | None] = {}
         self.families: dict[bytes, _core.KnownCall] = {}
+        self._once: dict[bytes, None] = {}  # signatures that occurred once, and are not recorded yet
         self._of_groups: dict[int, set[bytes]] = {}  # signatures, by id of a live group
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
+        """Record a call that took the slow path, if a repetition is likely.
+
+        Experts get another number of rows in almost every call, which rarely recurs. Recording takes longer than the slow
+        path, so calls with a new size are recorded when they occur again.
+        """
         group = seen.prepared.group
         if not seen.prepared.passes:
+            is_new_size = not seen.op.sizes_are_alike and seen.prepared.came_back
+            if is_new_size and signature not in self._once:
+                self._bound(self._once, KEPT)
+                self._once[signature] = None
+                return
+            self._once.pop(signature, None)
             self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
@@ -149,6 +161,7 @@ class _Known:
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
+        self._once.clear()
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
