@@ -131,10 +131,10 @@ def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-
     """Look up a size as a call does. Return True if the size is compiled now, or was compiled before."""
     if table.find(group, rows) is not None:  # type: ignore[arg-type]
         return True
-    family = table.of_group(group).family("family")  # type: ignore[arg-type]
-    if family.passes(rows) is not None:
+    here = table.of_group(group)  # type: ignore[arg-type]
+    if here.passes("family", rows) is not None:
         return False
-    family.prepared(rows, table.keep(group, rows, _Made(light=True)))  # type: ignore[arg-type]
+    here.prepared("family", rows, table.keep(group, rows, _Made(light=True)))  # type: ignore[arg-type]
     return True
 
 

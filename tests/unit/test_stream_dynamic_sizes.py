@@ -22,7 +22,6 @@ from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda import tile_kernels
-from weft.runtime.cuda.sizes import Room
 from weft.runtime.schedule_memory import layout_of
 from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
@@ -170,17 +169,3 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         sent = len(late) - placed
         assert len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name
         assert programs[sent:] == [COPY_UNITS] * placed, name
-
-
-def test_an_output_with_an_unknown_number_of_rows_has_room_for_the_largest_of_the_last_calls() -> None:
-    """If the room is too small, the GEMMs of the call run twice. If it is too large, memory is wasted."""
-    room, sizes = Room(100), [1000, 10, 900, 300, 1000, 1, 1100]
-    twice = []
-    for rows in sizes * 20:
-        twice.append(rows > room.rows)
-        room.note(rows)
-        assert room.rows <= 1.125 * 1100 + 16
-    assert twice.count(True) == 1  # the first call
-    for _ in range(2 * 64):
-        room.note(20)
-    assert 20 <= room.rows <= 40

@@ -139,19 +139,19 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def family_fingerprint(operator: str, family: Hashable) -> int:
-    """Return the 64-bit number of a problem family from which `passing_fingerprint` computes the numbers of calls."""
+@lru_cache(maxsize=1024)
+def _of_family(operator: str, family: Hashable) -> int:
     return _number(f"{operator} {family}") | 1
 
 
-def passing_fingerprint(family: int, size: int) -> int:
-    """Return the 64-bit number of a call (`AcrossRanks.fingerprint`), computed from the number of its family
-    (`family_fingerprint`) and its number of rows (`size`).
+def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
+    """Return the 64-bit number of a call (`AcrossRanks.fingerprint`), computed from its problem family and its number
+    of rows (`size`).
 
     Use this number for a call of a new size if ranks have already compared a call of the same family. Ranks then do not
     compare the full description of the new call.
     """
-    return family * (2 * size + 1) & _MASK
+    return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)

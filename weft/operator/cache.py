@@ -24,16 +24,16 @@ KEPT_LIGHT = 2048  # shapes per operator and group; captured shapes do not count
 _AT_ONCE = 128  # shapes to drop at once at KEPT_LIGHT, because finding them takes milliseconds
 KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not called in the last WHILE calls
 _SIGNATURES = 8192  # signatures kept per operator and group
-PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `Family`)
+PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)
 PASSING_ON = ["cuda"]  # device types with this rule: on CPU, compiling takes less time than a rendezvous
-_SERVED = 1 << 16  # sizes to remember that ran unfused once, for each family
+_SERVED = 1 << 16  # number of sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator. A training step makes fewer calls, and then repeats its shapes
 
 
 class Entry(Protocol):
     """The interface of cached objects: compiled operators, and the executors of `weft.run_schedule`."""
 
-    family: Family[Any] | None  # its problem family if new sizes of it may run unfused; otherwise None
+    family: Hashable  # the problem family if new sizes of it may run unfused; otherwise None
     came_back: bool  # True if called more than once
     called_at: int  # the number of the last call that used it
     key: Any  # its key in the table
@@ -97,69 +97,49 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
     return places[0] if len(places) == 1 else None
 
 
-class Family(Generic[E]):
-    """The sizes of a problem family on a process group. (The problems of a family differ only in size:
-    `weft.builders.Problem.family`.) A size is the number of rows of the call's first tensor.
-
-    Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
-    sequence length without padding. So on GPUs this class counts the compiled sizes that have been called only once. If
-    the count has reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation
-    of the CPUs. Only its second call compiles it.
-
-    key: the family, with the call's options that ranks compare.
-    """
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.once = 0  # number of compiled sizes that have not recurred
-        self._served: dict[int, None] = {}  # sizes that ran unfused once
-        self._typical: E | None = None  # latest compiled operator
-
-    def passes(self, rows: int, capturing: bool = False) -> E | None:
-        """Return the latest compiled operator of the family if a call with `rows` rows is to run unfused, without
-        compilation; otherwise None.
-
-        The returned operator was compiled for another size, so the caller copies it, and sets the call's size in the
-        copy.
-
-        capturing: True while a graph is captured. A size that has run unfused before is then captured unfused.
-        """
-        typical, served = self._typical, self._served
-        if rows in served:
-            return typical if capturing else None
-        if capturing or typical is None or typical.stale or self.once < PASSING:
-            return None
-        if len(served) >= _SERVED:
-            for old in list(itertools.islice(served, _SERVED // 2)):
-                del served[old]
-        served[rows] = None
-        return typical
-
-    def prepared(self, rows: int, prepared: E) -> None:
-        """Record that `prepared` has been compiled for a new size."""
-        prepared.family, prepared.came_back = self, rows in self._served
-        self._served.pop(rows, None)
-        self.once += not prepared.came_back
-        self._typical = prepared
-
-
 class _OfGroup(Generic[E]):
     """The cache of one operator, such as `all_gather_matmul`, on one process group: its compiled operators by shape.
 
     All ranks of a group make the same calls, so they drop the same compiled operators.
+
+    Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
+    sequence length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have
+    been called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count
+    has reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation of the
+    CPUs. Only its second call compiles it.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
-        self._families: dict[Hashable, Family[E]] = {}
+        self._once: dict[Hashable, int] = {}  # number of compiled sizes that have not recurred, by family
+        self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused once
+        self._typical: dict[Hashable, E] = {}  # latest compiled operator, by family
         self._room = 0  # shapes that can be added before a limit has to be checked
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
-    def family(self, key: Hashable) -> Family[E]:
-        """Return the family with this key. At the first call with a key, make it."""
-        return self._families.setdefault(key, Family(key))
+    def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
+        """Return the latest compiled operator of the family if this call is to run unfused, without compilation;
+        otherwise None.
+
+        The returned operator was compiled for another size, so the caller copies it, and sets the call's size in the
+        copy.
+
+        rows: the number of rows of the call's first tensor.
+        capturing: True while a graph is captured. A size that has run unfused before is then captured unfused.
+        """
+        size = family, rows
+        if size in self._served:
+            return self._typical[family] if capturing else None
+        typical = self._typical.get(family)
+        if capturing or typical is None or typical.stale or self._once[family] < PASSING:
+            return None
+        if len(self._served) >= _SERVED:
+            for old in list(itertools.islice(self._served, _SERVED // 2)):
+                del self._served[old]
+        self._served[size] = None
+        return typical
 
     def called(self, prepared: E) -> E:
         """Count a call that has found the compiled operator `prepared` in the cache. Return `prepared`."""
@@ -167,8 +147,15 @@ class _OfGroup(Generic[E]):
         if not prepared.came_back:
             prepared.came_back = True
             if prepared.family is not None:
-                prepared.family.once -= 1
+                self._once[prepared.family] -= 1
         return prepared
+
+    def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
+        """Record that `prepared`, a compiled operator, has been made for a new size of a problem family."""
+        prepared.family, prepared.came_back = family, (family, rows) in self._served
+        self._served.pop((family, rows), None)
+        self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
+        self._typical[family] = prepared
 
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called shapes if one more shape would exceed a limit.

@@ -22,7 +22,7 @@ from weft.arguments import check_memory, checked_deadline
 from weft.builders import Problem
 from weft.operator import select
 from weft.operator.agreement import agreement_on
-from weft.operator.cache import PASSING_ON, Family, Table
+from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import (
     require_kept,
@@ -224,13 +224,14 @@ def prepared_for(
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
         return prepared
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
-    family: Family[CompiledOperator] | None = None
+    family: Hashable = None
     rows = 0
     if prepared is None and device.type in PASSING_ON and pinned is None and world > 1 and op.sizes_are_alike:
         p = _described(op, call, world)
         if p is not None and p.family[0] is not p and p.has_work:
-            family, rows = table.of_group(group).family((p.family[0], given, wanted)), _rows_of(op, call)
-            typical = family.passes(rows, is_captured(device))
+            family, rows = (p.family[0], given, wanted), _rows_of(op, call)
+            capturing = is_captured(device)
+            typical = table.of_group(group).passes(family, rows, capturing)
             if typical is not None:
                 said = op.said(call, world)
                 shown = joined(p.text if said == str(p) else said, given)
@@ -260,7 +261,7 @@ def prepared_for(
         made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given))
         prepared = table.keep(group, key, made)
         if family is not None:
-            family.prepared(rows, prepared)
+            table.of_group(group).prepared(family, rows, prepared)
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
 

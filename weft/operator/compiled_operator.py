@@ -19,9 +19,8 @@ from weft import env, plan, symm
 from weft.builders import NotApplicableError, named
 from weft.errors import WeftError
 from weft.operator import select
-from weft.operator.across import AcrossRanks, family_fingerprint, passing_fingerprint
+from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.agreement import agreement_on
-from weft.operator.cache import Family
 from weft.operator.know_links import know_links
 from weft.operator.spec import Operator
 from weft.runtime.capture import is_captured
@@ -98,7 +97,7 @@ class CompiledOperator:
         self._ready: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that can be captured
         self.key: Any = None  # the key in the table
         self.called_at = 0  # number of the last call that used this operator
-        self.family: Family[CompiledOperator] | None = None  # the problem family, if a new size may run unfused
+        self.family: Hashable = None  # the problem family, if a new size may run unfused
         self.passes = False  # True if made for a single call
         self.came_back = False  # True if called more than once
 
@@ -257,8 +256,8 @@ class CompiledOperator:
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
         made.agreed.add((given, wanted))
-        if self.comm is not None and self.family is not None:
-            fingerprint = passing_fingerprint(family_fingerprint(self.op.name, self.family.key), rows)
+        if self.comm is not None:
+            fingerprint = passing_fingerprint(self.op.name, self.family, rows)
             made._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said, fingerprint)
         return made
 

@@ -32,7 +32,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
-from weft.operator.across import family_fingerprint, passing_fingerprint
+from weft.operator.across import passing_fingerprint
 from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
@@ -110,23 +110,11 @@ class _Known:
     def __init__(self) -> None:
         self.calls: dict[bytes, _core.KnownCall | None] = {}
         self.families: dict[bytes, _core.KnownCall] = {}
-        self._once: dict[bytes, None] = {}  # signatures that occurred once, and are not recorded yet
         self._of_groups: dict[int, set[bytes]] = {}  # signatures, by id of a live group
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
-        """Record a call that took the slow path, if a repetition is likely.
-
-        Experts get another number of rows in almost every call, which rarely recurs. Recording takes longer than the slow
-        path, so calls with a new size are recorded when they occur again.
-        """
         group = seen.prepared.group
         if not seen.prepared.passes:
-            is_new_size = not seen.op.sizes_are_alike and seen.prepared.came_back
-            if is_new_size and signature not in self._once:
-                self._bound(self._once, KEPT)
-                self._once[signature] = None
-                return
-            self._once.pop(signature, None)
             self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
@@ -161,7 +149,6 @@ class _Known:
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
-        self._once.clear()
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
@@ -361,19 +348,16 @@ class Passing(_Short):
         known = _native_call(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
-        if prepared.family is None:
-            raise _UnlikeError
         self._world, self._family = prepared.p.world_size, prepared.family
-        self._fingerprint = family_fingerprint(self.op.name, prepared.family.key)
         return known
 
     def begin(self, rows: int) -> int | None:
         """Return the number that a call with `rows` rows adds to the hash of calls that ranks compare; None if the call
         must take the slow path.
         """
-        if not self.op.takes_rows(rows, self._world) or self._family.passes(rows) is None:
+        if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
-        return passing_fingerprint(self._fingerprint, rows)
+        return passing_fingerprint(self.op.name, self._family, rows)
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:

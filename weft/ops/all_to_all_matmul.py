@@ -96,8 +96,7 @@ def all_to_all_matmul(
     which takes milliseconds to seconds. Make it before you capture a CUDA graph.
 
     Memory: y, and symmetric memory of (W - 1) x capacity x K elements. On GPUs without max_rows, y may be allocated
-        before its number of rows is known. Its memory is then about an eighth larger than the largest y of the last 64
-        to 128 calls.
+        before its number of rows is known. Its memory is then about an eighth larger than expected from earlier calls.
         CPU ranks keep the memory of the largest shape. GPU ranks keep the memory of each of the last 64 shapes, and of
         shapes that a CUDA graph has captured. Memory of large shapes that are no longer called is freed sooner.
         Schedules for few rows also need up to 128 KiB per multiprocessor, for partial sums. The serial schedule needs 2

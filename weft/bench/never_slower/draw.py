@@ -40,9 +40,9 @@ _UNKNOWN = (500e6, 2e6)  # (FLOP per us, bytes per us) of an unknown GPU
 _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
-_CHECKING = 1.8
+_CHECKING = 2.4
 """The float64 check may use this multiple of `Bounds.bytes`. On GPUs, `Bounds.bytes` is 25% of the memory, so the check may
-use 45%."""
+use 60%."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ _ABOUT = """
 Test if weft is ever slower than hand-written calls of NCCL (gloo) and cuBLAS, called "serial".
 
 The command measures every forward operator on random shapes. It compares the results of each shape with a float64 reference, then
-times weft and serial in turn, five times. A shape counts as "below" if weft runs at less than 0.98 of serial's speed in four of
-these five repetitions, and again in a second measurement. M is between 1 and 65536, and N and K are between 512 and 53248. A GEMM
-takes at most 5 ms, and a shape at most a quarter of the memory. On CPU shapes are small. The last line of the output is the
+times weft and serial in turn, five times. A shape counts as "below" if weft runs at less than 0.98 of serial's speed in at least
+four of these five repetitions, and again in a second measurement. M is between 1 and 65536, and N and K are between 512 and 53248.
+A GEMM takes at most 5 ms, and a shape at most a quarter of the memory. On CPU shapes are small. The last line of the output is the
 verdict. The exit status is 0 for any verdict.
 """
 _EXAMPLES = """modes:

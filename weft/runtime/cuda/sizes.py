@@ -4,8 +4,8 @@
   copies read them.
 - by="host": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then the CPU
   passes the sizes to copy engines, and allocates outputs with exactly the arrived rows.
-- by="meanwhile": the CPU allocates outputs for an estimated number of rows (`Room`), issues the GEMMs, and only then waits
-  for the sizes. If an output is too small, the CPU allocates a larger output and issues the GEMMs again.
+- by="meanwhile": the CPU allocates outputs for an estimated number of rows plus a margin, issues the GEMMs, and only then
+  waits for the sizes. If an output is too small, the CPU allocates a larger output and issues the GEMMs again.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class HostRead:
 class ReadAhead:
     """A read of dynamic sizes for which the CPU waits only after it has issued the GEMMs.
 
-    `begin` allocates outputs with the rows of their `Room`. Then the GEMMs are issued. `settle` waits for the sizes, and
-    slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and issues
-    the GEMMs again. The operands of the GEMMs are still intact, because the lane allows peers to overwrite them only
+    `begin` allocates outputs for an estimated number of rows plus a margin. Then the GEMMs are issued. `settle` waits for the
+    sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
+    issues the GEMMs again. The operands of the GEMMs are still intact, because the lane allows peers to overwrite them only
     later.
     """
 
@@ -123,7 +123,7 @@ class ReadAhead:
         self._come = torch.cuda.Event()
         expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
         self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
-        self._rooms = {name: Room(substitute(rows, {buffer: expected})) for _, name, rows in self._outputs}
+        self._room = {name: _with_room(substitute(rows, {buffer: expected})) for _, name, rows in self._outputs}
         self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # the functions for outputs of this run
 
     def begin(self, tensors: Tensors, bases: list[int]) -> None:
@@ -131,7 +131,7 @@ class ReadAhead:
         self._come.record()
         given: dict[str, Any] = {name: tensors[name] for _, name, _ in self._outputs}
         self._makers = {name: make for name, make in given.items() if callable(make)}
-        self._make(tensors, bases, {name: room.rows for name, room in self._rooms.items()})
+        self._make(tensors, bases, self._room)
 
     def settle(self, tensors: Tensors, bases: list[int]) -> None:
         context, run = self.context, self.run
@@ -146,7 +146,9 @@ class ReadAhead:
                 gemms(tensors, bases)
         for name, rows in came.items():
             run.made[name] = tensors[name][:rows]
-            self._rooms[name].note(rows)
+            # Keep the number of rows as long as it is large enough, because the allocator has a block of this size.
+            if not self._room[name] // 2 <= rows <= self._room[name]:
+                self._room[name] = _with_room(rows)
         self._makers = {}
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
@@ -157,32 +159,7 @@ class ReadAhead:
                     bases[i] = made.data_ptr()
 
 
-class Room:
-    """The number of rows to allocate for an output before the CPU knows how many rows arrive.
-
-    If the allocation is too small, the GEMMs run twice, so the number covers the largest of the last calls, with a margin of
-    an eighth. It changes rarely, because the allocator then has a block of this size.
-    """
-
-    _CALLS = 64  # the number shrinks if it was more than twice too large in this many calls
-
-    def __init__(self, expected: int) -> None:
-        """expected: the number of rows that the schedule expects."""
-        self.rows = _with_margin(expected)
-        self._most = self._calls = 0
-
-    def note(self, rows: int) -> None:
-        """Adapt to a call in which `rows` rows arrived."""
-        self._most = max(self._most, rows)
-        self._calls += 1
-        is_over = self._calls == self._CALLS
-        if rows > self.rows or (is_over and self._most < self.rows // 2):
-            self.rows = _with_margin(self._most)
-        if is_over:
-            self._most = self._calls = 0
-
-
-def _with_margin(rows: int) -> int:
+def _with_room(rows: int) -> int:
     return rows + rows // 8 + 16
 
 
