@@ -161,9 +161,10 @@ def test_the_limits_of_float32_are_allowed() -> None:
         assert torch.tensor([made.lr, made.eps, made.weight_decay]).tolist() == [value] * 3
 
 
-def test_gradients_of_data_parallel_tables_have_version_counters_of_their_own() -> None:
+@pytest.mark.parametrize("dims", [(8, 3), (8, 8)])
+def test_gradients_of_data_parallel_tables_have_version_counters_of_their_own(dims: tuple[int, ...]) -> None:
     """They share memory. With one counter, autograd would report a change of any of them as a change of all."""
-    p = problem(1, (8, 3), 5)
+    p = problem(1, dims, 5)
     flat = torch.zeros(sum(weight.numel() for weight in p.weights))
     (first, second), _ = embedding_replicated.of_tables(flat, p.sharding)
     before = second._version

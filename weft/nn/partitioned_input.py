@@ -73,6 +73,8 @@ class PartitionedInput:
                 self.passed[partition.feature_of_part(part, feature)] = feature, rows
         of_tables = [partition.tables[number].feature_names for number in partition.replicated_tables]
         self.replicated = tuple(dict.fromkeys(feature for features in of_tables for feature in features))
+        self._complete: tuple[str, ...] = ()
+        """The keys of the last input, which contained the features of all tables."""
 
     @property
     def is_needed(self) -> bool:
@@ -88,12 +90,9 @@ class PartitionedInput:
         keys = jagged.keys
         if keys is None:
             raise ValueError("features have no names: pass a KeyedJaggedTensor, whose keys are the tables' features")
-        for table in self.partition.tables:
-            for feature in table.feature_names:
-                if feature not in keys:
-                    raise ValueError(
-                        f"table {table.name!r} needs feature {feature!r}, which the input lacks: its keys are {', '.join(keys)}"
-                    )
+        if keys != self._complete:
+            self._require_features(keys)
+            self._complete = keys
         if not self._is_weighted:
             jagged = jagged._replace(weights=None)
         elif jagged.weights is None:
@@ -102,6 +101,15 @@ class PartitionedInput:
         if self.partition.sharding is None and tuple(keys) == self.replicated:
             return Arranged(None, jagged, {}, jagged.stride or 0)
         return _Arranging(self, jagged, {key: number for number, key in enumerate(keys)}).done()
+
+    def _require_features(self, keys: Sequence[str]) -> None:
+        """Raise `ValueError` unless `keys` contain the features of all tables."""
+        for table in self.partition.tables:
+            for feature in table.feature_names:
+                if feature not in keys:
+                    raise ValueError(
+                        f"table {table.name!r} needs feature {feature!r}, which the input lacks: its keys are {', '.join(keys)}"
+                    )
 
 
 class _Arranging:

@@ -189,7 +189,8 @@ class _Pooled(torch.autograd.Function):
         parts: torch.Tensor | None, per_sample: torch.Tensor | None, anchor: torch.Tensor, *weights: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         ctx.tables, ctx.of, ctx.step = tables, of, step
-        kept = weights if of.tables is None else ()
+        # Only gradients of per-sample weights read the tables.
+        kept = weights if of.tables is None and ctx.needs_input_grad[5] else ()
         ctx.save_for_backward(jagged.values, jagged.offsets, per_sample, *kept)
         sharding = of.plan.sharding
         out = torch.empty(

@@ -3,11 +3,11 @@ ranks' gradients.
 
     dense      [rows, columns] float32 of each table: this rank's gradient. If the update or sparse gradients need to know
                which rows were read, a flag per row follows, 1 if this rank read the row
-    parts      each rank sums one range of the elements: it gets all ranks' values by all_to_all_single, and adds them in rank
-               order
-    reduced    the sums of all ranges, by all_gather
+    reduced    the sums over all ranks. On GPUs, NCCL's all-reduce. On CPU, each rank sums one range of the elements: it gets
+               all ranks' values by all_to_all_single, and adds them in rank order. all_gather distributes the sums
 
-So the sum has the same bits on every rank, with any collective backend. With another number of ranks the bits differ, since
+The sums have the same bits on every rank. On CPU this holds with any collective backend. NCCL reduces each element once and
+copies the result to all ranks, but chooses the order of ranks itself. With another number of ranks the bits differ, since
 each rank sums its own samples first. Only rows that at least one rank has read are updated.
 
 The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`), with the sum as each row's gradient.
@@ -15,8 +15,10 @@ The update uses the code for unpooled embeddings (`weft.runtime.embedding_rows`)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
-from weft.runtime.collectives import all_gather_single, all_to_all_single
+from weft.runtime.collectives import all_gather_single, all_reduce_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
 from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
 from weft.runtime.unfused.turn import turn_on
@@ -35,19 +37,48 @@ def local_gradients(of: ForwardCall, jagged: JaggedInput, grad: torch.Tensor, wo
     """Return this rank's gradients of all tables, flattened and concatenated in float32. If `needs_flags`, a flag for each
     row follows: 1 if this rank has read the row. Zeros pad the result to a multiple of `world`, the number of ranks.
 
+    Without an optimizer, the gradients have been multiplied by `of.factor`.
+
     grad: the gradient of this rank's pooled vectors, [samples, columns of all tables].
     """
-    device, sharding = device_code(grad.device), of.plan.sharding
-    plain = replace(of, sparse=False, factor=1.0)
-    rows_of_all = sum(table.num_embeddings for table in sharding.tables) if needs_flags(of) else 0
-    count = rows_of_all + sum(table.num_embeddings * table.embedding_dim for table in sharding.tables)
-    flat = torch.zeros(-(-count // world) * world, dtype=torch.float32, device=grad.device)
-    grads, flags = of_tables(flat, sharding)
+    device, layout = device_code(grad.device), _layout_of(of.plan.sharding)
+    plain = replace(of, sparse=False, factor=_factor_of_sums(of))
+    count, flags = layout.elements, sum(layout.rows) if needs_flags(of) else 0
+    flat = torch.zeros(-(-(count + flags) // world) * world, dtype=torch.float32, device=grad.device)
     rows = device.sorted_rows(plain, jagged)
-    device.gradients_of_tables(plain, rows, grad.contiguous(), torch.float32, grads)
-    if rows_of_all:
-        flags[:rows_of_all] = device.rows_read(plain, rows)
+    device.gradients_in(plain, rows, grad.contiguous(), flat)
+    if flags:
+        flat[count : count + flags] = device.rows_read(plain, rows)
     return flat
+
+
+def _factor_of_sums(of: ForwardCall) -> float:
+    """Return the factor of gradients before they are summed over ranks. An optimizer multiplies the sums by `of.factor`
+    itself.
+    """
+    return of.factor if of.tables is None else 1.0
+
+
+class _Layout(NamedTuple):
+    """The sizes of the tables' gradients in a flat tensor.
+
+    shapes, rows, sizes: the shape, the number of rows, and the number of elements of each table. elements: the number of
+        elements of all tables. columns: the number of columns of every table; None if tables differ.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    elements: int
+    columns: int | None
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(sharding: EmbeddingSharding) -> _Layout:
+    shapes = tuple((table.num_embeddings, table.embedding_dim) for table in sharding.tables)
+    sizes, widths = tuple(rows * columns for rows, columns in shapes), {columns for _, columns in shapes}
+    rows = tuple(rows for rows, _ in shapes)
+    return _Layout(shapes, rows, sizes, sum(sizes), widths.pop() if len(widths) == 1 else None)
 
 
 def needs_flags(of: ForwardCall) -> bool:
@@ -60,7 +91,8 @@ def gradients_of_rows(of: ForwardCall, given: Sequence[RowGradients]) -> torch.T
 
     given: for each table, the gradient of each id that this rank has looked up.
     """
-    dense = [gradient_of_table(one, 1.0, False, torch.float32).flatten() for one in given]
+    factor = _factor_of_sums(of)
+    dense = [gradient_of_table(one, factor, False, torch.float32).flatten() for one in given]
     flags = [_flags(one.ids, one.table.num_embeddings) for one in given] if needs_flags(of) else []
     return torch.cat([*dense, *flags])
 
@@ -74,13 +106,16 @@ def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
     """Return the sum of `flat` over all ranks, with the same bits on every rank. All ranks must make this call.
 
-    flat: the result of `local_gradients` or `gradients_of_rows`.
+    flat: the result of `local_gradients` or `gradients_of_rows`, which this function may overwrite.
     """
     world = group.size()
     if world == 1:
         return flat
     what = f"gradients of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
     compare(of, f"backward of {what}", group, flat.device, deadline_s)
+    if flat.device.type == "cuda":
+        all_reduce_single(flat, group=group)
+        return flat
     each = -(-flat.numel() // world)
     padded = flat if flat.numel() == world * each else torch.nn.functional.pad(flat, (0, world * each - flat.numel()))
     turn = turn_on(group, flat.device, what, deadline_s)
@@ -113,15 +148,18 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[tor
 
     flat: the result of `reduced`, or a tensor of the same layout.
     """
-    shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
-    sizes = [rows * columns for rows, columns in shapes]
-    grads = flat[: sum(sizes)].unsafe_split_with_sizes(sizes)  # each with a version counter of its own
-    return [grad.view(shape) for grad, shape in zip(grads, shapes, strict=True)], flat[sum(sizes) :]
+    shapes, rows, sizes, elements, columns = _layout_of(sharding)
+    dense, flags = flat[:elements], flat[elements:]
+    # The parts of an unsafe split have version counters of their own.
+    if columns is not None:
+        return list(dense.view(-1, columns).unsafe_split_with_sizes(rows)), flags
+    grads = dense.unsafe_split_with_sizes(sizes)
+    return [grad.view(shape) for grad, shape in zip(grads, shapes, strict=True)], flags
 
 
 def _are_read(flags: torch.Tensor, sharding: EmbeddingSharding) -> tuple[torch.Tensor, ...]:
     """Return for each table a flag for each row: True if any rank has read the row. flags: from `of_tables`."""
-    rows = [table.num_embeddings for table in sharding.tables]
+    rows = _layout_of(sharding).rows
     return (flags[: sum(rows)] > 0).split(rows)
 
 
@@ -147,17 +185,15 @@ def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the gradient of each table in the table's dtype: dense, or with `of.sparse` a coalesced sparse COO tensor,
     for which the CPU waits for the device.
 
-    flat: the result of `reduced`, which this function overwrites. Dense gradients share one allocation.
+    flat: the result of `reduced`. Dense gradients share its memory, or one other allocation.
     """
     sharding = of.plan.sharding
     if not of.sparse:
-        if of.factor != 1.0:
-            flat *= of.factor
         return of_tables(flat.to(sharding.dtype), sharding)[0]
     grads, flags = of_tables(flat, sharding)
     found = []
     for config, grad, is_read in zip(sharding.tables, grads, _are_read(flags, sharding), strict=True):
         at = is_read.nonzero().t()
-        values = (grad[at[0]] * of.factor).to(config.dtype)
+        values = grad[at[0]].to(config.dtype)
         found.append(torch.sparse_coo_tensor(at, values, grad.shape, is_coalesced=True, check_invariants=False))
     return found

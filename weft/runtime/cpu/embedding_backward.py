@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -105,25 +106,21 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, rece
 
 
 def gradients_of_tables(
-    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None,
-    out: list[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor.
 
-    dtype: the dtype of the result; by default the tables' dtype. out: zeros for dense gradients, one tensor per table.
+    dtype: the dtype of the result; by default the tables' dtype.
     """
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     counts = rows.counts()
     sizes = counts if of.sparse else [table.num_embeddings for table in tables]
     make = torch.empty if of.sparse else torch.zeros
-    values = out or [
+    values = [
         make(size, table.embedding_dim, dtype=dtype or table.dtype) for size, table in zip(sizes, tables, strict=True)
     ]
-    memory = np.zeros((len(tables), 5), dtype=np.int64)
-    memory[:, 3] = [value.data_ptr() for value in values]
-    numbers = [0.0, of.factor, *[0.0] * 8, math.inf]
-    _updated(of, rows, received, memory, _GRADIENT, numbers, False, dtype or sharding.dtype)
+    _write_gradients(of, rows, received, [value.data_ptr() for value in values], dtype or sharding.dtype)
     if not of.sparse:
         return values
     found = []
@@ -133,6 +130,26 @@ def gradients_of_tables(
         shape = table.num_embeddings, table.embedding_dim
         found.append(torch.sparse_coo_tensor(indices, value, shape, is_coalesced=True, check_invariants=False))
     return found
+
+
+def gradients_in(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write the gradients of all tables to `flat`, one table after the other.
+
+    flat: zeros in float32, with at least as many elements as all tables.
+    """
+    tables = [of.plan.sharding.tables[index] for index in of.plan.sharding.local_tables(of.rank)]
+    sizes = [table.num_embeddings * table.embedding_dim * flat.itemsize for table in tables]
+    addresses = list(accumulate(sizes, initial=flat.data_ptr()))[:-1]
+    _write_gradients(of, rows, received, addresses, flat.dtype)
+
+
+def _write_gradients(
+    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, addresses: list[int], dtype: torch.dtype
+) -> None:
+    """Write the gradient of each table to its address, as `dtype`."""
+    memory = np.zeros((len(addresses), 5), dtype=np.int64)
+    memory[:, 3] = addresses
+    _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 8, math.inf], False, dtype)
 
 
 def rows_read(of: ForwardCall, rows: _core.SortedRows) -> torch.Tensor:

@@ -38,6 +38,7 @@ from weft.symm.lasting import lasting
 __all__ = [
     "add_each",
     "by_owner",
+    "gradients_in",
     "gradients_of_tables",
     "gradients_of_weights",
     "rows_read",
@@ -131,13 +132,12 @@ def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torc
 
 
 def gradients_of_tables(
-    of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None,
-    out: list[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+    of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor, for which
     the CPU waits for the device.
 
-    dtype: the dtype of the gradients; by default the tables' dtype. out: zeros for dense gradients, one tensor per table.
+    dtype: the dtype of the gradients; by default the tables' dtype.
     """
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
@@ -149,7 +149,7 @@ def gradients_of_tables(
         at: list[int] = torch.searchsorted(linear, edges).tolist()
         first_runs, sizes = at[:-1], [end - begin for begin, end in pairwise(at)]
     make = torch.empty if of.sparse else torch.zeros
-    values = out or [
+    values = [
         make(size, table.embedding_dim, dtype=dtype or table.dtype, device=device)
         for size, table in zip(sizes, tables, strict=True)
     ]
@@ -170,6 +170,45 @@ def gradients_of_tables(
         )
         for table, value, base, first in zip(tables, values, shape.bases, first_runs, strict=True)
     ]  # fmt: skip
+
+
+def gradients_in(of: ForwardCall, rows: Rows, received: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write the gradients of all tables to `flat`, one table after the other.
+
+    flat: zeros in float32, with at least as many elements as all tables.
+    """
+    device = received.device
+    made, is_address, size, is_aligned = _tables_in_flat(of.plan.sharding, of.rank, device)
+    # A kernel adds the address of `flat` in stream order: a copy from the CPU would wait for the device.
+    lines = torch.add(keep_for_graphs(made), keep_for_graphs(is_address), alpha=flat.data_ptr())
+    table = _DeviceTable(lines, size, is_aligned and flat.data_ptr() % 16 == 0)
+    numbers = _fixed_numbers((), of.factor, math.inf, device)
+    _launched(rows, received, table, numbers, _GRADIENT, False, False, torch.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables_in_flat(
+    sharding: EmbeddingSharding, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+    """Describe the gradients of this rank's tables in a flat float32 tensor, as in `_DeviceTable`. The addresses are
+    relative to the begin of the flat tensor.
+
+    Consecutive tables with the same number of columns are described as one table. The result's second tensor has a 1 for
+    each address.
+    """
+    lines, at = list[list[int]](), 0
+    for index, base in zip(sharding.local_tables(rank), shape_of(sharding, rank).bases, strict=True):
+        rows, columns = sharding.tables[index].num_embeddings, sharding.tables[index].embedding_dim
+        if not lines or lines[-1][5] != columns:
+            lines.append([0, 0, 0, at, base, columns, 0, 0])
+        at += rows * columns * torch.float32.itemsize
+    lines = lines or [[0] * device_code.TABLE_FIELDS]
+
+    def on_device(lines: list[list[int]]) -> torch.Tensor:
+        return lasting(device, lambda: torch.tensor(lines, dtype=torch.int64, device=device))
+
+    is_aligned = all(line[3] % 16 == 0 for line in lines)
+    return on_device(lines), on_device([[0, 0, 0, 1, 0, 0, 0, 0]] * len(lines)), len(lines), is_aligned
 
 
 def rows_read(of: ForwardCall, rows: Rows) -> torch.Tensor:
