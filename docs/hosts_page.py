@@ -6,6 +6,7 @@ Sources in benchmarks/results:
                  FILE --append`, with 2 and 4 ranks on each host
     curves       cpu-hosts.json         recorded by `python benchmarks/hosts.py --only curves --json FILE`
     predictions  cpu-hosts-links.json   recorded by `python benchmarks/hosts.py --only links --json FILE`
+    GPUs         h100-hosts.json        recorded by `python benchmarks/gpu_hosts.py --json FILE`
     simulation   sim-hosts.json         recorded by `python docs/hosts_page.py --simulate`
 
 A test fails if the page differs from these files. The script is not installed with weft.
@@ -30,9 +31,16 @@ from weft.trace.pyplot import pyplot
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "hosts.md", HERE / "hosts.png"
 _RESULTS = HERE.parent / "benchmarks" / "results"
-CURVES, SIMULATED, LINKS, *OPERATORS = (
+CURVES, SIMULATED, LINKS, ON_GPUS, *OPERATORS = (
     _RESULTS / f"{name}.json"
-    for name in ("cpu-hosts", "sim-hosts", "cpu-hosts-links", "cpu-hosts-operators-1", "cpu-hosts-operators-2")
+    for name in (
+        "cpu-hosts",
+        "sim-hosts",
+        "cpu-hosts-links",
+        "h100-hosts",
+        "cpu-hosts-operators-1",
+        "cpu-hosts-operators-2",
+    )
 )
 _MARK = re.compile(r"(?P<open><!-- hosts:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /hosts -->)", re.DOTALL)
 _WAYS = ("one pass", "far first", "far last")
@@ -110,6 +118,24 @@ def experts() -> str:
     header = (
         "ranks on each host", "tokens", "columns of the result", "operator", "gloo alone, ms", "one by one, ms",
         "far first, ms", "weft's choice, ms", _VERDICT,
+    )  # fmt: skip
+    return markdown_table(header, rows) + "\n"
+
+
+def gpus() -> str:
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in json.loads(ON_GPUS.read_text()):
+        found.setdefault((record["op"], record["rows"], record["other"]), []).append(record)
+    rows = []
+    for (op, m, other), (serial, *chunked, weft) in found.items():
+        cells = (f"{one['ms']:.3g} ({one['speed']:.2f}x)" for one in chunked)
+        choice = f"{weft['chunks']} chunks" if weft["chunks"] else "serial"
+        verdict = f"{weft['not_slower']} of {weft['calls']}"
+        speed = f"{weft['ms']:.3g} ({weft['speed']:.2f}x)"
+        rows.append((f"`{op}`", str(m), str(other), f"{serial['ms']:.3g}", *cells, choice, speed, verdict))
+    header = (
+        "operator", "M", "N or K", "serial, ms", "1 chunk, ms", "2 chunks, ms", "4 chunks, ms", "weft's choice", "its ms",
+        _VERDICT,
     )  # fmt: skip
     return markdown_table(header, rows) + "\n"
 
@@ -237,7 +263,7 @@ def simulate(op: str, hosts: int) -> dict[str, Any]:
 
 
 def _is_usable(problem: Problem, name: str, of_hosts: list[str]) -> bool:
-    return name == "serial" or not needs_far(named(problem, name).build(), 0, of_hosts)
+    return name == "serial" or not needs_far(named(problem, name).build(), 0, of_hosts, on_gpus=True)
 
 
 def simulated() -> str:
@@ -278,7 +304,7 @@ def predictions() -> str:
 
 TABLES = {
     "gemms": gemms, "experts": experts, "embeddings": embeddings, "predictions": predictions, "ratios": ratios, "slices": slices,
-    "simulated": simulated,
+    "simulated": simulated, "gpus": gpus,
 }  # fmt: skip
 
 

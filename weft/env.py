@@ -125,8 +125,8 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 def self_calibration() -> bool:
     """`WEFT_SELF_CALIBRATION`: 0 disables two measurements at the first call of a group (default 1). The first measures
     GPUs that have neither a machine file nor a calibration, in up to 2 seconds, once per machine. Without it, weft plans
-    with numbers derived from the driver's properties. The second measures links between hosts if CPU ranks are on several
-    hosts, in about half a second, once per set of hosts.
+    with numbers derived from the driver's properties. The second measures links between hosts if ranks are on several hosts,
+    in about half a second, once per set of hosts.
     """
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 

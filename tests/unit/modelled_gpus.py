@@ -402,8 +402,9 @@ def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Contex
         "side": streams[1:-1],
         "monitor": streams[-1],
         "run": LastRun(),
+        "own_group": None,
     }
-    return Context(**vars(mine), device=CPU, own=own, begun_word=torch.zeros(2), **instead)
+    return Context(**vars(mine), device=CPU, own=own, begun_word=torch.zeros(3), **instead)
 
 
 def poison(t: torch.Tensor) -> torch.Tensor:

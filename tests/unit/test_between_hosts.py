@@ -55,6 +55,12 @@ def test_large_buffers_of_gloo_fault_pages_in_every_call() -> None:
     assert NETWORK.collective_us("all_gather", size) == pytest.approx(wanted_us)
 
 
+def test_nccl_reduces_while_it_scatters() -> None:
+    by_nccl = replace(NETWORK, copy_bytes_per_us=math.inf, fresh_bytes_per_us=math.inf, library="nccl")
+    for op, times in {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}.items():
+        assert by_nccl.collective_us(op, 4 * MB) == pytest.approx(times * (3 * MB / 100 + 3 * 500)), op
+
+
 @pytest.mark.parametrize(("hosts", "crossings", "far"), [("aab", 1, 2), ("abab", 2, 4), ("aabbcc", 1, 8), ("ab", 1, 1)])
 def test_bytes_of_the_busiest_host(hosts: str, crossings: int, far: int) -> None:
     network, size = replace(NETWORK, hosts=tuple(hosts), round_trip_us=0.0, copy_bytes_per_us=math.inf), len(hosts) * MB
@@ -85,6 +91,14 @@ def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
     _, gather, reduce = problems(4096)
     assert timed(gather, fast) == [False, True, True]
     assert timed(reduce, fast) == [False, False, True]
+
+
+def test_gpus_time_schedules_of_several_chunks() -> None:
+    """GPUs have no collectives in two levels, and serial's collectives do not travel with a rendezvous."""
+    by_nccl = HostNetwork(NETWORK.hosts, 100.0, 50.0, 100.0, math.inf, math.inf, "nccl")
+    for p in problems(256):
+        assert timed(p, by_nccl) == [False, True, True], p
+        assert timed(p, replace(by_nccl, bytes_per_us=25_000.0)) == [False] * 3, p  # serial takes less than 300 us
 
 
 def test_a_single_chunk_gains_nothing_if_serial_rides_with_the_rendezvous() -> None:
@@ -149,9 +163,13 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_saved_links_are_found_by_the_same_ranks_of_the_same_hosts() -> None:
     links.save(FOUND)
-    assert links.find(FOUND.hosts) == FOUND
-    assert links.find(("a", "b")) is None
-    assert links.find(("a", "b", "a")) is None
+    assert links.find(FOUND.hosts, "gloo") == FOUND
+    assert links.find(("a", "b"), "gloo") is None
+    assert links.find(("a", "b", "a"), "gloo") is None
+    assert links.find(FOUND.hosts, "nccl") is None
+    links.save(by_nccl := replace(FOUND, library="nccl", exchange_bytes_per_us=70.0))
+    assert links.find(FOUND.hosts, "nccl") == by_nccl
+    assert links.find(FOUND.hosts, "gloo") == FOUND
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,7 @@ def test_unusable_files_are_refused(change: dict[str, Any], error: type[Exceptio
     (file,) = tmp_path.glob("links-*.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=text):
-        links.find(FOUND.hosts)
+        links.find(FOUND.hosts, "gloo")
 
 
 def test_implausible_numbers_are_dropped_with_a_sentence() -> None:

@@ -136,7 +136,7 @@ def print_group(report: GroupReport) -> None:
     if len(report.hosts) > 1:
         print(
             "\nThe group is on several hosts: data are sent by torch.distributed, mostly without overlap (docs/hosts.md). "
-            "For overlap, use groups of ranks on the same host."
+            "For more overlap, use groups of ranks on the same host."
         )
 
 

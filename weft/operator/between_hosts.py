@@ -1,9 +1,9 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
-A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives or messages
-run there. On CPU, the first call of a problem family times the candidates in `Problem.between_hosts`, except candidates
-that cannot be clearly faster than serial with the measured links (`worth_timing`). Candidates are timed again for a
-size that differs by more than a factor of two from all timed sizes. On GPUs, and if no candidate is clearly faster than
+A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives, or on CPU
+by messages, run there. The first call of a problem family times the candidates in `Problem.between_hosts`, except
+candidates that cannot be clearly faster than serial with the measured links (`worth_timing`). Candidates are timed
+again for a size that differs by more than a factor of two from all timed sizes. If no candidate is clearly faster than
 serial, calls run unfused.
 """
 
@@ -18,8 +18,10 @@ from weft import caller, env, plan
 from weft.builders import Candidate, NotApplicableError, Problem, named
 from weft.builders.registry import cannot_do
 from weft.operator import measure
+from weft.operator.know_links import know_links
 from weft.runtime.executors import Tensors
 from weft.runtime.links import network_of
+from weft.runtime.own_nccl import uses_nccl
 from weft.runtime.rails import MOST_BYTES
 from weft.runtime.schedule_memory import needs_far
 from weft.runtime.two_levels import largest_collective_bytes, ranks_per_host
@@ -52,8 +54,7 @@ def choose_between_hosts(
         return ""
     if pinned is not None and plan.names_schedule(pinned):
         try:
-            fault = "" if comm.device.type == "cpu" else "on GPUs only serial runs between hosts"
-            fault = fault or _fault(built(named(p, pinned)), comm)
+            fault = _fault(built(named(p, pinned)), comm)
         except NotApplicableError as error:
             raise cannot_do(pinned, p, error) from error
         if fault and not env.quiet():
@@ -61,7 +62,7 @@ def choose_between_hosts(
                 f"schedule={pinned!r}, {p.title}: serial runs instead, because the ranks of the group are on several hosts: {fault}"
             )
         return "" if fault else pinned
-    if comm.device.type != "cpu" or not p.has_work:
+    if not p.has_work:
         return ""
     family, size = p.measured_family
     known, here = _taken.setdefault(comm, {}).setdefault(family, {}), plan.octave_of(size)
@@ -77,12 +78,15 @@ def _fastest(
     built: Callable[[Candidate], Schedule],
 ) -> str:  # fmt: skip
     usable: dict[str, Any] = {}
-    rails = len(set(comm.hosts)) if ranks_per_host(comm.hosts) else 0
+    rails = len(set(comm.hosts)) if comm.device.type == "cpu" and ranks_per_host(comm.hosts) else 0
     for name in p.between_hosts(rails):
         with contextlib.suppress(NotApplicableError):
             schedule = built(named(p, name))
             if not _fault(schedule, comm):
                 usable[name] = schedule
+    if not usable:
+        return ""
+    know_links(comm, deadline_s)  # CPU ranks already know them
     serial_schedule = built(named(p, "serial"))
     if (network := network_of(comm)) is not None:
         usable = {name: one for name, one in usable.items() if worth_timing(one, serial_schedule, network)}
@@ -106,7 +110,7 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
     transfers except the shortest, while serial hides none. But if serial's collectives are small, serial saves a round
     trip, because weft sends their data with the messages by which ranks synchronise (`weft.runtime.rails`).
     """
-    has_rails = ranks_per_host(network.hosts) > 0
+    has_rails = network.library == "gloo" and ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
     serial_us = sum(_collectives_us(serial, network, rides))
     transfers_us = [*_collectives_us(schedule, network, has_rails), *_sends_us(schedule, network)]
@@ -143,6 +147,11 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text that names the first step that needs another host's memory, on any rank; "" if there is none."""
-    faults = (needs_far(schedule, rank, comm.hosts) for rank in range(comm.world_size))
+    """Return a text that names the first step that needs memory that is not mapped, on any rank; "" if there is none. On
+    GPUs, also return a text if the group does not use NCCL.
+    """
+    on_gpus = comm.device.type != "cpu"
+    if on_gpus and not uses_nccl(comm):
+        return "on GPUs, schedules between hosts need a group that uses NCCL"
+    faults = (needs_far(schedule, rank, comm.hosts, on_gpus) for rank in range(comm.world_size))
     return next(filter(None, faults), "")

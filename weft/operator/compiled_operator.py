@@ -380,7 +380,7 @@ class CompiledOperator:
             # Ranks compile and measure here, which takes different times on different ranks.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
-                if not plan.names_schedule(self.pinned):
+                if self.device.type == "cpu" and not plan.names_schedule(self.pinned):
                     know_links(comm, patience_s)
                 if op.has_executors:
                     self.chosen = op.own_executors(p, call, comm, tensors, deadline_s)

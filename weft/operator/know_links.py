@@ -1,13 +1,14 @@
-"""The links between the hosts of a group on CPU: when ranks measure them, and which rank's numbers all ranks use.
+"""The links between the hosts of a group: when ranks measure them, and which rank's numbers all ranks use.
 
-A group on several hosts measures at most once, at its first choice of a schedule, where ranks synchronise anyway. A
-group that uses only pinned schedules never measures. The first rank looks for saved numbers:
+A group on several hosts measures at most once, at its first choice of a schedule, where ranks synchronise anyway. On
+GPUs it does so only if there are schedules to choose from. A group that uses only pinned schedules never measures. The
+first rank looks for saved numbers:
 
     saved numbers for the same hosts and ranks      every rank uses them
     none                                            all ranks measure, and use the first rank's numbers
 
 With WEFT_SELF_CALIBRATION=0 on any rank, no rank measures or uses numbers. Implausible numbers are dropped, with a
-warning. On GPUs calls between hosts run unfused, so nothing is measured.
+warning. CPU ranks measure gloo, and GPUs NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft import env, symm
 from weft.caller import warn_once
 from weft.errors import WeftError
 from weft.plan import links
-from weft.runtime.links import is_settled, measure_links, settle
+from weft.runtime.links import is_settled, library_of, measure_links, settle
 from weft.sim.between_hosts import Measured
 from weft.symm import Communicator
 
@@ -26,7 +27,7 @@ def know_links(comm: Communicator, deadline_s: float | None = None) -> None:
 
     All ranks must make the first call together. Later calls do nothing.
     """
-    if comm.device.type != "cpu" or comm.all_mapped or is_settled(comm):
+    if comm.all_mapped or is_settled(comm):
         return
     with symm.set_up_within(deadline_s):
         stands = comm.all_gather(_stand(comm), what="links between hosts that are known")
@@ -58,7 +59,7 @@ def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
     if comm.rank or not env.self_calibration():
         return env.self_calibration(), None
     try:
-        return True, links.find(comm.hosts)
+        return True, links.find(comm.hosts, library_of(comm))
     except ValueError as error:
         warn_once(f"the saved links between hosts are ignored: {error}")
         return True, None

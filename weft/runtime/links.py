@@ -1,14 +1,15 @@
-"""Measurements for groups of CPU ranks on several hosts: of the network, by the process group's all-to-all, and of copies
-in memory.
+"""Measurements for groups of ranks on several hosts: of the network, by an all-to-all of gloo or NCCL, and of copies in
+memory.
 
     links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
                 common host are measured at the same time, in rounds as in a tournament
     exchanges   an all-to-all of all ranks, each of which sends the same number of bytes to every rank
-    copies      all ranks copy at the same time, to memory that was written before, and to new memory, which causes page faults
+    copies      all ranks copy at the same time, to memory that was written before, and to new memory, which causes page faults.
+                GPUs do not measure copies
 
 All measurements together take about `BUDGET_S` seconds. To measure the rate of a link, its first rank sends, and its second
 rank answers with one byte. The first rank measures the time, so it does not matter when the second rank starts. The round trip
-is twice the time of the fastest exchange of one byte, including gloo's own time. The numbers are equal on all ranks.
+is twice the time of the fastest exchange of one byte, including the library's own time. The numbers are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch
 
 from weft import env
 from weft.runtime.collectives import all_to_all_single, finish
+from weft.runtime.own_nccl import own_nccl
 from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
 from weft.symm import Communicator
+from weft.symm.device import synchronize
 
 BUDGET_S = 0.5
 _LINKS_UNTIL, _EXCHANGES_UNTIL, _COPY_S = 0.4, 0.75, 0.015  # fractions of the budget; seconds
@@ -66,9 +69,14 @@ def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     return rounds
 
 
+def library_of(comm: Communicator) -> str:
+    """Return the library that sends data between hosts: gloo for CPU ranks, NCCL for GPUs."""
+    return "gloo" if comm.device.type == "cpu" else "nccl"
+
+
 def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
-    """Measure the links of a group of CPU ranks on several hosts. Return the same result on every rank. All ranks must make
-    this call.
+    """Measure the links of a group on several hosts. Return the same result on every rank. All ranks must make this call.
+    GPUs must use NCCL.
 
     Raises `DeadlineError` after `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
     """
@@ -80,7 +88,8 @@ def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: fl
     latency_s = max((link.round_trip_us for link in links), default=0.0) / 2e6
     timed = probe.largest_in(until_s, lambda size: probe.exchange_s(every, size), latency_s, parts=world)
     exchange = far * _rate([(size, max(times)) for size, times in timed], latency_s)
-    return Measured(comm.hosts, links, exchange, *probe.copies())
+    copy, fresh = probe.copies() if comm.device.type == "cpu" else (None, None)
+    return Measured(comm.hosts, links, exchange, copy, fresh, library_of(comm))
 
 
 def _measure_pairs(probe: _Probe, comm: Communicator, until_s: float) -> tuple[LinkFound, ...]:
@@ -127,9 +136,11 @@ class _Probe:
 
     def __init__(self, comm: Communicator, deadline_s: float) -> None:
         self._comm, self._deadline_s = comm, deadline_s
+        self._on_cpu = comm.device.type == "cpu"
+        self._group = comm.group if self._on_cpu else own_nccl(comm)
         self._start, self.elapsed_s = time.perf_counter(), 0.0
         # The kernel maps pages at the first write, which must not count as time of the network.
-        self._sent, self._received = (torch.ones(_FIRST_BYTES, dtype=torch.uint8) for _ in range(2))
+        self._sent, self._received = self._buffers(_FIRST_BYTES)
 
     def largest_in(
         self, until_s: float, send_s: Callable[[int], list[float]], latency_s: float, parts: int = 1
@@ -177,12 +188,15 @@ class _Probe:
             for pairs, n in exchanges
         ]
         self._reserve(max(sum(counts) for both in sizes for counts in both))
+        synchronize(comm.device)
         comm.meet(b"", name=_WHAT, deadline_s=self._deadline_s)
         start = time.perf_counter()
         for came, leaving in sizes:
             received, sent = self._received[: sum(came)], self._sent[: sum(leaving)]
-            work = all_to_all_single(received, sent, came, leaving, group=comm.group, async_op=True)
-            finish(work, comm, _WHAT, self._deadline_s, sent, received)
+            work = all_to_all_single(received, sent, came, leaving, group=self._group, async_op=self._on_cpu)
+            if self._on_cpu:
+                finish(work, comm, _WHAT, self._deadline_s, sent, received)
+        synchronize(comm.device)
         return self._share(time.perf_counter() - start)
 
     def copies(self) -> tuple[float, float]:
@@ -206,7 +220,10 @@ class _Probe:
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > len(self._sent):
-            self._sent, self._received = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+            self._sent, self._received = self._buffers(nbytes)
+
+    def _buffers(self, nbytes: int) -> list[torch.Tensor]:
+        return [torch.ones(nbytes, dtype=torch.uint8, device=self._comm.device) for _ in range(2)]
 
     def _share(self, mine_s: float) -> list[float]:
         """Send `mine_s`, a time of this rank in seconds or in seconds per byte, to all ranks. Return the times of all ranks,

@@ -71,20 +71,21 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
     if comm.all_mapped:
         return ""
     if comm.device.type != "cpu":
-        fault = needs_far(schedule, comm.rank, comm.hosts, signals=True)
-        return f"{fault}: use collective steps between hosts" if fault else ""
-    found = _first_far(schedule, comm.rank, comm.hosts, signals=False)
+        fault = needs_far(schedule, comm.rank, comm.hosts, on_gpus=True)
+        return f"{fault}: use collective steps" if fault else ""
+    found = _first_far(schedule, comm.rank, comm.hosts, on_gpus=False)
     return f"{needs_far(schedule, comm.rank, comm.hosts)}: {_instead(*found[1:])}" if found else ""
 
 
-def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool = False) -> str:
-    """Return an error text for the first step of `rank` that needs memory of a rank on another host; "" if there is none.
+def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: bool = False) -> str:
+    """Return an error text for the first step of `rank` that needs memory of another rank that is not mapped; "" if there is
+    none.
 
-    hosts: the host of each rank.
-    signals: True if a signal to another host needs mapped memory too; False if signals are sent as messages, as between CPU
-        ranks.
+    hosts: the host of each rank, at least two different hosts.
+    on_gpus: False for CPU ranks: memory is mapped within a host, and lanes send their signals to other hosts as messages.
+        True for GPUs: memory of no other rank is mapped, and there are no messages.
     """
-    found = _first_far(schedule, rank, hosts, signals)
+    found = _first_far(schedule, rank, hosts, on_gpus)
     if found is None:
         return ""
     lane, step, other = found
@@ -92,16 +93,16 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool
     return f"lane {lane.name}: {describe(step, rank)}: {why}"
 
 
-def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], signals: bool) -> tuple[Lane, Step, int] | None:
-    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank on another host; None if
+def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: bool) -> tuple[Lane, Step, int] | None:
+    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank that is not mapped; None if
     there is none.
 
-    hosts: the host of each rank. signals: True if a signal to another host needs mapped memory too.
+    hosts: the host of each rank. on_gpus: as for `needs_far`.
     """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:
-            for other in sorted(_touched(step, signals)):
-                if hosts[other] != hosts[rank]:
+            for other in sorted(_touched(step, on_gpus)):
+                if other != rank if on_gpus else hosts[other] != hosts[rank]:
                     return lane, step, other
     return None
 
@@ -115,15 +116,16 @@ def _instead(step: Step, other: int) -> str:
     return "compute into memory of this host, then write lane.send(src, dst)"
 
 
-def _touched(step: Step, signals: bool) -> set[int]:
-    """Return the ranks whose memory a step of fixed sizes reads or writes. Ignore collectives and sends.
+def _touched(step: Step, on_gpus: bool) -> set[int]:
+    """Return the ranks whose memory a step of fixed sizes reads or writes. Ignore collectives.
 
-    signals: True to include the ranks whose signals the step sets.
+    on_gpus: True to include the ranks to which the step sends data, and whose signals it sets.
     """
-    parts = step.inner if step.tile_kernel else () if step.meets or isinstance(step, Send) else (step,)
+    leaves = step.meets or (isinstance(step, Send) and not on_gpus)  # without access to memory of other ranks
+    parts = step.inner if step.tile_kernel else () if leaves else (step,)
     places = [region.at for part in parts for region in part.regions]
     if step.tile_kernel:
         places = [at for place in places for (at,), _ in counted(cast(Tiles, step), place)]
-    if signals or not isinstance(step, Set):  # a lane sends its signals; a kernel cannot
+    if on_gpus or not isinstance(step, Set):  # a lane sends its signals; a kernel cannot
         places += [at for at, _, _ in step.sets()]
     return {value(at) for at in places}

@@ -1,4 +1,4 @@
-"""Predicted times of collectives of CPU ranks on several hosts, from measured rates of the network and of memory.
+"""Predicted times of collectives of ranks on several hosts, from measured rates of the network and of memory.
 
     time = far / rate of the link + rounds * round trip / 2 + (copied - fresh) / rate of copies + fresh / rate into new memory
 
@@ -32,6 +32,10 @@ no cost in time, except the pages for a rank's own rows. For buffers of 32 MiB a
 (mallopt(3), M_MMAP_THRESHOLD), so all pages are mapped again. Smaller buffers are reused, so for smaller matrices fresh
 is 0.
 
+NCCL's reduce-scatter sends half as much in half as many rounds, like its all-gather. The rates of copies are not measured
+on GPUs, and copies are assumed to take no time. NCCL may use several streams and network cards of a host, so its
+collectives may be faster than predicted.
+
 The prediction assumes that nothing computes at the same time.
 """
 
@@ -63,6 +67,7 @@ class HostNetwork:
     exchange_bytes_per_us: the rate at which bytes leave a host in an all-to-all of all ranks.
     copy_bytes_per_us: the rate at which one rank copies while all ranks copy.
     fresh_bytes_per_us: the same rate for copies into new memory, whose pages Linux has to map first.
+    library: "gloo" or "nccl", the library of the collectives.
     """
 
     hosts: tuple[str, ...]
@@ -71,6 +76,7 @@ class HostNetwork:
     exchange_bytes_per_us: float
     copy_bytes_per_us: float
     fresh_bytes_per_us: float
+    library: str = "gloo"
 
     @property
     def ranks(self) -> int:
@@ -99,14 +105,14 @@ class HostNetwork:
         if two_levels:
             return self._in_two_levels_us(op, nbytes)
         ring = self.crossings * (self.ranks - 1) / self.ranks * nbytes
-        rounds = self.ranks - 1
+        rounds, reduces = self.ranks - 1, 1 if self.library == "nccl" else 2
         if op == "all_to_all":
             busiest = max(count * (self.ranks - count) for count in map(self.hosts.count, self.hosts))
             far = busiest * nbytes / self.ranks
             return far / self.exchange_bytes_per_us + self.round_trip_us / 2 + self._copied_us(nbytes / self.ranks)
         far, rounds, copied, fresh = {
             "all_gather": (ring, rounds, nbytes * (1 + 1 / self.ranks), nbytes / self.ranks),
-            "reduce_scatter": (2 * ring, 2 * rounds, nbytes * (1 + 1 / self.ranks), nbytes),
+            "reduce_scatter": (reduces * ring, reduces * rounds, nbytes * (1 + 1 / self.ranks), nbytes),
             "all_reduce": (2 * ring, 2 * rounds, 0, 0),
         }[op]
         return (
@@ -152,6 +158,7 @@ class Measured:
     exchange_bytes_per_us: float | None = None
     copy_bytes_per_us: float | None = None
     fresh_bytes_per_us: float | None = None
+    library: str = "gloo"
 
     def checked(self) -> tuple[Measured, tuple[str, ...]]:
         """Drop implausible rates. Return (the remaining rates, a sentence for each dropped rate)."""
@@ -173,7 +180,7 @@ class Measured:
             faults = [] if number is None else _implausible(kind, number, "MB/s")
             said += [f"{without}: {fault}" for fault in faults]
             numbers[name] = None if faults else number
-        return Measured(self.hosts, tuple(kept), **numbers), tuple(said)
+        return Measured(self.hosts, tuple(kept), **numbers, library=self.library), tuple(said)
 
     def network(self) -> HostNetwork | None:
         """Return the slowest rates as a `HostNetwork`; None if no link was measured.
@@ -187,7 +194,7 @@ class Measured:
         copies = self.copy_bytes_per_us or math.inf
         trip_us = max(link.round_trip_us for link in self.links)
         exchanges, fresh = self.exchange_bytes_per_us or rate, self.fresh_bytes_per_us or copies
-        return HostNetwork(self.hosts, rate, trip_us, exchanges, copies, fresh)
+        return HostNetwork(self.hosts, rate, trip_us, exchanges, copies, fresh, self.library)
 
 
 def _implausible(kind: str, number: float, unit: str) -> list[str]:

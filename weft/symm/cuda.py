@@ -5,7 +5,8 @@ peer access. A slab exists as long as its communicator, or a tensor in the slab,
 be returned to them. All ranks call `allocate` together with the same size, and place the region at an offset that is free
 on every rank. Waits for other ranks have the communicator's deadline.
 
-In a group of one rank, a slab is ordinary memory.
+In a group of one rank, a slab is ordinary memory. In a group on several hosts, GPUs map no memory of other ranks: a rank
+may only allocate memory of its own (`allocate_own`).
 """
 
 from __future__ import annotations
@@ -85,13 +86,22 @@ class _Slab:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
         self.zero_from = 0  # bytes from this offset on have never been used, and are zero
-        if comm.world_size == 1:
-            device = comm.device
-            self.buffers = [lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))]
+        if comm.world_size == 1 or not all(comm.mapped):
+            self.buffers = _own(comm, nbytes)
         else:
             self.buffers = _shared(comm, nbytes)
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
         synchronize(comm.device)
+
+
+def _own(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
+    """Allocate `nbytes` of ordinary memory on this rank, zeroed. Return it as uint8 [nbytes], with empty tensors in place of
+    the memory of other ranks.
+    """
+    device = comm.device
+    buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * comm.world_size
+    buffers[comm.rank] = lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+    return buffers
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
@@ -192,6 +202,16 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         comm.all_gather(None, what=f"{what}, cleared")
     slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
+
+
+def allocate_own(comm: SharingRanks, nbytes: int) -> CudaRegion:
+    """Allocate a zeroed region of `nbytes` that only this rank can address, for a group on several hosts. Ranks need not make
+    this call together.
+    """
+    wanted = _rounded(nbytes)
+    slab = _Slab(comm, wanted)
+    slab.free = []
+    return CudaRegion(slab, 0, nbytes)
 
 
 def _rounded(nbytes: int) -> int:

@@ -34,12 +34,15 @@ class Operation(NamedTuple):
         the call.
     aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers
         read or add to.
+    meets: True for a collective. The warm-up makes it only before the first run, which all ranks make together. Tensors
+        with other strides, which need another warm-up, may come on some ranks only.
     """
 
     call: Callable[[Tensors], None]
     what: tuple[str, bool] | None = None
     views: tuple[RegionView, ...] = ()
     aside: Callable[[Tensors], None] | None = None
+    meets: bool = False
 
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
@@ -85,25 +88,29 @@ def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Oper
 
 
 def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:
-    src, dst, group = regions.view(step.src), regions.view(step.dst), context.comm.group
+    return Operation(_collective(step, regions, context), meets=True)
+
+
+def _collective(step: Collective, regions: Regions, context: Context) -> Callable[[Tensors], None]:
+    src, dst, group = regions.view(step.src), regions.view(step.dst), context.own_group or context.comm.group
+    for region in (step.src, step.dst):
+        regions.place(region)  # NCCL needs tensors without gaps
     nth = _collectives(context.schedule, context.rank).index(step)
     peers = [_collectives(context.schedule, r)[nth] for r in range(context.comm.world_size)]
     sizes = [int((s.src if step.op == "all_gather" else s.dst).rows) for s in peers]
     if step.op == "all_reduce":
         if step.src == step.dst:
-            return Operation(lambda t: void(all_reduce_single(dst(t), group=group)))
-        return Operation(lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group)))
+            return lambda t: void(all_reduce_single(dst(t), group=group))
+        return lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group))
     if step.op == "reduce_scatter":
         if len(set(sizes)) > 1:
             raise ScheduleError(
                 f"{step}: the parts of the ranks have {sizes} rows, but reduce_scatter needs equal parts: pad them"
             )
-        return Operation(lambda t: void(reduce_scatter_single(dst(t), src(t), group=group)))
+        return lambda t: void(reduce_scatter_single(dst(t), src(t), group=group))
     if len(set(sizes)) == 1:
-        return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))
-    return Operation(
-        lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
-    )
+        return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
+    return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:

@@ -14,7 +14,8 @@ around it.
 
 A compute lane does not write signals to peers itself, because a write takes microseconds, and its next kernel would wait
 for it. A separate stream, the monitor, writes them. Each run also writes a mark to memory when it begins, for the thread
-that watches deadlines (`weft.runtime.cuda.watch`).
+that watches deadlines (`weft.runtime.cuda.watch`). A run with collectives on several hosts writes another mark, which it
+removes when it ends.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from weft.schedule.steps import of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (True to wait, number of the base address, offset in bytes, value)."""
+COLLECTS_AT = 16  # byte offset of the third number of `Context.begun_word`
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 
@@ -112,6 +114,9 @@ class Compiler:
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
         self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
+        collects = self.context.own_group is not None and any(step.meets for _, step in self.context.order)
+        if collects:
+            program.signal(0, [(False, self._begun, 0, 1), (False, self._begun, COLLECTS_AT, 1)])
         if lanes > 1 or monitored:
             self._fork([*range(1, lanes), *([self._monitor] if monitored else [])])
         if monitored:
@@ -123,6 +128,8 @@ class Compiler:
         for lane in range(1, lanes):
             if lane in last:
                 program.wait_event(0, joints[lane])
+        if collects:
+            program.signal(0, [(False, self._begun, COLLECTS_AT, 0)])
         if monitored:
             self._signal_aside(0, [self._note(self.context.standing_word, 0)])
         self.items.flush()

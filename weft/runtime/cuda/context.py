@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, ScheduleError
 from weft.runtime.cuda.flags import Flag, StepPlace, flags_of
@@ -113,9 +114,10 @@ class Context(RankSchedule):
 
     region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
-    begun_word: two numbers in pinned memory, which the device writes and the watching thread reads. The device sets the first
-        to 1 when a run begins, and the thread resets it to 0. The second is 0, or 1 + a rank that sent a different number of
-        rows than expected.
+    begun_word: three numbers in pinned memory, which the device writes and the watching thread reads. The device sets the
+        first to 1 when a run begins, and the thread resets it to 0. The second is 0, or 1 + a rank that sent a different
+        number of rows than expected. The third is 1 during a run with collectives in `own_group`.
+    own_group: the group in which collectives run, if the ranks are on several hosts; None for the user's group.
     """
 
     comm: Communicator
@@ -127,6 +129,7 @@ class Context(RankSchedule):
     monitor: torch.cuda.Stream
     begun_word: torch.Tensor
     run: LastRun
+    own_group: dist.ProcessGroup | None
 
     @property
     def differs_at(self) -> int:

@@ -110,9 +110,11 @@ class StreamItems:
         if capturing:
             program.run(*self.joining, bases, streams)
 
-    def warm_up(self, tensors: Tensors) -> None:
+    def warm_up(self, tensors: Tensors, first: bool = True) -> None:
         """Load all kernels. Run each call of torch and NCCL once, on its stream, with the current contents of memory. If
         several calls launch the same kernel, run only one of them.
+
+        first: True for the first warm-up, which all ranks make together. Later warm-ups omit collectives.
 
         Peers may already run the schedule during the warm-up, so the calls must not change memory that peers read or write
         (`Operation.aside`).
@@ -128,6 +130,8 @@ class StreamItems:
             prepare(tensors)
         done = set()
         for where, operation in self.calls:
+            if operation.meets and not first:
+                continue
             if operation.what is not None:
                 operands = [view(tensors) for view in operation.views]
                 like = (

@@ -36,9 +36,11 @@ from weft.runtime.cuda.context import Context, LastRun, RankSchedule, own_buffer
 from weft.runtime.cuda.flags import AWAITED, missing
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.cuda.watch import watch
+from weft.runtime.own_nccl import own_nccl
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule
-from weft.symm import Communicator
+from weft.symm import Communicator, Region
+from weft.symm.cuda import allocate_own
 from weft.symm.cuda_driver import fill
 
 _SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
@@ -63,11 +65,12 @@ class ScheduleMemory:
         self._stream: torch.cuda.Stream | None = None  # the stream on which the last run was issued
         self._handle = -1
         self._closed = False
-        self.region = comm.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
+        self.own_group = None if comm.all_mapped else own_nccl(comm)
+        self.region = self._allocate(self.nbytes, f"buffers of schedule {self.name}")
         # The words: flags and the standing word; for changes of executors, another standing word and a word for each
         # peer.
         n_all = self._n_words + 2 + comm.world_size
-        self.words = comm.allocate(8 * n_all, what=f"signals of schedule {self.name}")
+        self.words = self._allocate(8 * n_all, f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
@@ -76,7 +79,7 @@ class ScheduleMemory:
         self._word_view = self.words.tensor(self.rank, (n_all,), torch.int64)
         self._poison = torch.full((n_all,), POISONED, dtype=torch.int64, pin_memory=True)
         self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
-        self.begun_word = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self.begun_word = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self._begun = self.begun_word.numpy()
         first = [flag.word for flag in self.flags[self.rank].values() if flag.previous]
         self._fence = self._fenced() if first and comm.world_size > 2 else None
@@ -88,10 +91,18 @@ class ScheduleMemory:
         comm._holders.add(self)
         watch.add(self)
 
+    def _allocate(self, nbytes: int, what: str) -> Region:
+        """Allocate symmetric memory; memory of this rank's own if the ranks are on several hosts. Schedules then have
+        collectives, but no other steps between ranks.
+        """
+        comm = self.comm
+        return comm.allocate(nbytes, what=what) if comm.all_mapped else allocate_own(comm, nbytes)
+
     def context(self, mine: RankSchedule) -> Context:
         own = own_buffers(mine, self.region, self.device)
         return Context(**vars(mine), comm=self.comm, device=self.device, region=self.region, words=self.words, own=own,
-                       side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
+                       side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run,
+                       own_group=self.own_group)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
         """True if a schedule differs from the schedules of this memory only in sizes.
@@ -189,6 +200,9 @@ class ScheduleMemory:
 
         seconds: the deadline.
         """
+        if self.own_group is not None:
+            self._collectives_stand_still(seconds)
+            return
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._found.copy_(self._word_view, non_blocking=True)
@@ -212,6 +226,16 @@ class ScheduleMemory:
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "
             "Check that all ranks made the same call"
+        )
+        self.run.failure = DeadlineError(text)
+        self.comm.poison(text)
+
+    def _collectives_stand_still(self, seconds: float) -> None:
+        if not self._begun[2]:
+            return
+        text = (
+            f"rank {self.rank} waited {seconds:.3g} s for collectives of schedule {self.name}. Check that all ranks made the "
+            "same call"
         )
         self.run.failure = DeadlineError(text)
         self.comm.poison(text)

@@ -196,7 +196,7 @@ class CudaSchedule(Executor):
         if capturing:
             raise ValueError("call the operator once with these shapes and layouts before capturing it in a CUDA graph")
         torch.cuda.synchronize(self.device)
-        self._program(False).warm_up(tensors)
+        self._program(False).warm_up(tensors, first=not self._warm)
         torch.cuda.synchronize(self.device)
         self._warm.add(layout)
 

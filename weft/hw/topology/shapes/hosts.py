@@ -1,6 +1,6 @@
 """Hosts of several GPUs, each host with a switch, and a NIC for each GPU on one network.
 
-Plans and simulations use this topology. Calls on GPUs of several hosts run only the serial schedule.
+Plans and simulations use this topology. Calls on GPUs of several hosts run only schedules whose ranks meet in collectives.
 """
 
 from weft.hw.quantity import Quantity
