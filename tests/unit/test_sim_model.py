@@ -41,6 +41,14 @@ def test_a_short_k_pays_for_the_ends_of_its_tiles() -> None:
     assert ramp.matmul(32, 32, 10, "fp16").time_us == pytest.approx(4 * TILES.matmul(32, 32, 10, "fp16").time_us)
 
 
+def test_an_fp8_matmul_has_its_own_time_for_the_ends_of_tiles() -> None:
+    model = replace(TILES, matmul_flops_per_us={"bf16": 4.0, "fp8": 8.0}, tile_ramp=10.0)
+    own = replace(model, fp8_tile_ramp=50.0)
+    for dtype, us in (("bf16", 2 * 32 * 32 * 20 / 1), ("fp8", 2 * 32 * 32 * 60 / 2)):
+        assert own.matmul(32, 32, 10, dtype).time_us == pytest.approx(us)
+    assert model.matmul(32, 32, 10, "fp8").time_us == pytest.approx(2 * 32 * 32 * 20 / 2)
+
+
 def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
     model = replace(TILES, tile=(64, 64), tile_half=32.0)  # 64 x 64 is 1.5 times as efficient as 32 x 32
     assert model.matmul(64, 64, 10, "fp16").time_us == pytest.approx(1.5 * 2 * 32 * 32 * 10)  # four small ones at once

@@ -18,7 +18,7 @@ from weft.sim import Model, model_of
 
 # Costs, for which less is better. For all other numbers more is better.
 _LESS = (
-    "latency", ".l2_copies", ".launch", ".row", ".beside", "_slowdown", "signal.", "host.", "graph.", ".tile_half", ".tile_ramp",
+    "latency", ".l2_copies", ".launch", ".row", ".beside", "_slowdown", "signal.", "host.", "graph.", ".tile_half", "tile_ramp",
     "compute.sustained", "kernel_copy.units", "collective.units", "contention.kernel_copy_units",
 )  # fmt: skip
 # Numbers that are neither better nor worse. With more units at the same total rate each unit is slower, and a larger
@@ -31,7 +31,7 @@ _FORM = (
     "heuristic.threshold",
 )
 # Parts of a measured GEMM time, from which the rate of a unit is derived. The rate stays constant in these tests.
-_WITHIN = ("compute.launch", "compute.tile_half", "compute.tile_ramp")
+_WITHIN = ("compute.launch", "compute.tile_half", "compute.tile_ramp", "compute.fp8_tile_ramp")
 # With concurrent work, a step that begins earlier may overlap with another step, and slow it down.
 _MEETS = 0.02
 # A collective waits for the units of a GEMM that began first. On a faster machine another GEMM may begin first: this

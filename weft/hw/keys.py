@@ -27,6 +27,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "compute.tile_cols": (16, 1024, "1"),
     "compute.tile_half": (0.01, 1000, "1"),
     "compute.tile_ramp": (0.01, 10_000, "1"),
+    "compute.fp8_tile_ramp": (0.01, 10_000, "1"),
     "compute.tile_part": _US,
     "compute.launch": _US,
     "compute.first_bag": _US,

@@ -7,6 +7,7 @@ with similar names, such as `signal_local_us` for signal.local.
     compute.multiprocessors                 number of compute units
     compute.tile_rows, .tile_cols           size of the largest tile of a matmul
     compute.tile_half, .tile_ramp           constants of the formula for matmuls (`weft.sim.model`)
+    compute.fp8_tile_ramp (if known)        the same as .tile_ramp, for fp8
     compute.launch                          gap between two kernels of a lane
     compute.fp32_vector                     rate of elementwise kernels in fp32
     compute.DTYPE_matmul_8192               rate of a matmul of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
@@ -94,6 +95,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile=(units("compute.tile_rows"), units("compute.tile_cols")),
         tile_half=number("compute.tile_half"),
         tile_ramp=number("compute.tile_ramp"),
+        fp8_tile_ramp=known(number, "compute.fp8_tile_ramp") or None,
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         vector_flops_per_us=per_us("compute.fp32_vector"),
         first_bag_us=known(us, "compute.first_bag"),

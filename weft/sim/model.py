@@ -9,7 +9,7 @@ the fastest tile and split.
 
     s             number of parts into which k is split
     tiles         number of tiles of the result; all their parts together are `tiles s`
-    ramp          time of a tile's prologue and epilogue, in units of k
+    ramp          time of a tile's prologue and epilogue, in units of k; for fp8 a number of its own (`Model.fp8_tile_ramp`)
     reduction(s)  time to add the s partial results of all tiles; 0 if s is 1
     tile_half     a measured constant: the larger it is, the slower are small tiles
 
@@ -102,6 +102,12 @@ class Model:
     signal_kernel_us: float  # the same for a set on a peer by a copy kernel
     host_step_us: float  # CPU time to issue a step, if the CPU is not ahead of the device
 
+    fp8_tile_ramp: float | None = None
+    """The time of the prologue and epilogue of a tile of an fp8 GEMM, in units of k; None: `tile_ramp`.
+
+    cuBLAS's kernels for bf16 store a tile while they compute the next tile. Those for fp8 multiply twice as fast, but stop
+    to scale, convert and store each tile.
+    """
     unit_bytes_per_us: float | None = None
     """The memory bandwidth of one compute unit that computes tiles; None: the GPU's bandwidth / the number of units."""
     memory_bytes: float = math.inf
@@ -192,7 +198,7 @@ class Model:
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
-        tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
+        tile_us = 2 * rows * cols * (k + self._ramp(dtype)) / rate
         best = int((tiles * tile_us).argmin())
         us = float(self._grouped_rounds(tiles[best], k) * tile_us[best])
         busy_us = float(tiles[best] * tile_us[best]) / self.compute_units
@@ -211,7 +217,7 @@ class Model:
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
         tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
-        tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
+        tile_us = 2 * rows * cols * (k + self._ramp(dtype)) / rate
         if self.grouped_loads_bytes_per_us:
             loads_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self.grouped_loads_bytes_per_us / self.compute_units)
             tile_us = np.maximum(tile_us, loads_us)
@@ -238,7 +244,7 @@ class Model:
         load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
         of_unit = (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units) / ITEM_BYTES[dtype]
-        computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
+        computing_us = 2 * rows * cols * (k + self._ramp(dtype)) / unit
         return max(computing_us, load_us) + rows * cols / of_unit
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
@@ -355,7 +361,7 @@ class Model:
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
         waves = np.ceil(tiles / self.compute_units)
         rate = self._rate(dtype) * efficiency / self.compute_units
-        tile_us = 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        tile_us = 2 * rows * cols * (np.ceil(k / split) + self._ramp(dtype)) / rate
         us = waves * tile_us
         # A split of k writes partial sums in fp32 and reads them again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
@@ -369,6 +375,9 @@ class Model:
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
         alone_us = np.maximum(computing_us, traffic / (self.matmul_memory * self.hbm_bytes_per_us))
         return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
+
+    def _ramp(self, dtype: str) -> float:
+        return self.tile_ramp if dtype != "fp8" or self.fp8_tile_ramp is None else self.fp8_tile_ramp
 
     def _rate(self, dtype: str) -> float:
         if dtype not in self.matmul_flops_per_us:
