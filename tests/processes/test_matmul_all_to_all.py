@@ -14,7 +14,7 @@ from support import matmul_all_to_all_ranks as ranks
 from support.matmul_all_to_all_reference import inputs, received_of, segments
 from support.on_ranks import applicable, close, device, told
 from support.operators.cases import STORE
-from support.operators.experts import Experts, MatmulAllToAllCall, traffic
+from support.operators.experts import Experts, MatmulAllToAllCall
 from support.operators.suite import right_gradients
 from support.slow import slow
 
@@ -23,7 +23,6 @@ from weft import symm
 from weft.builders import MatmulAllToAll
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.runtime.unfused.sizes import sizes_of
 
 
 def own_segments(group: dist.ProcessGroup) -> None:
@@ -97,42 +96,12 @@ def test_there_and_back(pool: Pool, schedules: tuple[str | None, str | None]) ->
     pool.run(ranks.round_trip, schedules, ranks=2, timeout_s=60)
 
 
-def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
-    """Return True if the combine finds the CPU's copy of its dispatch's sizes: with the same tables, and with other
-    tables.
-    """
-    rank, world = group.rank(), group.size()
-    splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
-    x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)
-
-    def dispatched() -> torch.Tensor:
-        return weft.all_to_all_matmul(x, w, splits, group=group, return_received=True, capacity=60, schedule=schedule)[
-            1
-        ]
-
-    def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
-        found = sizes_of(given, received)
-        assert found.host.came == received.sum(1).tolist()
-        assert found.host.sent == given.view(world, -1).sum(1).tolist()
-        return sizes_of(given, received).numbers.copy is not None
-
-    received = dispatched()
-    found = {
-        "the same": known(received),
-        "a copy": known(received.clone()),
-        "other splits": known(received, splits + 1),
-    }
-    received += 1
-    found["changed"] = known(received)
-    received = dispatched()
-    splits *= 2
-    found["splits changed"] = known(received)
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["serial", "dispatch[by=kernel,rest=each]"])
-def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule: str) -> None:
-    for known in pool.run(sizes_are_known, schedule, ranks=2, timeout_s=60):
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("schedule", ["serial", "dispatch[by=kernel,rest=each]", None])
+def test_what_the_dispatch_has_brought_to_the_host_is_known(
+    pool: Pool, schedule: str | None, with_gradients: bool
+) -> None:
+    for known in pool.run(ranks.sizes_are_known, schedule, with_gradients, ranks=2, timeout_s=60):
         assert known == {
             "the same": True, "a copy": False, "other splits": False, "changed": False, "splits changed": False
         }  # fmt: skip

@@ -14,6 +14,7 @@ from support.operators import suite
 from support.operators.experts import Experts, MatmulAllToAllCall, Traffic, traffic
 
 import weft
+from weft.runtime.unfused.sizes import sizes_of
 
 
 def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]:
@@ -109,3 +110,40 @@ def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = F
     mine = slice(rank * rows, (rank + 1) * rows)
     exact = torch.cat([x[mine].double() @ w.double() for x, w in zip(xs, ws, strict=True)])
     close(y.cpu(), exact, usual.cpu())
+
+
+def sizes_are_known(group: dist.ProcessGroup, schedule: str | None, with_gradients: bool) -> dict[str, bool]:
+    """Return True if the combine finds the CPU's copy of its dispatch's sizes: with the same tables, and with other
+    tables.
+    """
+    rank, world = group.rank(), group.size()
+    splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
+    x, w = (
+        torch.ones(int(splits.sum()), 8, device=device()),
+        torch.ones(2, 8, 3, device=device(), requires_grad=with_gradients),
+    )
+
+    def dispatched() -> torch.Tensor:
+        return weft.all_to_all_matmul(x, w, splits, group=group, return_received=True, capacity=60, schedule=schedule)[
+            1
+        ]
+
+    def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
+        found = sizes_of(given, received)
+        assert found.host.came == received.sum(1).tolist()
+        assert found.host.sent == given.view(world, -1).sum(1).tolist()
+        return sizes_of(given, received).is_fetched
+
+    for _ in range(3):  # later calls take the fast path
+        received = dispatched()
+    found = {
+        "the same": known(received),
+        "a copy": known(received.clone()),
+        "other splits": known(received, splits + 1),
+    }
+    received += 1
+    found["changed"] = known(received)
+    received = dispatched()
+    splits *= 2
+    found["splits changed"] = known(received)
+    return found

@@ -203,7 +203,10 @@ class CompiledOperator:
             if not known:
                 self._ran.add(layout)
         found = outputs | made
-        return [found[name] for name in self.results]
+        results = [found[name] for name in self.results]
+        if read := executor.read:
+            self.op.note_read(call, results, read, self.rank)
+        return results
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
         """Warm up the schedule that is used under CUDA graph capture, once for each memory layout of the inputs. It may

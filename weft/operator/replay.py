@@ -262,6 +262,7 @@ class Replay(_Short):
         self._apply, across = seen.apply, prepared.across(seen.call)
         self.differentiated, self.fingerprint, self.what = seen.apply is not None, across.fingerprint, across.what
         self.notes = type(op).note is not Operator.note
+        self._notes_read = type(op).note_read is not Operator.note_read
         given, results = _Given(arguments, seen.apply is None), _Given((tuple(seen.results), {}), seen.apply is None)
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.call]))
         self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
@@ -306,7 +307,10 @@ class Replay(_Short):
             outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._shapes}
         made = executor.run({**inputs, **outputs}, deadline_s=self._deadline_s, like_before=True)
         found = {**outputs, **made} if made else outputs
-        return [found[name] for name in self.prepared.results]
+        results = [found[name] for name in self.prepared.results]
+        if self._notes_read and (read := executor.read):
+            self.op.note_read(self._call(p, k), results, read, self.prepared.rank)
+        return results
 
     def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
         self.op.note(self._call(p, k))

@@ -188,6 +188,13 @@ class Operator(ABC, Generic[C]):
     def note(self, call: C) -> None:
         """Store data of this call for later calls of this or another operator. Default: nothing."""
 
+    def note_read(self, call: C, results: Sequence[torch.Tensor], read: Mapping[str, Sequence[int]], rank: int) -> None:
+        """Store dynamic sizes of this call, which the CPU has read, for later calls of this or another operator.
+        Default: nothing.
+
+        read: {buffer: its contents}, from `Executor.read`.
+        """
+
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:

@@ -167,6 +167,13 @@ class _AllToAllMatmul(Operator[_Call]):
         if call.splits.is_cuda:
             remember_total(call.splits, call.tokens.shape[0])
 
+    def note_read(
+        self, call: _Call, results: Sequence[torch.Tensor], read: Mapping[str, Sequence[int]], rank: int
+    ) -> None:
+        """Remember the numbers of rows for the combine and for backward. `counts` has the splits of all ranks."""
+        if (counts := read.get("counts")) is not None:
+            remember(Sizes.of_read(call.splits, results[1], counts, rank))
+
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         splits = call.splits.to(torch.int64) if call.splits.dtype == torch.int32 else call.splits
         return call if splits is call.splits and splits.is_contiguous() else call._replace(splits=splits.contiguous())

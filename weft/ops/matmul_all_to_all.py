@@ -28,7 +28,7 @@ from weft.runtime.unfused import experts
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
-from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
+from weft.runtime.unfused.sizes import Sizes, remember, sizes_of, total_of
 from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import counted
@@ -78,7 +78,9 @@ def matmul_all_to_all(
     rows: the number of this rank's tokens, which is the sum of splits, or None. With a number, the CPU never waits, and
         a CUDA graph can capture the call unless the schedule is "serial". With None, weft reuses the number if an
         earlier call of `all_to_all_matmul` has read it for the same tensor object splits. Otherwise the CPU waits to
-        read the number from the GPU. Pass rows on all ranks or on none.
+        read the number from the GPU. Pass rows on all ranks or on none. The schedule "serial" needs all sizes on the CPU.
+        It has them if the tensor objects received and splits come from a call of `all_to_all_matmul` without max_rows,
+        outside of `torch.inference_mode`. Otherwise the CPU waits for them, also with a number of rows.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
     schedule: the name of a schedule for forward, such as "serial" or "combine[chunks=1,by=store]". "autotune" times
@@ -213,8 +215,12 @@ class _MatmulAllToAll(Operator[_Call]):
                 "matmul_all_to_all without rows reads the number of tokens on the CPU, which a CUDA graph cannot "
                 "capture: pass rows"
             )
-        known = sizes_of(splits, received)
-        tokens = int(splits.sum()) if known.numbers.copy is None else sum(known.host.sent)
+        sizes = sizes_of(splits, received)
+        if h.is_cuda or sizes.is_fetched:  # on GPUs, read both tables at once, for the serial schedule and for backward
+            tokens = sum(sizes.host.sent)
+            remember(sizes)
+        else:
+            tokens = int(splits.sum())
         return call._replace(tokens=tokens)
 
     # --- the call and its problem ---

@@ -14,6 +14,7 @@ and allocate memory. If an executor does not implement a step kind, it refuses t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from weft.schedule import Schedule
@@ -49,6 +50,11 @@ class Executor(ABC):
         a graph captures a run. Ranks do not communicate.
         """
         return
+
+    @property
+    def read(self) -> Mapping[str, Sequence[int]]:
+        """The buffers with dynamic sizes that the CPU has read in the last run: {buffer: its contents, flattened}."""
+        return {}
 
     @abstractmethod
     def check(self) -> None:

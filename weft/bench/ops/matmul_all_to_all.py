@@ -1,9 +1,12 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
 Layers and variants are the same as in all_to_all_matmul; here [k, n] is an expert's last weight. The baseline `serial`
-runs torch's grouped GEMM, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from
-the preceding dispatch, so `serial` never waits, and a CUDA graph can capture it. The CPU also knows the number of this
-rank's tokens, which variants NAME-bounded pass as `rows`.
+runs torch's GEMMs, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
+preceding dispatch, so `serial` never waits, and a CUDA graph can capture it.
+
+Variants without `rows` follow a dispatch without `max_rows`, so they know the sizes too (`remember`). Variants
+NAME-bounded pass the number of this rank's tokens as `rows`. They follow a dispatch with `max_rows`, so the CPU does not
+know the sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.runtime.unfused import experts
-from weft.runtime.unfused.sizes import remember_total
+from weft.runtime.unfused.sizes import Sizes, remember, remember_total
 
 
 class CombineVariants(ExpertVariants):
@@ -30,15 +33,25 @@ class CombineVariants(ExpertVariants):
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
     ahead, sent_columns = BASELINE, "n"
 
+    unread: Sequence[torch.Tensor]
+    """Copies of `received`, whose numbers the CPU has not read."""
+
     def draw_rows(self) -> None:
         self.arrived = [self.rows_at(which, self.ranks.rank) for which in range(self.input_sets)]
-        for splits in self.splits:
-            remember_total(splits, self.config.rows)
+        self._dispatched()
 
     def cut_rows(self, whole: Self) -> None:
         self.arrived = [rows[: int(self.counts(which).sum())] for which, rows in enumerate(whole.arrived)]
-        for splits in self.splits:
+        self._dispatched()
+
+    def _dispatched(self) -> None:
+        """Remember what the CPU knows after a dispatch: the number of tokens, and without `max_rows` all sizes."""
+        for splits, received in zip(self.splits, self.received, strict=True):
             remember_total(splits, self.config.rows)
+            sizes = Sizes(splits, received)
+            sizes.fetch()
+            remember(sizes)
+        self.unread = [received.clone() for received in self.received]
 
     def rows_at(self, which: int, rank: int) -> torch.Tensor:
         """Return the rows at the experts of `rank`, [rows, k], sorted by expert and then by source rank."""
@@ -75,9 +88,9 @@ class CombineVariants(ExpertVariants):
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
         """Return weft's call, with `rows` if the variant is bounded."""
-        rows = self.config.rows if variant.endswith(BOUNDED) else None
+        rows, received = (self.config.rows, self.unread) if variant.endswith(BOUNDED) else (None, self.received)
         return lambda which: matmul_all_to_all(
-            self.arrived[which], self.w, self.received[which], self.splits[which], group=self.ranks.group, rows=rows,
+            self.arrived[which], self.w, received[which], self.splits[which], group=self.ranks.group, rows=rows,
             schedule=schedule, capacity=self.most,
         )  # fmt: skip
 

@@ -87,6 +87,7 @@ class Program:
         self.receives = [bound for _, steps in self.lanes[len(self.lanes) - checked.receiving :] for bound in steps]
         """The steps that receive messages."""
         self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
+        self.read: dict[str, list[int]] = {}  # the buffers with dynamic sizes that the last run has read
         self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that the current run has made
         self._making = threading.Lock()
 
@@ -157,7 +158,7 @@ class Program:
         if isinstance(step, Read):
             read = self.places.view(step.region).flatten().tolist()
             require_sizes(self._schedule, self._rank, step.region.buffer, read)
-            known[step.region.buffer] = PrefixSums(read)
+            known[step.region.buffer], self.read[step.region.buffer] = PrefixSums(read), read
             self._match_rows(known)
             return
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -132,6 +132,10 @@ class CpuSchedule(Executor):
                     timeline.extend(recorded or ())
             run.end()
             return program.made()
+
+    @property
+    def read(self) -> Mapping[str, Sequence[int]]:
+        return {} if self._program is None else self._program.read
 
     def check(self) -> None:
         self.comm.check()

@@ -23,6 +23,7 @@ for this.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +129,10 @@ class CudaSchedule(Executor):
             self.comm.check()  # after a failure, enqueued work gives no valid result
         made, context.run.made = context.run.made, {}
         return made
+
+    @property
+    def read(self) -> Mapping[str, Sequence[int]]:
+        return self.context.run.known
 
     @property
     def was_captured(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,9 +31,22 @@ class Sizes:
         self.splits, self.received = splits, received
         self.numbers = numbers or _Numbers()
 
+    @classmethod
+    def of_read(cls, splits: torch.Tensor, received: torch.Tensor, counts: Sequence[int], rank: int) -> Sizes:
+        """Return the sizes of `rank`, from numbers that the CPU has already read from the device.
+
+        counts: the splits of all ranks, one rank after the other.
+        """
+        return cls(splits, received, _Numbers(counts=counts, rank=rank))
+
+    @property
+    def is_fetched(self) -> bool:
+        """True if the numbers are on the CPU, or on their way to the CPU. Then `fetch` does nothing."""
+        return self.numbers.copy is not None or self.numbers.counts is not None
+
     def fetch(self) -> None:
         """Enqueue a copy of `splits` and `received` to the CPU on the current stream. Repeated calls do nothing."""
-        if self.numbers.copy is not None:
+        if self.is_fetched:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
         if both.is_cuda:
@@ -48,40 +61,54 @@ class Sizes:
             copied.record()
             self.numbers.copied = copied
 
-    @cached_property
+    @property
     def host(self) -> OnCpu:
         """The row counts as Python numbers. Reading this property calls `fetch`, and waits for the copy."""
-        splits, received = self.tables
-        return OnCpu(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
+        if self.numbers.host is None:
+            splits, received = self.tables
+            self.numbers.host = OnCpu(splits.sum(1).tolist(), received.sum(1).tolist(), received.sum(0).tolist())
+        return self.numbers.host
 
     @property
     def tables(self) -> np.ndarray[Any, Any]:
         """`splits` and `received` on the CPU, [2, ranks, experts]. Reading this property calls `fetch`, and waits for the copy."""
         self.fetch()
-        if self.numbers.copied is not None:
-            self.numbers.copied.synchronize()
-        assert self.numbers.copy is not None
-        tables: np.ndarray[Any, Any] = self.numbers.copy.view(2, *self.received.shape).numpy()
+        numbers, (world, experts) = self.numbers, self.received.shape
+        if numbers.counts is not None:
+            of_ranks = np.array(numbers.counts).reshape(world, world, experts)
+            return np.stack((of_ranks[numbers.rank], of_ranks[:, numbers.rank]))
+        if numbers.copied is not None:
+            numbers.copied.synchronize()
+        assert numbers.copy is not None
+        tables: np.ndarray[Any, Any] = numbers.copy.view(2, world, experts).numpy()
         return tables
 
 
 @dataclass(slots=True)
 class _Numbers:
-    """`splits` and `received` on the CPU, in one tensor, and the event after which the tensor is valid."""
+    """`splits` and `received` on the CPU. Several `Sizes` of the same tables share this object.
+
+    copy, copied: both tables in one tensor, and the event after which the tensor is valid.
+    counts, rank: the splits of all ranks and the number of this rank, in place of `copy`.
+    host: the result of `Sizes.host`, once it is computed.
+    """
 
     copy: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
+    counts: Sequence[int] | None = None
+    rank: int = 0
+    host: OnCpu | None = None
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor `received` that a dispatch returned: its version counter, the splits with their version counter, and
+"""For each tensor `received` of a dispatch or combine: its version counter, the splits with their version counter, and
 the copy of both tensors on the CPU.
 """
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU copy of a dispatch's `splits` and `received`. `sizes_of` finds it when `matmul_all_to_all` follows, which
-    then need not wait for a second copy from the device.
+    """Keep the CPU's copy of `splits` and `received`, so that the combine after a dispatch, and backward, need not wait for
+    another copy from the device (`sizes_of`).
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
@@ -89,8 +116,8 @@ def remember(sizes: Sizes) -> None:
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Return the `Sizes` of these tables. If a dispatch returned `received`, and neither table has changed since, reuse its
-    CPU copy. Never reuse it while a graph is being captured.
+    """Return the `Sizes` of these tables. If the CPU has a copy (`remember`), and neither table has changed since, use this
+    copy. Never reuse it while a graph is being captured.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
