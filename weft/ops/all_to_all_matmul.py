@@ -318,14 +318,11 @@ class _AllToAllMatmul(Operator[_Call]):
 
     def unfused(self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
         tokens = contiguous(call.tokens, "tokens", self.name)
-        sizes = Sizes(call.splits, experts.exchange_counts(call.splits, group, turn))
-        remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts", self.name)
-        if turn.comm_between_hosts is not None:
-            turn = turn.met  # ranks have synchronised in the exchange of counts
-        y, x = experts.all_to_all_matmul(
-            tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x, most=p.most
+        y, sizes, x = experts.dispatched(
+            tokens, w, call.splits, group, call.max_rows, turn, return_x=call.return_x, most=p.most
         )
+        remember(sizes)
         return [y, sizes.received, *([] if x is None else [x])]
 
 

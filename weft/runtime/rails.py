@@ -20,6 +20,7 @@ then across hosts. Both sums are rounded to the dtype of the matrix.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from weft.errors import WeftError
+from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import exchange_now, finish
 from weft.runtime.two_levels import levels_on, ranks_per_host
 from weft.runtime.within_host import NO_WORK, WithinHost
@@ -36,6 +37,9 @@ from weft.symm import Communicator
 
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
 MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separate rendezvous costs them little
+_MOST_ROWS_BYTES = 2 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
+_ROOM_BYTES = 8 << 20  # for the rows from all ranks of other hosts
+TABLE_BYTES = 64 << 10  # for the numbers of rows in an all-to-all
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _BYTE = torch.empty(0, dtype=torch.uint8)
@@ -47,15 +51,15 @@ class Cargo(Protocol):
     """
 
     near_bytes: int
-    """The number of bytes that this rank shares with the ranks of its host."""
+    """The largest number of bytes that a rank shares with the ranks of its host. Equal on all ranks of a host."""
     far_bytes: int
-    """The number of bytes that this rank sends to the rank of its rail on every other host."""
+    """The largest number of bytes that a rank sends to the rank of its rail on another host. Equal on all ranks."""
 
     def load(self, memory: torch.Tensor) -> None:
         """Write to `memory`, this rank's shared memory, the data that the other ranks of this host need."""
 
-    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
-        """Write the messages to other hosts.
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> dict[int, int] | None:
+        """Write the messages to other hosts. Return their sizes in bytes, by host; None if each has `far_bytes`.
 
         near: the shared memory of each rank of this host, which `load` has written.
         far: far[h] is the message to write for this rail's rank on host h.
@@ -76,21 +80,40 @@ class Rails:
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:
         self.comm, self.levels = comm, levels_on(comm)
         self.near = WithinHost(comm)
-        self._slot = -(-(_LENGTH.size + payload_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._slot = aligned(_LENGTH.size + payload_bytes)
         self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
-        self.most_bytes = 0
+        self.most_bytes = self._capacity = 0
+        self.rows_bytes = 0
+        """The number of bytes that each rank may send in an all-to-all. Equal on all ranks."""
         self.reserve(_SMALL_BYTES)
+        self.reserve_rows(_SMALL_BYTES // 2)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve memory for collectives (`Cargo`) of matrices of up to `nbytes` bytes. All ranks must make this call."""
         if nbytes > self.most_bytes:
-            self.near.reserve(self._slot + nbytes + _ALIGNMENT)
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
-            self._capacity = self._head_bytes + (2 + room // _ALIGNMENT) * _ALIGNMENT
-            others = self.levels.n_hosts - 1
-            self._sent, self._received = (torch.ones(others * self._capacity, dtype=torch.uint8) for _ in range(2))
-            self._more = [torch.ones(others * room, dtype=torch.uint8) for _ in range(2)]
+            self._reserve(nbytes, room)
+            self._more = [torch.ones((self.levels.n_hosts - 1) * room, dtype=torch.uint8) for _ in range(2)]
             self.most_bytes = nbytes
+
+    def reserve_rows(self, nbytes: int) -> None:
+        """Reserve memory for all-to-alls (`weft.runtime.rails_all_to_all`) in which each rank sends up to `nbytes`. Do nothing if
+        that is too much. All ranks must make this call after a rendezvous.
+        """
+        nbytes = 1 << (nbytes - 1).bit_length()
+        far_ranks = self.comm.world_size - self.levels.per_host
+        if self.rows_bytes < nbytes <= min(_MOST_ROWS_BYTES, _ROOM_BYTES // far_ranks):
+            with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
+                self._reserve(TABLE_BYTES + nbytes, TABLE_BYTES + self.levels.per_host * nbytes)
+                self.rows_bytes = nbytes
+
+    def _reserve(self, near_bytes: int, far_bytes: int) -> None:
+        """Reserve memory for collectives (`Cargo`) with up to `near_bytes` and `far_bytes`."""
+        self.near.reserve(self._slot + near_bytes + _ALIGNMENT)
+        capacity = self._head_bytes + aligned(far_bytes) + _ALIGNMENT
+        if capacity > self._capacity:
+            self._capacity, total = capacity, (self.levels.n_hosts - 1) * capacity
+            self._sent, self._received = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
 
     def close(self) -> None:
         """Drop the views of shared memory. `Meeting.close` calls this method when the communicator closes."""
@@ -157,20 +180,25 @@ class Rails:
 
         cargo: None to send no data. near: the shared memory of each rank of this host.
         """
-        levels, head, at = self.levels, _joined(payloads), 0
-        start = _ALIGNMENT + -(-len(head) // _ALIGNMENT) * _ALIGNMENT
-        size = start + (0 if cargo is None else -(-cargo.far_bytes // _ALIGNMENT) * _ALIGNMENT)
-        far: dict[int, torch.Tensor] = {}
-        for host in range(levels.n_hosts):
-            if host != levels.host:
-                message, at = self._sent[at : at + size], at + size
-                view = message.numpy().data
-                _LENGTH.pack_into(view, 0, start)
-                view[_ALIGNMENT : _ALIGNMENT + len(head)] = head
-                far[host] = message[start:]
+        levels, head = self.levels, _joined(payloads)
+        start = _ALIGNMENT + aligned(len(head))
+        size = start + (0 if cargo is None else aligned(cargo.far_bytes))
+        others = [host for host in range(levels.n_hosts) if host != levels.host]
+        messages = dict(zip(others, self._sent[: size * len(others)].split(size), strict=True))
+        for message in messages.values():
+            view = message.numpy().data
+            _LENGTH.pack_into(view, 0, start)
+            view[_ALIGNMENT : _ALIGNMENT + len(head)] = head
+        sizes = [0 if host == levels.host else size for host in range(levels.n_hosts)]
         if cargo is not None:
-            cargo.pack([memory[self._slot :] for memory in near], far)
-        return [0 if host == levels.host else size for host in range(levels.n_hosts)]
+            far = {host: message[start:] for host, message in messages.items()}
+            at = 0
+            for host, used in (cargo.pack([memory[self._slot :] for memory in near], far) or {}).items():
+                sizes[host] = start + aligned(used)
+                if at:  # messages are sent from adjacent memory
+                    self._sent[at : at + sizes[host]] = messages[host][: sizes[host]].clone()
+                at += sizes[host]
+        return sizes
 
     def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
         """Begin to exchange bytes along the rail. Return the `dist.Work` objects to wait for.
@@ -231,14 +259,14 @@ class _Gather(_Still):
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         for memory in far.values():
-            _like(self._src, memory, self._src.shape).copy_(self._src)
+            like(self._src, memory, self._src.shape).copy_(self._src)
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
         near, levels, src = self._rails.near, self._rails.levels, self._src
         shape = levels.n_hosts, *src.shape
         mine = near.own(src, *shape, deadline_s=self._deadline_s, what=self._name)
         for host, part in enumerate(mine):
-            part.copy_(src if host == levels.host else _like(src, received[host], src.shape))
+            part.copy_(src if host == levels.host else like(src, received[host], src.shape))
         near.publish(deadline_s=self._deadline_s, what=self._name)
         parts = self._whole.view(levels.n_hosts, levels.per_host, *src.shape)
         for index in range(levels.per_host):
@@ -255,18 +283,18 @@ class _GatherSmall(_Still):
         self.far_bytes = rails.levels.per_host * src.nbytes
 
     def load(self, memory: torch.Tensor) -> None:
-        _like(self._src, memory, self._src.shape).copy_(self._src)
+        like(self._src, memory, self._src.shape).copy_(self._src)
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         mine = self._parts[self._rails.levels.host]
         for part, memory in zip(mine, near, strict=True):
-            part.copy_(_like(part, memory, part.shape))
+            part.copy_(like(part, memory, part.shape))
         for memory in far.values():
-            _like(mine, memory, mine.shape).copy_(mine)
+            like(mine, memory, mine.shape).copy_(mine)
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
         for host, data in received.items():
-            self._parts[host].copy_(_like(self._src, data, self._parts[host].shape))
+            self._parts[host].copy_(like(self._src, data, self._parts[host].shape))
 
 
 class _Sum(_Still):
@@ -291,7 +319,7 @@ class _Sum(_Still):
     def _of(self, memory: torch.Tensor, index: int) -> torch.Tensor:
         part = self._parts[index]
         begin, end = (part.itemsize * at for at in self._starts[index : index + 2])
-        return _like(part, memory[begin:end], part.shape)
+        return like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the matrices of this host's ranks, cut to this rail's part, in the order of ranks."""
@@ -303,7 +331,7 @@ class _Sum(_Still):
         hosts.
         """
         host = self.rails.levels.host
-        parts = {host: self._mine, **{at: _like(out, data, out.shape) for at, data in received.items()}}
+        parts = {host: self._mine, **{at: like(out, data, out.shape) for at, data in received.items()}}
         _add([parts[at] for at in sorted(parts)], out)
 
 
@@ -320,7 +348,7 @@ class ReduceScatter(_Sum):
         parts, host = self._of_near(near), self.rails.levels.host
         self._mine = torch.empty_like(self._out)
         for at in range(self.rails.levels.n_hosts):
-            out = self._mine if at == host else _like(self._out, far[at], self._out.shape)
+            out = self._mine if at == host else like(self._out, far[at], self._out.shape)
             _add([part[at] for part in parts], out)
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
@@ -352,7 +380,7 @@ class _AllReduce(_Sum):
         the sum as a view of the first message.
         """
         parts = [part[of] for part in self._of_ranks]
-        first, *others = [_like(parts[0], memory, parts[0].shape) for memory in far]
+        first, *others = [like(parts[0], memory, parts[0].shape) for memory in far]
         _add(parts, first)
         for other in others:
             other.copy_(first)
@@ -384,7 +412,7 @@ class _AllReduceSmall(_Sum):
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> None:
         whole = self._parts[0]
-        self._mine, *others = [_like(whole, memory, whole.shape) for memory in far.values()]
+        self._mine, *others = [like(whole, memory, whole.shape) for memory in far.values()]
         _add([self._of(memory, 0) for memory in near], self._mine)
         for other in others:
             other.copy_(self._mine)
@@ -418,6 +446,11 @@ def rails_for(comm: Communicator, payload_bytes: int) -> Rails | None:
     return Rails(comm, payload_bytes) if not comm.all_mapped and ranks_per_host(comm.hosts) else None
 
 
+def aligned(nbytes: int) -> int:
+    """Round up a number of bytes to a multiple of the alignment of messages."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _joined(payloads: Sequence[bytes]) -> bytes:
     return b"".join(part for payload in payloads for part in (_LENGTH.pack(len(payload)), payload))
 
@@ -445,6 +478,6 @@ def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(wide)
 
 
-def _like(tensor: torch.Tensor, data: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def like(tensor: torch.Tensor, data: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return a view of the first bytes of `data` as a tensor of shape `shape`, with the dtype of `tensor`."""
     return data[: shape.numel() * tensor.itemsize].view(tensor.dtype).view(shape)

@@ -9,7 +9,8 @@ Combine, which sends rows back to the ranks of their tokens:
 
     y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes swapped
 
-CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`).
+CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). In rails, few
+tokens travel with the rendezvous (`weft.runtime.unfused.experts_in_rails`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
-from weft.runtime.rails import gather
+from weft.runtime.rails import TABLE_BYTES, gather
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
+from weft.runtime.unfused.experts_in_rails import dispatch_in_rails
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
 from weft.runtime.unfused.permutation import expert_order
@@ -57,9 +59,42 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
     return turn.done(_SPLITS, received, splits.nbytes // world * (world - 1))
 
 
+def dispatched(
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, max_rows: int | None, turn: Turn,
+    most: int, *, return_x: bool = False,
+) -> tuple[torch.Tensor, Sizes, torch.Tensor | None]:  # fmt: skip
+    """Exchange the numbers of tokens, and run `all_to_all_matmul`. Return its results, with the sizes of the exchange.
+
+    splits: the number of this rank's tokens for each expert of all ranks.
+    most: the largest number of tokens of a rank in typical calls, equal on all ranks. It is used only between hosts, to choose
+        between two implementations.
+    """
+    comm = turn.comm_between_hosts
+    if comm is None:
+        sizes = Sizes(splits, exchange_counts(splits, group, turn))
+        y, x = all_to_all_matmul(tokens, w, sizes, group, max_rows, turn, return_x=return_x)
+        return y, sizes, x
+    far, results = far_first_made(comm), None
+    key, row_bytes = ("dispatch", w.shape, w.dtype), w.shape[1] * tokens.itemsize
+    is_far, ended = (False, lambda: None) if far is None else far.way(key, most, row_bytes, turn)
+    if is_far or turn.rails is None or splits.nbytes > TABLE_BYTES:
+        received = exchange_counts(splits, group, turn)
+    else:
+        results, received = dispatch_in_rails(tokens, w, splits, max_rows, turn, _TOKENS, return_x)
+    far, sizes = far_first_on(comm), Sizes(splits, received)
+    if results is None:
+        with ending_the_group(comm, _TOKENS):
+            if is_far:
+                results = far.dispatch(tokens, w, sizes, max_rows, turn, _TOKENS, return_x)
+            else:
+                results = all_to_all_matmul(tokens, w, sizes, group, max_rows, turn.met, return_x=return_x)
+    ended()
+    return results[0], sizes, results[1]
+
+
 def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
-    turn: Turn = STRAIGHT, *, return_x: bool = False, most: int = 0,
+    turn: Turn = STRAIGHT, *, return_x: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Send tokens to the ranks of their experts, and multiply them there by the experts' weights. Return two values:
 
@@ -67,31 +102,14 @@ def all_to_all_matmul(
     - With `return_x`, the received tokens, [received rows, K], ordered by source rank, and then by expert; else None.
 
     w: the weights of this rank's experts, [experts, K, N].
-    most: an upper bound on the number of tokens of any rank, equal on all ranks. It is used only in groups on several hosts, to
-        choose between two implementations. If the ranks have not synchronised yet, they exchange their numbers of tokens and
-        use the largest instead.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
-
-    def plain(turn: Turn) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, arrived = _dispatched(tokens, sizes, group, rows, turn)
-        if not return_x:
-            del arrived  # free this copy of the tokens, which the GEMMs do not need
-        y = grouped_matmul(x, w, sizes, cut=rows < came)
-        return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
-
-    if (comm := turn.comm_between_hosts) is None:
-        return plain(turn)
-    far = far_first_on(comm)
-    size = (
-        most if turn.has_met else turn.largest(_TOKENS, tokens.shape[0])
-    )  # also the rendezvous of both implementations
-    is_far, ended = far.way(("dispatch", w.shape, w.dtype), size, w.shape[1] * tokens.itemsize, turn)
-    with ending_the_group(comm, _TOKENS):
-        results = far.dispatch(tokens, w, sizes, rows, turn, _TOKENS, return_x) if is_far else plain(turn.met)
-    ended()
-    return results
+    x, arrived = _dispatched(tokens, sizes, group, rows, turn)
+    if not return_x:
+        del arrived  # free this copy of the tokens, which the GEMMs do not need
+    y = grouped_matmul(x, w, sizes, cut=rows < came)
+    return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
 
 
 def matmul_all_to_all(
@@ -101,8 +119,8 @@ def matmul_all_to_all(
     """Multiply the rows of this rank's experts, and send each row back to the rank of its token. Return y [rows, N], the
     results for this rank's tokens.
 
-    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: an upper bound on the number of
-        tokens of any rank (see `all_to_all_matmul`).
+    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: as for `dispatched`. If the ranks
+    have not synchronised yet, they exchange their numbers of rows instead.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -128,8 +146,7 @@ def begin_matmul_all_to_all(
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
         return None
     key = "combine", w.shape, w.dtype
-    early = far.early((*key, most))
-    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn, early)
+    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn)
     call = h, w, sizes, rows, turn, ended
     return far.combine(*call, _BACK, (*key, most)) if is_far else _Combined(group, *call)
 

@@ -6,9 +6,7 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces. Meanwhile, rows for this host are multiplied and
                exchanged through shared memory. Ranks multiply and send during the rendezvous
 
-A **cell** is the rows that one rank dispatches to one expert. Messages have rows ordered by rank, then by expert. GEMMs have
-rows ordered by expert, then by rank. GEMMs are split by rows, so results may differ by rounding from those of a single GEMM per
-expert.
+GEMMs are split by rows, so results may differ by rounding from those of a single GEMM per expert.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -18,7 +16,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from weft.runtime.meeting import meeting_of
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.begun import NEAR_BYTES, Early
+from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs, take
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ranks_far, ranks_near
 from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import Pending, Turn
@@ -37,8 +35,6 @@ from weft.schedule.kernels import LibraryGroupedMatmul
 from weft.symm import Communicator
 
 _NEAR = "rows for ranks of this host"
-
-Cells: TypeAlias = np.ndarray[Any, Any]
 
 
 class FarFirst:
@@ -66,20 +62,16 @@ class FarFirst:
         """Release the memory. The communicator calls this method when it closes."""
         _known.pop(self.comm, None)
 
-    def way(
-        self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
-    ) -> tuple[bool, Callable[[], None]]:
+    def way(self, key: Hashable, size: int, row_bytes: int, turn: Turn) -> tuple[bool, Callable[[], None]]:
         """Choose whether this call sends rows for other hosts first. Return the choice, and a function that the caller must
         call when its call ends. The function records the time of the call. All ranks must make the same calls of this
         method.
 
-        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` is not timed: it always sends
-        these rows first, unless the measured links are so fast that nothing can be gained.
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`).
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
         size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
-        early: the exchanges that this call may begin before its rendezvous has ended; None if it begins afterwards.
         """
         if self._memory is None:
             return False, lambda: None
@@ -91,26 +83,33 @@ class FarFirst:
 
         def ended() -> None:
             assert turn.deadline_s is not None
-            if early is None:
-                ways.took(size, time.perf_counter() - begin, turn.deadline_s)
+            ways.took(size, time.perf_counter() - begin, turn.deadline_s)
 
-        return ways.takes_other(size, early is not None), ended
+        return ways.takes_other(size), ended
 
     def dispatch(
-        self, tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str, return_x: bool
+        self,
+        tokens: torch.Tensor,
+        w: torch.Tensor,
+        sizes: Sizes,
+        max_rows: int | None,
+        turn: Turn,
+        name: str,
+        return_x: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `experts.all_to_all_matmul`, with the same arguments and results.
 
-        rows: the number of rows of the products. name: the name of the exchange between hosts, for error texts.
+        name: the name of the exchange between hosts, for error texts.
         """
         sent, came = sizes.tables
-        sent_at, came_at, y_at, total = _by_rank(sent), _by_rank(came), _by_expert(came), int(came.sum())
+        sent_at, came_at, y_at, total = by_rank(sent), by_rank(came), by_expert(came), int(came.sum())
+        rows = total if max_rows is None else max_rows
         y = tokens.new_empty(max(rows, total), w.shape[2])
         arrived = tokens.new_empty(total, tokens.shape[1]) if return_x else None
         begun = []
         for part in _pieces(w.shape[0]):
             far = np.ix_(self.far, part)
-            leaving = _take(tokens, sent_at[far], sent[far])
+            leaving = take(tokens, runs(sent_at[far], sent[far]))
             received = tokens.new_empty(int(came[far].sum()), tokens.shape[1])
             from_to = self.of_far(came, part), self.of_far(sent, part)
             begun.append((part, received, begin_piece(self.comm, turn, name, received, leaving, *from_to)))
@@ -127,10 +126,10 @@ class FarFirst:
                 turn.done(name, x, x.nbytes)
             cells = np.ix_(near if work is None else self.far, part)
             counts, weights = came[cells], w[part[0] : part[-1] + 1]
-            _run(_multiply(x, _by_rank(counts), counts, weights, y, y_at[cells]))
+            run(multiply(x, by_rank(counts), counts, weights, y, y_at[cells]))
             turn.done(LibraryGroupedMatmul.kind, y)
             if arrived is not None:
-                _put(arrived, x, came_at[cells], came[cells])
+                put(arrived, x, runs(came_at[cells], came[cells]))
         return y[:rows], arrived
 
     def combine(
@@ -247,8 +246,8 @@ class Combine:
             far.make_early(self._key)
             arriving = [self._exchange(exchange, y) for exchange in range(len(self._parts))]
         if self._near is None:
-            _run(self._multiply(None))
-        near, sent_at = far.near, _by_rank(self._sent)
+            run(self._multiply(None))
+        near, sent_at = far.near, by_rank(self._sent)
         incoming = [y[at : at + rows] for at, rows in zip(sent_at[near, 0], self._sent[near].sum(1), strict=True)]
         if self._end_near is None:
             far.exchange(self._to_near(), incoming, self._turn)
@@ -259,7 +258,7 @@ class Combine:
             work.wait()
             for rank, message in zip(far.far, messages, strict=True):
                 counts = self._sent[rank, part]
-                _put(y, message[1 : 1 + counts.sum()], sent_at[rank, part], counts)
+                put(y, message[1 : 1 + counts.sum()], runs(sent_at[rank, part], counts))
             self._turn.done(self._name, y, int(self._sent[np.ix_(far.far, part)].sum()) * n * y.itemsize)
         self._ended()
         return [y]
@@ -275,7 +274,7 @@ class Combine:
         """
         far, part = self._far, self._parts[exchange]
         if exchange == len(self._made):
-            _run(self._multiply(part))
+            run(self._multiply(part))
         came, leaving = self._messages(self._sent, part), self._messages(self._came, part)
         received = y.new_empty(sum(came), y.shape[1])
         work = begin_piece(far.comm, self._turn, self._name, received, self._made[exchange], came, leaving)
@@ -300,14 +299,15 @@ class Combine:
         experts = np.arange(self._w.shape[0]) if part is None else part
         cells = np.ix_(far.near if part is None else far.far, experts)
         counts = self._came[cells]
-        at, rows = _by_rank(counts), int(counts.sum())
+        at, rows = by_rank(counts), int(counts.sum())
         if part is not None:
             at, rows = at + np.arange(1, 1 + len(far.far))[:, None], rows + len(far.far)
         made = self._h.new_empty(rows, n)
         if part is not None:
-            made[_runs(at[:, 0] - 1, np.ones(len(far.far), np.int64))] = 0
-        h_at = _by_expert(self._came)[cells]
-        yield from _multiply(self._h, h_at, counts, self._w[experts[0] : experts[-1] + 1], made, at)
+            for start in at[:, 0].tolist():
+                made[start - 1] = 0
+        h_at = by_expert(self._came)[cells]
+        yield from multiply(self._h, h_at, counts, self._w[experts[0] : experts[-1] + 1], made, at)
         self._turn.done(LibraryGroupedMatmul.kind, made)
         if part is None:
             self._near = made
@@ -331,83 +331,3 @@ def far_first_made(comm: Communicator) -> FarFirst | None:
 def _pieces(experts: int) -> list[Cells]:
     """Split the indices of `experts` local experts into up to `PIECES` pieces. Return the indices in each piece."""
     return [part for part in np.array_split(np.arange(experts), PIECES) if len(part)]
-
-
-def _by_rank(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by rank, then by expert.
-
-    table: the number of rows of each cell, [ranks, experts].
-    """
-    flat = table.ravel()
-    return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
-
-
-def _by_expert(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by expert, then by rank.
-
-    table: the number of rows of each cell, [ranks, experts].
-    """
-    return _by_rank(table.T).T
-
-
-def _runs(starts: Cells, counts: Cells) -> slice | torch.Tensor:
-    """Return the indices of all rows of some cells, one cell after the other: a slice if the cells are adjacent. A cell is
-    the rows of one rank for one expert.
-
-    starts: the index of each cell's first row. counts: the number of rows of each cell.
-    """
-    has = counts > 0
-    starts, counts = starts[has], counts[has]
-    if not len(starts):
-        return slice(0, 0)
-    if (starts[1:] == (starts + counts)[:-1]).all():
-        return slice(int(starts[0]), int(starts[-1] + counts[-1]))
-    begins = counts.cumsum() - counts
-    return torch.from_numpy(np.repeat(starts - begins, counts) + np.arange(counts.sum()))
-
-
-def _take(rows: torch.Tensor, starts: Cells, counts: Cells) -> torch.Tensor:
-    """Return the rows of some cells, one cell after the other: a view if the cells are adjacent. A cell is the rows of one
-    rank for one expert.
-
-    starts: the index of each cell's first row in `rows`. counts: the number of rows of each cell.
-    """
-    found = _runs(starts.ravel(), counts.ravel())
-    return rows[found] if isinstance(found, slice) else rows.index_select(0, found)
-
-
-def _put(out: torch.Tensor, rows: torch.Tensor, starts: Cells, counts: Cells) -> None:
-    """Copy cells (the rows of one rank for one expert), which follow each other in `rows`, to their positions in `out`.
-
-    starts: the index of each cell's first row in `out`. counts: the number of rows of each cell.
-    """
-    found = _runs(starts.ravel(), counts.ravel())
-    if isinstance(found, slice):
-        out[found].copy_(rows)
-    else:
-        out.index_copy_(0, found, rows)
-
-
-def _run(steps: Iterator[None]) -> None:
-    for _ in steps:
-        pass
-
-
-def _multiply(
-    x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
-) -> Iterator[None]:  # fmt: skip
-    """Multiply the rows of each expert by its weights. Yield after each expert.
-
-    counts: the number of rows of each rank for each expert, [ranks, experts].
-    x_at, out_at: the index of the first of these rows in x and in `out`, [ranks, experts].
-    """
-    for expert, weights in enumerate(w):
-        of = counts[:, expert]
-        if not of.any():
-            continue
-        rows, place = _take(x, x_at[:, expert], of), _runs(out_at[:, expert], of)
-        if isinstance(place, slice):
-            torch.mm(rows, weights, out=out[place])
-        else:
-            out.index_copy_(0, place, torch.mm(rows, weights))
-        yield

@@ -90,11 +90,14 @@ class Turns:
         return self._meeting.rails
 
     @opaque
-    def ride(self, collective: str, cargo: Cargo, deadline_s: float) -> None:
-        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return."""
+    def ride(self, collective: str, cargo: Cargo, deadline_s: float, number: int = 0) -> int:
+        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return. Return the
+        largest `number` of all ranks.
+        """
         topic = self._topic(collective)
         try:
-            self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo)
+            extras = self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo, extra=_NUMBER.pack(number, 0))
+            return _largest(extras)
         except WeftError:
             raise
         except BaseException as error:
@@ -112,7 +115,7 @@ class Turns:
         tokens of any rank.
         """
         extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
-        return max(_NUMBER.unpack(extra)[0] for extra in extras)
+        return _largest(extras)
 
     def _topic(self, collective: str) -> Topic:
         topic = self._topics.get(collective)
@@ -122,6 +125,10 @@ class Turns:
                 f"{said} of {self.what}", self._details, difference=shown(self.comm, self._details)
             )
         return topic
+
+
+def _largest(extras: list[bytes]) -> int:
+    return max(int(_NUMBER.unpack(extra)[0]) for extra in extras)
 
 
 class Turn:
@@ -153,13 +160,20 @@ class Turn:
         """Return the rendezvous that can carry the data of a collective of `nbytes` between hosts (`weft.runtime.rails`).
         Return None if there is no such rendezvous, or if its memory is too small.
         """
-        rails = None if self._turns is None or self.has_met else self._turns.rails
+        rails = self.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
 
-    def ride(self, collective: str, cargo: Cargo) -> None:
-        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return."""
+    @property
+    def rails(self) -> Rails | None:
+        """The rendezvous that can carry data between hosts. None if there is none, or if ranks have already synchronised."""
+        return None if self._turns is None or self.has_met else self._turns.rails
+
+    def ride(self, collective: str, cargo: Cargo, number: int = 0) -> int:
+        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return. Return the
+        largest `number` of all ranks.
+        """
         assert self._turns is not None
-        self._turns.ride(collective, cargo, self.wait_s)
+        return self._turns.ride(collective, cargo, self.wait_s, number)
 
     @property
     def comm_between_hosts(self) -> Communicator | None:

@@ -1,0 +1,109 @@
+"""An all-to-all of rows in two levels, whose data travel with the rendezvous of ranks in rails (`weft.runtime.rails`).
+
+    1   each rank writes its rows, and their numbers, to shared memory
+    2   rank i of each host sends to rank i of every other host the rows of all ranks of its host for that rank
+    3   meanwhile, each rank reads the rows from ranks of its host in shared memory
+
+So a rank sends one message to each other host, and needs no separate rendezvous. gloo would send a message to each rank.
+
+A rank need not know the number of rows that it receives, because receive buffers have space for the largest message: each rank
+sends up to `Rails.rows_bytes` bytes. If a rank has more, only the numbers of rows travel, and the caller must exchange the rows
+afterwards. The caller learns this from the bytes of all ranks, which the rendezvous exchanges too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from weft.runtime.rails import Rails, aligned, like
+
+Counts: TypeAlias = np.ndarray[Any, Any]
+
+
+class AllToAll:
+    """An all-to-all of rows, a `weft.runtime.rails.Cargo`.
+
+    rows: the rows that this rank sends, [n, columns], contiguous, and ordered by the rank that receives them.
+    counts: the number of rows for each rank and expert, int64 [W, experts].
+    meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from each rank of
+        this host, and their numbers [ranks of this host, experts]. The rows are valid during this call.
+    """
+
+    def __init__(
+        self, rails: Rails, rows: torch.Tensor, counts: Counts, meanwhile: Callable[[list[torch.Tensor], Counts], None]
+    ) -> None:
+        self._levels, self._rows, self._counts, self._meanwhile = rails.levels, rows, counts, meanwhile
+        self._most, self._row_bytes = rails.rows_bytes, rows.shape[1] * rows.itemsize
+        per_host = rails.levels.per_host
+        self._rows_at, self._head_bytes = aligned(counts.nbytes), aligned(per_host * counts[0].nbytes)
+        self.near_bytes, self.far_bytes = self._rows_at + self._most, self._head_bytes + per_host * self._most
+        self.counts = np.empty_like(counts)
+        """The number of rows from each rank, [W, experts]."""
+        self._received: dict[int, torch.Tensor] = {}
+
+    def load(self, memory: torch.Tensor) -> None:
+        _numbers(memory, self._counts.shape)[:] = self._counts
+        if self._rows.nbytes <= self._most:
+            like(self._rows, memory[self._rows_at :], self._rows.shape).copy_(self._rows)
+
+    def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> dict[int, int]:
+        self._near = [(memory[self._rows_at :], _numbers(memory, self._counts.shape)) for memory in near]
+        self._has_rows = all(int(table.sum()) * self._row_bytes <= self._most for _, table in self._near)
+        sizes = {}
+        for host, message in far.items():
+            target, parts = self._rank_on(host), self._rows_for(host)
+            _numbers(message, (len(near), self._counts.shape[1]))[:] = [table[target] for _, table in self._near]
+            rows = sum(map(len, parts))
+            if rows:
+                torch.cat(parts, out=self._as_rows(message[self._head_bytes :], rows))
+            sizes[host] = self._head_bytes + rows * self._row_bytes
+        return sizes
+
+    def go_on(self) -> None:
+        host = self._levels.host
+        numbers = self._of_host(host)
+        numbers[:] = [table[self._rank_on(host)] for _, table in self._near]
+        if self._has_rows:
+            self._meanwhile(self._rows_for(host), numbers)
+
+    def unpack(self, received: dict[int, torch.Tensor]) -> None:
+        self._received = received
+        for host, message in received.items():
+            numbers = self._of_host(host)
+            numbers[:] = _numbers(message, numbers.shape)
+
+    def rows_from(self, host: int) -> torch.Tensor:
+        """Return the rows from another host, ordered by the rank that sent them. They are valid until the next rendezvous.
+        Call it only if no rank has more bytes than `Rails.rows_bytes`.
+        """
+        return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
+
+    def _rank_on(self, host: int) -> int:
+        """Return this rail's rank on a host."""
+        return host * self._levels.per_host + self._levels.index
+
+    def _of_host(self, host: int) -> Counts:
+        """Return the part of `counts` for the ranks of a host."""
+        return self.counts[host * self._levels.per_host :][: self._levels.per_host]
+
+    def _rows_for(self, host: int) -> list[torch.Tensor]:
+        """Return the rows of each rank of this host, in its shared memory, for this rail's rank on `host`."""
+        if not self._has_rows:
+            return []
+        parts, target = [], self._rank_on(host)
+        for data, table in self._near:
+            start, count = int(table[:target].sum()), int(table[target].sum())
+            parts.append(self._as_rows(data[start * self._row_bytes :], count))
+        return parts
+
+    def _as_rows(self, data: torch.Tensor, count: int) -> torch.Tensor:
+        return like(self._rows, data, torch.Size((count, self._rows.shape[1])))
+
+
+def _numbers(memory: torch.Tensor, shape: Sequence[int]) -> Counts:
+    """Return the numbers at the beginning of `memory`, int64."""
+    return memory.numpy()[: 8 * shape[0] * shape[1]].view(np.int64).reshape(shape)  # type: ignore[no-any-return]
