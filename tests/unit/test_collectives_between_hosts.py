@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
@@ -29,6 +30,7 @@ from weft.runtime import own_nccl
 from weft.runtime.cuda.calls import _collective
 from weft.runtime.cuda.compile import COLLECTS_AT, compile_streams
 from weft.runtime.cuda.memory import ScheduleMemory
+from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Collective
 from weft.schedule.steps import of_kind
@@ -204,6 +206,32 @@ def test_a_run_whose_collectives_do_not_end_makes_the_group_fail() -> None:
     memory.standing_still(2.0)
     assert isinstance(memory.run.failure, DeadlineError)
     assert comm.poisoned == ["rank 1 waited 2 s for collectives of schedule s. Check that all ranks made the same call"]
+
+
+@pytest.mark.parametrize(("failed", "wanted"), [(True, DeadlineError), (False, dist.DistBackendError)])
+def test_a_collective_on_the_aborted_communicator_raises_the_groups_error(
+    monkeypatch: pytest.MonkeyPatch, failed: bool, wanted: type[Exception]
+) -> None:
+    """weft may abort its communicator while a rank enqueues collectives."""
+    executor, comm = CudaSchedule.__new__(CudaSchedule), Comm()
+    executor.comm, executor.schedule = comm, named(PROBLEMS[1], "collective[chunks=2]").build()  # type: ignore[assignment]
+    failures: list[Exception] = []
+
+    def issue(*_: Any) -> None:
+        failures.extend([DeadlineError("late")] * failed)
+        raise dist.DistBackendError("aborted")
+
+    def check() -> None:
+        if failures:
+            raise failures[0]
+
+    executor.context = SimpleNamespace(check=check)  # type: ignore[assignment]
+    executor.memory, executor._captured, executor._usual_deadline_s = mock.Mock(), False, 1.0
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(executor, "_program", lambda timed: SimpleNamespace(issue=issue))
+    with pytest.raises(wanted):
+        executor.run({}, like_before=True)
+    assert bool(comm.poisoned) != failed
 
 
 class Nccl:

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft import env
 from weft.runtime.cuda.compile import compile_streams
@@ -118,6 +119,8 @@ class CudaSchedule(Executor):
             self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
         except BaseException as error:
+            if isinstance(error, dist.DistBackendError):
+                context.check()  # weft aborts its own NCCL communicator if the group fails
             if not capturing:  # peers may have begun this run, and would pair a second attempt with their next run
                 self.comm.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
             raise
