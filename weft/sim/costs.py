@@ -216,6 +216,11 @@ element of a row that it adds. They are fitted to the recorded times of the benc
 on two H200s, with 64 and 16 rows a bag. No other record was used (tests/unit/test_plan_embedding.py)."""
 
 
+_WARP_BYTES = 512
+"""The bytes that a warp reads of a row at a time: 32 threads read 16 bytes each. If fewer bytes remain, the next power of two
+counts, because threads without an element wait for the others."""
+
+
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:
     us = (3 if update else 2) * count / model.hbm_bytes_per_us
     if by == "kernel":
@@ -343,11 +348,14 @@ def pooling_cost(
     found: the share of row reads that the cache supplies.
     """
     count = tables.rows * bags.cols  # of rows, each of another table or bag
-    beyond = _BLOCK_BYTES - math.gcd(tables.bytes // max(1, count), _BLOCK_BYTES)
+    row = max(1, tables.bytes // max(1, count))  # in bytes
+    beyond = _BLOCK_BYTES - math.gcd(row, _BLOCK_BYTES)
     rows = round((1 - found) * out.rows * (tables.bytes + count * beyond))
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
-    units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * tables.rows * tables.cols * _ELEMENT_UNIT_US
+    part = min(_WARP_BYTES, 1 << (row - 1).bit_length())
+    elements = tables.rows * tables.cols * (-(-row // part) * part / row)  # with those of threads that have none
+    units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * elements * _ELEMENT_UNIT_US
     busy_us = units_us / model.compute_units
     us = blended(traffic / model.hbm_bytes_per_us, busy_us)
     return kernel_cost(model, links, "compute", (bags, tables), out, us, busy_us, traffic)
