@@ -88,7 +88,7 @@ def held(group) -> tuple[tuple[str, str], bool, bool]:
 def test_a_result_that_a_rank_holds_is_refused_on_all_and_stays(pool: Pool) -> None:
     for (kind, text), kept, right in pool.run(held, ranks=2):
         assert kind == "RefusedError"
-        assert text.startswith("rank 1 holds 1 result of this module")
+        assert text.startswith("this module cannot be closed while rank 1 holds 1 result: ")
         assert kept
         assert right
 

@@ -22,8 +22,8 @@ Shards are sent by puts, not gets. A put reads the caller's tensor directly. A g
 symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
 two ranks send to the same rank at once.
 
-The GEMM of the last chunk may overlap with no transfer, so a small last chunk helps, such as chunks="3:1". The other
-chunks should be large, because GPUs are inefficient at small GEMMs.
+Nothing is left to transfer during the GEMM of the last chunk, so a small last chunk helps, such as chunks="3:1". The
+other chunks should be large, because GPUs are inefficient at small GEMMs.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (shard-based overlap).
     PyTorch's async tensor parallelism also overlaps shard by shard, but with gets.
@@ -55,8 +55,8 @@ def serial(p: AllGatherMatmul) -> Schedule:
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """Put this rank's shard into the `box` of every rank, then run one GEMM.
 
-    by: "kernel" puts the shards with kernels, on the lane of the GEMM. "dma" uses copy engines, with a lane for each
-        peer, so that the copies run concurrently.
+    by: "kernel" puts the shards with kernels, on the lane (stream) of the GEMM. "dma" uses copy engines, with a lane
+        for each peer, so that the copies run concurrently.
     """
     world = p.world_size
     if world == 1:

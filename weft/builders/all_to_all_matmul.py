@@ -3,7 +3,7 @@
     tokens   this rank's tokens, sorted by expert
     splits   the number of this rank's tokens for each expert of all ranks
     counts   the splits of all ranks, [ranks, experts of all ranks]. Each rank puts its own row into every rank's counts
-    inbox    a slot for each peer, large enough for the most tokens that the peer may send
+    inbox    one slot (range of rows) for each peer, large enough for the most tokens that the peer may send
 
     to peers: read counts; put the tokens for each peer into this rank's slot of the peer's inbox; set `arrived` there
     compute:  exchange splits; read counts; multiply this rank's own tokens; then multiply each peer's tokens when they arrive
@@ -93,7 +93,7 @@ def dispatch(
     """
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError(
-            "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
+            "with 2 ranks there is only one peer, so rest=together would be the same as rest=each: use rest=each"
         )
     if rest == "each" and send == "together":
         raise NotApplicableError(
@@ -209,7 +209,9 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Append the copy that fills the caller's buffer `received`."""
+        """Append the copy of this rank's columns of `counts` (the numbers of arriving tokens) to the caller's buffer
+        `received`.
+        """
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
@@ -225,7 +227,9 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the index in the flattened `counts` of the entry for rank `source` and this rank's first expert."""
+        """Return an index into the flattened `counts`: that of the number of tokens from rank `source` for this rank's
+        first expert.
+        """
         return source * self._all + RANK * self.p.experts
 
 
@@ -280,7 +284,8 @@ class Sending(_Dispatch):
         """Append the puts of the tokens for experts first .. first + count - 1 of every peer.
 
         columns: send only these columns (first, count) of the tokens.
-        chunk: the number of this send among all sends to a peer. It selects the signal that is set after the puts.
+        chunk: the index, from 0, of this send among all sends to a peer. It selects the signal that is set after the
+            puts.
         """
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
@@ -380,5 +385,7 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first inbox row for tokens from the rank `distance` places before the inbox's rank in the ring."""
+        """Return the first row of the inbox slot of one source rank. distance: the source is `distance` places before
+        the rank of the inbox in the ring.
+        """
         return (self.world_size - 1 - distance) * self.p.most

@@ -50,9 +50,11 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """Return the slices into which a rank divides each sample.
+    """Return the slices (`Unit`) into which a rank divides the pooled vectors of each sample. Tables share a slice if
+    their output columns are adjacent.
 
-    slots: (first output column, number of columns) of each of the rank's tables.
+    slots: (first output column, number of columns) of each of the rank's tables. slice_size: the largest number of
+    tables, and so of pooled vectors, in a slice.
     """
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
@@ -129,8 +131,8 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
     """Pool slices into staging areas, and copy them from there to peers. The arguments are those of `direct`.
 
-    The schedule declares a staging area for each slice. The kernel allocates fewer, as many as it uses at the same
-    time.
+    The schedule declares a staging area for each slice, but the GPU kernel allocates only as many as its programs use
+    at the same time.
     """
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size, p.found_in_cache)
@@ -165,7 +167,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 class _Slices(Draft):
     """A `Draft` (a schedule under construction) whose tiles are the slices of all samples.
 
-    The sample, tables and columns of tile `t` are expressions of `t`.
+    The slice that a tile pools (sample, tables and columns) is given by expressions of the tile's index `t`.
     """
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
@@ -188,8 +190,8 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return, as an expression of `t`, the number in `numbers` for the slice that tile `t` pools.
-        `numbers[rank][i]` is the number for slice i of each sample on `rank`.
+        """Return an expression of the tile's index `t`: the entry of `numbers` for the slice that the tile pools.
+        `numbers[rank][i]` is the entry for slice i of each sample on `rank`, such as its first column.
         """
         return _formula(numbers, RANK, self._unit)
 
@@ -232,8 +234,8 @@ class _Slices(Draft):
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean number of table rows that a bag of slice `unit` reads: at least 1, weighted by the tables'
-        columns.
+        """Return the mean number of table rows that a bag of slice `unit` reads, at least 1. The mean over the slice's
+        tables is weighted by their numbers of columns.
         """
         if not self.p.rows_read:
             return 1
@@ -243,7 +245,9 @@ class _Slices(Draft):
 
 
 def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
-    """Return `numbers[rank][unit]` as an expression: linear in `rank` and `unit` if possible, otherwise a table."""
+    """Return `numbers[rank][unit]` as an expression: a linear formula in `rank` and `unit` if the numbers allow it,
+    otherwise a lookup table.
+    """
     counts = {len(of_rank) for of_rank in numbers}
     flat = tuple(n for of_rank in numbers for n in of_rank)
     if len(counts) == 1 and flat:

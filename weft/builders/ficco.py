@@ -1,8 +1,8 @@
 """FiCCO for all-gather + GEMM: each step sends one chunk of a shard to all peers at once, and multiplies the chunks of all peers.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory. There is a lane for
-each peer, so all links of a full mesh are busy. The rank then multiplies the chunks s of all ranks. Three choices make eight
-schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory. The copies to each peer have
+their own lane (stream), so all links of a full mesh are busy. The rank then multiplies the chunks s of all ranks. Three choices
+make eight schedules:
 
     1D | 2D           chunks are rows of the shard, or columns. With columns, steps accumulate: y += x[:, chunk] @ w[chunk, :]
     uniform | hetero  each step includes this rank's own chunk; or the rank's own shard is multiplied as a whole before the first

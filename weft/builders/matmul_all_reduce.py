@@ -61,7 +61,8 @@ class Result:
         self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
-        """Append the copies of all ranks' sums into y, then the norm of each chunk. Return the schedule.
+        """Append the all-gather `fetched`, which copies all ranks' sums into y, then the norm of each chunk. Return the
+        schedule.
 
         source, target: functions that return a chunk's region in its owner's memory, and in y.
         pieces: a function that returns the regions of y that chunk c covers, for the norm.
@@ -97,7 +98,8 @@ def serial(p: MatmulAllReduce) -> Schedule:
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
     """Send every rank's whole product to all ranks. Each rank reduces all products itself.
 
-    by: "dma" and "kernel" put each rank's product into a slot on each peer. "load" reads the peers' products in place.
+    by: "dma" (copy engines) and "kernel" copy each rank's product to every peer, which then reduces. With "load"
+    nothing is copied: the reducing kernel reads the products in the peers' memory.
     """
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
@@ -148,7 +150,9 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4))
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
-    """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks."""
+    """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks. chunks: the number of
+    chunks into which the rows of the product are cut.
+    """
     o = PartialProducts.overlapped("collective", p)
     d, result, pieces = o.d, Result(o, p), split(p.m, chunks, what="rows of a product")
     made, summed = d.signals("made", len(pieces)), d.signals("summed", len(pieces))
@@ -213,7 +217,8 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     """Divide the rows of each chunk among the ranks: every rank reduces its rows of each chunk.
 
     The peers' products for a chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM. So the
-    sums of the first chunk are complete long before the last GEMM ends.
+    sums of the first chunk are complete long before the last GEMM ends. by: copy with copy engines ("dma") or kernels
+    ("kernel").
     """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")

@@ -92,8 +92,8 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the first row of x from which rows `chunk` of rank `owner`'s part of the sum are computed; of the
-        whole part if `chunk` is None.
+        """Return the index of a row of x: the first row that contributes to rows `chunk` (first, count) of the part of
+        the sum that rank `owner` owns. None: the first row that contributes to the part.
         """
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
@@ -120,7 +120,7 @@ class PartialProducts:
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False,
         to: Region | None = None,
     ) -> LaneDraft:  # fmt: skip
-        """Append the GEMM that computes this rank's contribution to rows of rank `owner`.
+        """Append to `lane` the GEMM that computes this rank's contribution to rows of rank `owner`, into `out`.
 
         chunk: the rows (first, count); None for all.
         add: True to accumulate into `out`.
@@ -134,7 +134,7 @@ class PartialProducts:
         """Append the GEMM of `multiply` as one tracked GEMM, which signals finished tiles. Return its number of tiles.
         All ranks must own equal numbers of rows.
 
-        told: the signals that each finished tile sets.
+        told: the `Set` steps that each finished tile runs.
         """
         tiles = TrackedTiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols

@@ -43,9 +43,11 @@ def direct_sums(
 def tracked_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with one tracked GEMM. Return (first row, number of rows) of each chunk.
+    """Append to the draft `o` a direct reduce-scatter: one tracked GEMM signals its finished tiles, and each chunk is
+    sent straight to the owner of its rows. Return (first row, number of rows) of each chunk of a rank's rows.
 
     y: the buffer of this rank's rows of the sum.
+    chunks: the number of chunks of each rank's rows.
     to: how chunks are sent, as in `weft.builders.matmul_reduce_scatter.tracked`.
     fetched: the all-gather by which all ranks copy the sums (for an all-reduce), or None.
     """

@@ -78,8 +78,8 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size) for choices by measurement: problems with equal keys share measurements, even if they differ in
-        other sizes too.
+        """(key, size) for choices by measurement. Problems with equal keys share measurements of similar `size`, even
+        if they also differ in sizes that `family` compares, such as the rows of single ranks.
 
         By default the same as `family`.
         """
@@ -117,8 +117,8 @@ class Problem:
     def between_hosts(self, rails: int) -> tuple[str, ...]:
         """Return the names of the schedules to time, besides serial, if ranks are on several hosts.
 
-        rails: the number of hosts, if each host has the same number of consecutive ranks, which is at least two.
-            Otherwise 0.
+        rails: the number of hosts if the ranks form rails: every host has the same number of consecutive ranks, at
+            least two. Otherwise 0.
         """
         return ()
 

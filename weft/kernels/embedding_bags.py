@@ -81,6 +81,7 @@ def rows_of(
     out of range.
 
     bad: for each lane, the number of ids out of range so far. bad_at: the position of the first id out of range.
+        counts: 0 if bad ids of this slot must not be counted.
     """
     inside = at < end
     row = row_of(ids, rows_in_table, HASH)

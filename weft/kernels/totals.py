@@ -1,5 +1,5 @@
 """A kernel that computes dynamic sizes, such as numbers of rows, from counts that only the device knows. One launch
-computes all sizes that one lane of a schedule needs.
+computes all sizes that one lane (stream) of a schedule needs.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...)
 

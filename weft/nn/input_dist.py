@@ -47,8 +47,9 @@ class _Layout:
     """The order in which ranks send the features of inputs that have the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: for each number in the headers that this rank sends, its index in this rank's full header, from which
-        it is copied. The full header has the counts of all features.
+    header_index: the full header of this rank has the counts of all features. Each rank receives a header with the
+        counts of its own features only. header_index has, for each number in the headers of all ranks, its index in the
+        full header.
     """
 
     keys: tuple[str, ...]

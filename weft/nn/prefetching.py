@@ -60,7 +60,9 @@ class Prefetched:
         return self._distribution.arrive(sent)
 
     def discard(self) -> None:
-        """Wait until the exchange of the numbers of ids no longer reads the batch."""
+        """Drop the batch without a call of the module: wait until the exchange of the numbers of ids no longer reads
+        it.
+        """
         if self._side is not None:
             torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)
         with contextlib.suppress(WeftError):  # the group has failed, which the next call reports

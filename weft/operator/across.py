@@ -3,7 +3,7 @@
     ranks                         compare
     CPU                           tables of row counts, before data is sent (`weft.runtime.meeting`)
     GPU                           a hash of all calls so far, called the digest, in a background thread (`weft.symm.calls`)
-    both, WEFT_CHECK_CALLS=1      also tables of row counts, and the values of tensors that must be equal on all ranks,
+    any, WEFT_CHECK_CALLS=1       also tables of row counts, and the values of tensors that must be equal on all ranks,
                                   such as a bias. To read these values, the CPU waits for the GPU
 
 If a call sends different numbers of rows to different ranks, each rank has two tables of row counts. One has the rows
@@ -69,11 +69,11 @@ class AcrossRanks:
         Raise `RefusedError` on every rank if the tables of counts do not agree, or if values that must be equal differ.
         While a CUDA graph is captured (`capturing`), only add the call to the digest.
 
-        begun: a call whose first part needs no other rank (`weft.runtime.unfused.begun`), or None. A CPU rank runs this
-            part while it waits for its peers.
+        begun: this call, if it has a first part that needs no other rank (`weft.runtime.unfused.begun`); otherwise
+            None. A CPU rank runs the first part while it waits for its peers.
 
-        If CPU ranks have synchronised in this method, return the number that each rank has reported about the first
-        part of its call (`Begun.number`). The rest of the call needs these numbers. Otherwise return None.
+        If CPU ranks have synchronised in this method, return `Begun.number` of each rank, which the second part of the
+        call needs. For example, the number is 1 if the first part could not send a message. Otherwise return None.
         """
         self.note()
         numbers = None
@@ -95,8 +95,8 @@ class AcrossRanks:
         """Compare the tables of counts (`Operator.pairs`) of all ranks. Raise `RefusedError` on every rank if they do
         not agree.
 
-        Return the number that each rank has reported about the first part of its call (`Begun.number`); zeros if
-        `begun` is None.
+        Return `Begun.number` of each rank: what it reports about the first part of its call. Return zeros if `begun` is
+        None.
         """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)

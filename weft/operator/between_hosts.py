@@ -106,9 +106,10 @@ def needed_us(serial_us: float) -> float:
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
     """True if `schedule` can be clearly faster than serial, by the measured rates of the links (`network`).
 
-    The prediction includes only collectives and messages. In the best case, the schedule's GEMMs hide all of its
-    transfers except the shortest, while serial hides none. But if serial's collectives are small, serial saves a round
-    trip, because weft sends their data with the messages by which ranks synchronise (`weft.runtime.rails`).
+    The prediction includes only collectives and messages. It assumes the best case: the schedule's GEMMs hide all of
+    its transfers except the shortest, while serial hides none. If serial's collectives are small, weft sends their data
+    with the messages by which ranks synchronise (`weft.runtime.rails`). Serial then needs a round trip less, so this
+    time is added to the schedule's.
     """
     has_rails = network.library == "gloo" and ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
@@ -147,8 +148,8 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return a text that names the first step that needs memory that is not mapped, on any rank; "" if there is none. On
-    GPUs, also return a text if the group does not use NCCL.
+    """Check the steps of all ranks. Return a text that names the first step that needs memory of a peer on another host, which
+    is not mapped; "" if there is no such step. On GPUs, also return a text if the group does not use NCCL.
     """
     on_gpus = comm.device.type != "cpu"
     if on_gpus and not uses_nccl(comm):

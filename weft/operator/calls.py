@@ -213,8 +213,8 @@ def prepared_for(
 ) -> CompiledOperator:  # fmt: skip
     """Return the compiled operator of a call; compile it if needed.
 
-    wanted: for each differentiable field of the call, True if its gradient is wanted; equal on all ranks. None in
-        backward, which need not compare this again: ranks compared it in forward.
+    wanted: for each differentiable field of the call, True if its gradient is wanted. This value must be
+        equal on all ranks, which compare it in forward. None in backward, where it is not compared again.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)

@@ -97,8 +97,8 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
     """Return this rank's choice for `p`: by cached times if every transport has one, otherwise by this machine's model.
 
     A prediction takes milliseconds, many times as long as a call. So a size bucket between two planned buckets with the
-    same choice uses this choice. When the second bucket is planned, the smallest and the largest bucket are planned
-    too.
+    same choice uses this choice without a prediction. To have such neighbours for every size, the smallest and the
+    largest bucket are planned together with the second bucket that calls use.
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:

@@ -58,8 +58,8 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """The caller's function for an output with a dynamic number of rows. This wrapper checks the tensor that it
-    returns.
+    """A wrapper of the caller's function that allocates an output with a dynamic number of rows. The wrapper checks the
+    tensor that the function returns.
 
     memory: the memory of the other tensors of the run, which the returned tensor must not overlap.
     """

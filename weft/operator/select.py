@@ -12,13 +12,15 @@ of rows (`weft.plan.nearby`). "autotune" also times whole schedules. Later calls
 predictions, with or without "autotune".
 
 All ranks must use the same schedule. So ranks compare pinned names, use the plan of one rank, and compare schedules by
-the slowest rank's times. If the GPUs differ, the plan of the slowest is used (`this_machine.planning_rank`).
+the slowest rank's times. If ranks have different models of GPUs, all use the plan of the rank with the slowest GPU
+(`this_machine.planning_rank`).
 
 On a known machine "autotune" measures the time that the planner predicts: the mean of several calls in a row, while the
 CPU is ahead of the GPU (mode "queued"). Under CUDA graphs the CPU does not delay the GPU either, so these times are
-also used for graphs. But a graph slows down collectives, most of all in the serial schedule, so for graphs the
-measurement favours serial. weft does not capture graphs to measure them: after a capture, NCCL or cuBLAS may launch
-differently until the process ends. On an unknown machine single calls are timed, including CPU time.
+also used for graphs. But in a graph a collective takes longer than in these measurements. The serial schedule loses
+most by this, so for graphs the measured times make it look faster than it is. weft does not capture graphs to measure
+them: after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine single calls
+are timed, including CPU time.
 """
 
 from __future__ import annotations

@@ -141,8 +141,9 @@ def all_to_all_matmul(
 class _Call(NamedTuple):
     """The arguments of a call.
 
-    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it, in calls without
-        gradients that pass the number of received rows as max_rows.
+    max_rows: an upper bound on the received rows, or None.
+    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it. There max_rows
+        is the exact number of received rows, and no gradients are needed.
     """
 
     tokens: torch.Tensor

@@ -55,7 +55,7 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
         raise DisagreementError("ranks close different modules: close the same modules in the same order on all ranks")
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
         raise RefusedError(
-            f"{', '.join(held)} of this module: delete these results and all views of them before you close it"
+            f"this module cannot be closed while {', '.join(held)}: delete these results and all views of them first"
         )
     others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
     drop_calls(OPERATOR, group, prepared + others)

@@ -99,10 +99,10 @@ def matmul_all_reduce(
     dtype, with this rank's weight, and rounded once.
 
     Overlapped schedules reduce in fp32, in an order that depends only on the schedule and the number of ranks. So equal
-    calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy the result,
-    or each rank reduces the row in the order of ranks. The rows to reduce are divided equally among the ranks, but the
-    last ranks may get fewer rows, or none. Two schedules may differ by rounding. "avg" divides the rounded sum, so in
-    fp16 a product or sum above 65504 overflows before the division.
+    calls give equal bits, and all ranks get the same bits. In most schedules one rank reduces a row, and its peers copy
+    the result. In "one_shot" each rank reduces all rows itself, in the order of ranks. The rows to reduce are divided
+    equally among the ranks, but the last ranks may get fewer rows, or none. Two schedules may differ by rounding. "avg"
+    divides the rounded sum, so in fp16 a product or sum above 65504 overflows before the division.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
     to seconds. Make the call and its backward before you capture a CUDA graph.

@@ -8,7 +8,7 @@ tensors:
     RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
     RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
     ColwiseParallel, input Replicate           backward: GEMM + all-reduce                      `weft.matmul_all_reduce`
-    ColwiseParallel, both Replicate            also in forward: GEMM + all-gather               `weft.matmul_all_gather`
+    ColwiseParallel, Replicate in and out      also in forward: GEMM + all-gather               `weft.matmul_all_gather`
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def choose(
             schedule of FiCCO's heuristic, if it supports `problem`. "autotune" pins nothing.
         measured: {candidate: time in us}, including serial. Only these candidates are considered.
         among: the names of the candidates to consider. Default: all.
-        near: True if the choice also applies to nearby sizes. The warning then says so.
+        near: True if the choice also applies to nearby sizes, which the warning (see below) then says.
 
     Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise
     `ValueError` for an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not
@@ -244,9 +244,10 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
-    If only serial makes the CPU wait for sizes, the device then waits for the CPU too, for 7% of serial's time on H100s
-    (1204x14336x30336, 32 experts). So in this case serial's CPU time is subtracted from the margin, but the margin
-    stays at least `CLEARLY_US`.
+    Usually this is a fraction of serial's time (`_clearly`). If serial makes the CPU wait for sizes, the device is idle
+    after the wait until the CPU has issued more work. This took 7% of serial's time on H100s (1204x14336x30336, 32
+    experts). A schedule without such a wait also saves this time. So the result is then smaller by serial's CPU time,
+    but at least `CLEARLY_US`.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -308,8 +309,9 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (row, reason). The row is the simplest of those that are about as fast as `fastest` (`_simplicity`); if
-    times are measured, `fastest` itself.
+    """Return (row, reason). If times are measured, the row is `fastest`. Predicted times are less exact. So the row is
+    then the simplest of those that are predicted to be about as fast as `fastest`. A schedule is simpler if it does not
+    stop the CPU, or else if it has fewer GEMMs, steps and so on (`_simplicity`).
     """
     if measured:
         return fastest, "is the fastest"

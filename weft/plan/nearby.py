@@ -134,7 +134,7 @@ def names_near(
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
     """Return the name of the schedule for `problem`, given the `choice` for the middle size of its bucket.
 
-    If serial is faster than this choice, choose among `contenders` for exactly this size instead.
+    If serial is faster than this choice, choose among the candidates `contenders` for exactly this size instead.
     """
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:

@@ -138,7 +138,9 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """The decomposition and contention losses, and the exposed communication, of a queued run; None without GEMMs."""
+        """The losses of a queued run by decomposition (GEMMs are cut into pieces) and by contention (GEMMs and copies run
+        concurrently), and its exposed communication. None without GEMMs.
+        """
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):

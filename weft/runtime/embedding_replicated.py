@@ -53,8 +53,8 @@ def local_gradients(of: ForwardCall, jagged: JaggedInput, grad: torch.Tensor, wo
 
 
 def _factor_of_sums(of: ForwardCall) -> float:
-    """Return the factor of gradients before they are summed over ranks. An optimizer multiplies the sums by `of.factor`
-    itself.
+    """Return the factor by which a rank multiplies its gradients before they are summed over ranks: `of.factor`. With
+    an optimizer it is 1, because the optimizer multiplies the sums by `of.factor`.
     """
     return of.factor if of.tables is None else 1.0
 

@@ -1,4 +1,5 @@
-"""An all-to-all of rows in two levels, whose data travel with the rendezvous of ranks in rails (`weft.runtime.rails`).
+"""An all-to-all of rows in two levels, whose data travel with the rendezvous of CPU ranks on several hosts
+(`weft.runtime.rails`). A rail consists of the ranks with the same index on their hosts.
 
     1   each rank writes its rows, and their numbers, to shared memory
     2   rank i of each host sends to rank i of every other host the rows of all ranks of its host for that rank
@@ -83,15 +84,17 @@ class AllToAll:
         return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
 
     def _rank_on(self, host: int) -> int:
-        """Return this rail's rank on a host."""
+        """Return the rank of this rank's rail on a host: the rank with the same index there."""
         return host * self._levels.per_host + self._levels.index
 
     def _of_host(self, host: int) -> Counts:
-        """Return the part of `counts` for the ranks of a host."""
+        """Return the part of `counts` for the ranks of host number `host`."""
         return self.counts[host * self._levels.per_host :][: self._levels.per_host]
 
     def _rows_for(self, host: int) -> list[torch.Tensor]:
-        """Return the rows of each rank of this host, in its shared memory, for this rail's rank on `host`."""
+        """Return, for each rank of this host, its rows for the rank of this rank's rail on `host`. The rows are in
+        shared memory.
+        """
         if not self._has_rows:
             return []
         parts, target = [], self._rank_on(host)

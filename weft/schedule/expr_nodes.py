@@ -1,4 +1,5 @@
-"""Parse, check and evaluate the ASTs of expressions, and find their periods.
+"""Parse, check and evaluate the ASTs of expressions, and find their periods (an expression with period p has the same
+value for t and t + p).
 
 `weft.schedule.expr` builds these ASTs. `check` lists the kinds of nodes that they may contain: arithmetic, tables and
 sums.

@@ -6,7 +6,7 @@ phase takes
 
     rounds * (latency of the longest route + bytes on the busiest link / its bandwidth)
 
-    algorithm            rounds           bytes that a rank sends, of S bytes of all shards together
+    algorithm            rounds           bytes that a rank sends; S: the bytes of all shards together, W: the number of ranks
     direct               1                S / W to each other rank
     ring                 W - 1            S / W to the next rank, in one direction
     halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
@@ -61,8 +61,9 @@ class Algorithm:
 
     latency_us: the sum of the latencies of all rounds.
     us_per_byte: the time in us per byte, in addition to the latency.
-    links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance from
-        the rank to the rank at which the link is counted, time in us per byte for which the data occupy the link).
+    links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance, time
+        in us per byte for which the data occupy the link). distance: from the rank to the rank where the link begins,
+        to which the topology assigns it.
     sent: the bytes that a rank sends per byte.
     """
 

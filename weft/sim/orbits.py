@@ -6,8 +6,8 @@ the order of displacement (columns, rows), all ranks do the same at the same tim
     flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
               n flows share each link of that direction. So these n links are replaced by one link with 1 / n of the bandwidth
     signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
-    steps     a schedule for three ranks is built. Its steps for the first peer include the launch. Its steps for the second peer
-              are repeated for all other peers
+    steps     a schedule for three ranks, the fewest with two peers, is built. Its steps for the first peer include the launch.
+              Its steps for the second peer are repeated for all other peers
 
 The work grows linearly with the number of ranks: 16,384 ranks take seconds. The result equals the result of simulating
 every rank.
@@ -100,8 +100,8 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
         )
     if problem.uneven:
         raise ValueError(
-            f"{problem.uneven}: use at most {MOST_RANKS} ranks instead of {problem.world_size}, or the same number of samples and "
-            "the same sizes of tables on every rank"
+            f"one rank cannot represent all {problem.world_size} ranks ({problem.uneven}): use at most {MOST_RANKS} ranks, or the "
+            "same number of samples and the same sizes of tables on every rank"
         )
     columns = int(wiring.numbers[2])
     if problem.world_size % columns or problem.world_size < 3:
@@ -242,7 +242,9 @@ class _Orbit:
 
 
 def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
-    """Return the problem with only three of its ranks."""
+    """Return the problem with only three of its ranks: one rank and two peers, from whose steps those of all peers
+    follow (see the top of this file).
+    """
     dims = [dim for _, dim in problem.slots[0]]
     width = sum(dims)
     slots = tuple(tuple((rank * width + sum(dims[:i]), dim) for i, dim in enumerate(dims)) for rank in range(3))
@@ -257,7 +259,8 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Group the steps of a lane into blocks. items: the steps of the lane in the schedule of three ranks.
+    """Group the steps of a lane into blocks. items: the steps that rank 0 has in this lane in the schedule for three
+    ranks (`_of_three`), so for two peers.
 
     Adjacent steps for the first and the second peer form one block if their kinds and signals are equal. Every other
     step forms a separate block.

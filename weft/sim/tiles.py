@@ -79,8 +79,8 @@ def is_uneven(step: Tiles) -> bool:
 
 
 class _Tiles(NamedTuple):
-    """Tiles that represent all tiles of a kernel. On every rank, given expressions have the same values for a tile as for
-    the tile that represents it.
+    """Tiles that represent all tiles of a kernel in the evaluation of some expressions. On every rank, these expressions have
+    equal values for a tile and for the tile that represents it.
 
     at: the indices of these tiles.
     times: the number of tiles that each represents.

@@ -77,8 +77,9 @@ class NumberedStep(NamedTuple):
 
 
 class _Known:
-    """A cache of evaluated steps. Schedules with the same ranks and the same expected contents of buffers share it, such
-    as a problem's candidates.
+    """A cache of steps whose expressions are evaluated for all ranks. Two schedules share a cache if they have the same number
+    of ranks and expect the same contents in the buffers that determine sizes. For example, all candidate schedules of a problem
+    share one.
     """
 
     def __init__(self, values: list[Values]) -> None:

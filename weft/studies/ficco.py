@@ -208,8 +208,8 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
-    """Return a table of how often the heuristic and weft's own choosers chose the fastest schedule, and how much
-    speedup wrong choices lose.
+    """Return a table of how often FiCCO's heuristic, and weft's planner and closed form, chose the fastest schedule,
+    and how much speedup wrong choices lose.
     """
     who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of the fastest"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())

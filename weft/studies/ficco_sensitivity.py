@@ -27,7 +27,7 @@ _PROBE, _EFFECT = ("g14",), 1e-3
 
 def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[[str, float], None]) -> Record:
     """Return a record with a line for each change of an assumed number of `machine`. A line has mean speedups, and how
-    often the heuristic and the closed form pick a schedule near the fastest one.
+    often FiCCO's heuristic and weft's closed form (`weft.plan.closed_form`) pick a schedule near the fastest one.
 
     step: called with a description of the next piece of work, and its fraction of all work.
     """
@@ -96,7 +96,9 @@ def sensitivity_table(record: Record) -> ResultTable:
 
 
 def omitted(record: Record) -> str:
-    """Return sentences that say which schedules the table's choosers pick from, and which numbers the table omits."""
+    """Return sentences that say from which schedules the heuristic and the closed form pick, and which assumed numbers the
+    table omits.
+    """
     return (
         "In the table of changed numbers, the heuristic picks from four schedules, and the closed form from eight. The table "
         f"omits numbers that change the times of {_PROBE[0]} by less than {_EFFECT:.1%}: {', '.join(record['without'])}."

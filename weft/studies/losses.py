@@ -375,8 +375,9 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw which fractions of the total loss are decomposition and contention (`shares`). The panels are: GEMMs in 8 and
-    in 64 pieces of rows, and all-gathers by copy engines ("dma"). The contention of 64 pieces was measured with 8 pieces.
+    """Draw which fractions of the total loss are decomposition and contention (`shares`). The panels are: GEMMs in 8 and in 64
+    pieces of rows, and all-gathers by copy engines ("dma"). For 64 pieces only the decomposition loss was measured; the
+    contention loss is that of 8 pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {

@@ -84,7 +84,9 @@ def differ(records: Sequence[tuple[int, ...]]) -> bool:
 
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
-    """Return an error text with the options that some ranks have not recorded. texts: `Noted.texts` of each rank."""
+    """Return an error text that lists, for each rank, the layer options that it has recorded and some other rank has not.
+    texts: for each rank, the recorded options as texts (`Noted.texts`); a rank with an empty record is not compared.
+    """
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
@@ -136,8 +138,8 @@ class MadeLayers:
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:
-        """Return an error text with the layers that only this rank has called, and the layers that only `rank` has
-        called.
+        """Return an error text with the layers and options that this rank has recorded and `rank` has not, and the
+        reverse.
         """
         here, there = list(self._texts), self._of_peers.get(rank, [])
         mine, theirs = ([one for one in some if one not in others] for some, others in ((here, there), (there, here)))

@@ -6,11 +6,11 @@
   launches only if they take longer than the work.
 - `graph`: a call is captured in a CUDA graph, and the graph is replayed many times in a row, as in decoding.
 
-All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. Their order is
-random, because a variant influences the clock rate of the next one. If the difference of two variants will be published,
-both are repeated until the difference exceeds twice its noise, up to a limit.
+All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. Their order is random,
+because a variant influences the clock rate of the next one. If the difference of two variants will be published, these two are
+repeated until their difference exceeds twice its noise, or until a limit on repetitions.
 
-In the last repetition a callback receives the last output of each variant, and can check it.
+In the last repetition a callback receives the last output of each variant, for example to check the output.
 """
 
 from __future__ import annotations
@@ -175,13 +175,14 @@ def time_variants(
 
     Args:
         variants: {name: function of the number of an input set}. In mode "graph" the function must replay a graph.
-        input_sets: the number of input sets. Calls cycle through them.
+        input_sets: the number of input sets (different inputs of one configuration). Calls cycle through them.
         seconds: the approximate time in which to measure the slowest variant.
         repetitions: (least, most); all variants get the same number.
         waiting: the names of variants that synchronise with the device in each call. In mode "queued" they are timed
-            without a sleep kernel, which they would wait for.
-        claims: pairs of variants whose difference will be published. Both variants are repeated until the difference
-            exceeds twice its noise, but at most `_LONGER` times as often as others.
+            without the sleep kernel (see the module), because the synchronisation would also wait for the end of the
+            sleep.
+        claims: pairs of variants whose difference will be published. These two are repeated until their difference exceeds
+            twice its noise, but at most `_LONGER` times as often as other variants.
         advance: called after each repetition with its fraction of all repetitions.
         before_last: called before the last repetition, for example to fill outputs with NaN before `inspect` checks them.
         inspect: called in the last repetition after each variant, in the same order on all ranks. Its arguments are the

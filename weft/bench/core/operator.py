@@ -71,11 +71,15 @@ class Variants(Workload):
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return record fields of this operator that are equal for all variants of a mode."""
+        """Return record fields of this operator that are equal for all variants of a mode. found: the times and errors
+        so far. ceilings: each rank's peak rates.
+        """
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return record fields of this operator that describe variant `name`. All ranks must make this call."""
+        """Return record fields of this operator that describe variant `name`. All ranks must make this call. found: the
+        times and errors so far.
+        """
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
@@ -106,7 +110,9 @@ class Variants(Workload):
     def as_measured(
         self, rows: list[Record], beside: Mapping[str, Call], found: Results, notes: list[str], options: BenchOptions
     ) -> Measured:
-        """Return `Measured` with the records `rows`, the times of the calls `beside`, a title, and notes."""
+        """Return `Measured` with the records `rows`, a title, and notes. From the results `found`, add the times of the
+        calls `beside`, such as the GEMM alone.
+        """
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
@@ -116,7 +122,9 @@ class Variants(Workload):
     def _counted(
         self, variants: VariantCalls, beside: Mapping[str, Call], found: Results, options: BenchOptions
     ) -> dict[str, Record]:
-        """Return {call: fields from the driver's counters}, for the first mode; empty unless the options ask for counters."""
+        """Return {call: record fields with its power and memory traffic}, from the GPU driver's counters, for the first mode.
+        Return {} unless the options ask for counters.
+        """
         if not options.counters:
             return {}
         from weft.bench.core.counted import count
@@ -159,7 +167,9 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """Return (ms of the computation alone, ms of the collective alone), each None if it was not measured."""
+        """Return (ms of the computation alone, ms of the collective alone) from the results `found`. A time is None if
+        it was not measured.
+        """
 
     @abstractmethod
     def variant(self, name: str) -> Callable[[int], torch.Tensor]:

@@ -46,8 +46,8 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return a remark on the time differences between variants with the same schedule. pairs: the records of each two
-    variants that ran the same schedule.
+    """Return a remark on the time differences between variants that ran the same schedule: only noise can cause them.
+    pairs: the two records of each pair of such variants.
     """
     if not pairs:
         return []
@@ -79,8 +79,8 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
 
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
-    """Return a remark if NCCL ran without NVLS, its collectives in NVLink switches. With two ranks NCCL cannot use
-    NVLS, and there is no remark.
+    """Return a remark if NCCL ran without NVLS (reductions inside the NVLink switches). There is no remark for two
+    ranks, with which NCCL cannot use NVLS.
     """
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []

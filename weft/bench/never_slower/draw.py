@@ -167,8 +167,8 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the bytes that a comparison with float64 needs: `2 + ranks` sets of inputs, copies of the operands in fp32
-    and fp64, and two fp64 products for each rank.
+    """Return the bytes that a comparison with float64 needs on a rank. They hold `2 + ranks` times the operands in the
+    shape's dtype, the operands in fp32 and in fp64, and two fp64 products for each rank.
     """
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n

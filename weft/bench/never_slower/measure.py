@@ -66,7 +66,9 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape in `modes`. Return a row for each mode, equal on all ranks. All ranks must make this call."""
+    """Measure a shape in `modes`. Return a row for each mode, equal on all ranks. All ranks must make this call. again:
+    True for the second run of a shape.
+    """
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
     name, dtype = plain(item.op, None)

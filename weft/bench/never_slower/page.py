@@ -151,7 +151,9 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
 
 
 def _slowest(verdict: Verdict) -> str:
-    """Return a Markdown table of the ten slowest rows relative to serial, and of all rows that are below the threshold."""
+    """Return a Markdown table of the rows in which weft is slowest relative to serial: the worst ten, and all rows that fail
+    the criterion "never slower" (`Verdict.below`).
+    """
     below = {key(row) for row in verdict.below}
     rows = [row for i, row in enumerate(verdict.worst) if i < _WORST or key(row) in below]
     header = ["operator", "shape", "mode", "serial, ms", "ideal / serial", "speed of weft", "chosen"]

@@ -93,7 +93,9 @@ class MoeShape(GemmShape):
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Return (problem, suffix of its variants' names) of calls without max_rows, and of calls with max_rows."""
+        """Return two pairs (problem, suffix of the names of its variants): for calls without max_rows the suffix is "",
+        for calls with max_rows "-bounded".
+        """
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)

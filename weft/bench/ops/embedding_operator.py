@@ -47,7 +47,7 @@ class EmbeddingBenchmark(OperatorBenchmark[EmbeddingPreset]):
 def scale_for(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, free: float, share: float) -> Scale:
     """Return `options.scale`, or the largest scale that fits this machine, equal on all ranks.
 
-    free: the free memory of a rank in bytes. share: the fraction of it that tables may take.
+    free: the free memory of a rank in bytes. share: the fraction of the free memory that tables may take.
     """
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)

@@ -10,8 +10,8 @@ differ in the bytes of table rows:
     once            each distinct row is read in forward, and read and written in the update
     per occurrence  for each id a row and a gradient are read; each distinct row is read and written in the update
 
-Both also count the bytes over the link, two reads of ids and offsets, one write of the pooled vectors and one read of
-their gradients. The update sorts ids. Of this sort, the bounds count one pass over pairs of a 4-byte key and a 4-byte index.
+Both also count the bytes over the link, two reads of ids and offsets, one write of the pooled vectors and one read of their
+gradients. The update sorts ids. The bounds count only one pass of this sort, over pairs of a 4-byte key and a 4-byte index.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ class TrainingWorkload(TrainingData, Variants):
         return received.view(config.global_batch, dims[rank])
 
     def expected(self) -> list[Expected]:
-        """Return, for each of this rank's tables, sampled rows with their expected values after a check. All ranks must
-        make this call.
+        """Return, for each of this rank's tables, a sample of rows with the values that they should have after the
+        steps of a check. All ranks must make this call.
 
-        The tables must be freshly filled.
+        The tables must have their initial values, from which the float64 values are computed.
         """
         found = []
         most = max(len(self.config.sharding.local_slots(r)) for r in range(self.ranks.world_size))
@@ -194,8 +194,8 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the dtype's epsilon times twice the mean length of the longest bags, or times 16 if
-        this is more.
+        """Return the error limit: the dtype's epsilon times 2 L, but at least times 16. L is the mean bag length of the
+        table with the longest bags.
         """
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 

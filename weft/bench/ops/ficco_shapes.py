@@ -97,8 +97,8 @@ def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: in
     """Return `shape` with M halved until inputs, results and all measured schedules fit into memory. All ranks must
     make this call.
 
-    names: the variants to measure, as in `pinned_schedules`. Other shapes than the paper's, and shapes with a given
-    divisor of M, are returned unchanged. If no M fits, return the full shape, which `check_room` then refuses.
+    names: the variants to measure, as in `pinned_schedules`. A shape that is not one of the paper's, or that has a
+    given divisor of M, is returned unchanged. If no M fits, return the full shape, which `check_room` then refuses.
     """
     if not shape.gemm or shape.over:
         return shape

@@ -111,7 +111,8 @@ class Comparison(Variants):
             value.fill_(math.nan)
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
-        """Return the largest error of the output or a gradient, relative to the largest element of `serial`'s.
+        """Return the largest error of the output or of a gradient, relative to the largest element of the same tensor
+        of `serial`.
 
         Return 0 for `compute`, whose results are wrong without communication.
         """

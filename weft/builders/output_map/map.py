@@ -4,7 +4,8 @@ The GEMM before a collective computes its output chunk by chunk. The map only li
 `weft.builders.output_map.steps` derives the waits, copies and sums. A map has three kinds of entries:
 
     local(c)                        chunk c stays on this rank
-    remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`, and with local(c) locally too
+    remote_map(c, to=, op=)         the GEMM stores the chunk in the memory of rank `to`. If the map also has local(c), the
+                                    GEMM stores it in the memory of this rank too
     dma_map(c, to=, op=, after=)    the chunk is stored locally. When it has been written or updated `after` times, by the GEMM
                                     and by peers, a copy engine sends it to rank `to`
 

@@ -166,8 +166,8 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks from which `rank` must receive this chunk before it forwards the chunk, or adds the arrived
-        updates to it.
+        """Return the ranks from which `rank` must receive this chunk before it uses the chunk: in an all-gather it
+        forwards the chunk, in a reduce-scatter it adds the arrived sums.
         """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
@@ -428,19 +428,23 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
 
 
 def _from(rank: int, to: Index, world: int) -> int:
-    """Return the distance in the ring from `rank` to `to`; `to` itself if it is not a rank."""
+    """Return the distance in the ring from `rank` to `to`. If `to` is not a valid rank, return it unchanged, for the
+    error text.
+    """
     number = int(to)
     return (number - rank) % world if 0 <= number < world else number
 
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance in the ring from this rank to rank `number`, or from this rank's first chunk to the chunk at
-    place `number`.
+    """Return how far `number` is ahead of the evaluating rank in a ring of `count` positions; the distance is 0 if it
+    is the rank's own.
 
     Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 
-    count: the length of the ring: the number of ranks, or of places.
+    number: a rank or a chunk's place, as an expression of `rank`.
+    count: the world size if `number` is a rank, the number of all chunks if `number` is a place. A rank's own place is
+        that of its first chunk.
     """
     ranks = np.arange(world)
     try:

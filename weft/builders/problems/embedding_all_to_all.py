@@ -184,8 +184,8 @@ class EmbeddingAllToAll(Problem):
 
     @staticmethod
     def size_of(batch_sizes: tuple[int, ...]) -> float:
-        """Return the size for `family`: the largest number of samples of a rank, but at most 1024. Larger batches get
-        the same choice.
+        """Return the size by which `family` orders problems: the largest number of samples of a rank, but at most 1024.
+        So all larger batches get the schedule that is chosen for 1024 samples.
         """
         return float(min(max(batch_sizes), _MOST_SAMPLES))
 

@@ -4,8 +4,8 @@
 
 Every component of type `xpu` is a rank, in the order of the file; all other components forward bytes. An edge is two
 links, one in each direction, with the bandwidth and latency of the edge's link. Edges without a bandwidth carry no
-bytes. A flow uses the fastest of the routes with the fewest links. It spreads over up to `MOST_ROUTES` equal routes,
-and is no faster than one of them.
+bytes. A flow uses the fastest of the routes with the fewest links. If several routes are equally fast, its bytes spread
+over up to `MOST_ROUTES` of them, but the flow is no faster than on one route.
 
 Reading needs the PyPI package `infragraph`, which expands instances, indices and nested devices. Writing does not need
 the package.

@@ -208,6 +208,7 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
     """Compute a matrix, and add it to `region` with atomic additions: peers and other lanes may add to the same elements.
 
+    place: the memory of the region's buffer.
     make: a function that gets a tensor, and returns a function that computes the matrix into this tensor.
     """
     rows, cols = size(region)

@@ -34,8 +34,8 @@ class Operation(NamedTuple):
         the call.
     aside: a function that the warm-up runs instead of `call`. It loads the same kernel, but writes no memory that peers
         read or add to.
-    meets: True for a collective. The warm-up makes it only before the first run, which all ranks make together. Tensors
-        with other strides, which need another warm-up, may come on some ranks only.
+    meets: True for a collective. The warm-up makes it only before the first run, which all ranks make together. A later
+        warm-up, for tensors with other strides, may happen on some ranks only, and a collective would then hang.
     """
 
     call: Callable[[Tensors], None]

@@ -43,8 +43,8 @@ class Begun(Protocol):
         """Run the steps that do not wait for other ranks: compute, and begin to send. Yield between steps."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Run the remaining steps, and return the results. All ranks must be known to make this call. If `alone` has not
-        run, run its steps too.
+        """Run the remaining steps, and return the results. Call this method only after the rendezvous has shown that all ranks
+        make the same call. If `alone` has not run, run its steps too.
 
         numbers: the value of `Begun.number` on each rank, from the rendezvous; None if the ranks had already synchronised
             before the call.
@@ -52,8 +52,9 @@ class Begun(Protocol):
 
 
 class Early:
-    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct
-    it together, after a rendezvous. The ranks must form rails (`weft.runtime.two_levels.ranks_per_host`).
+    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct it
+    together, after a rendezvous. Every host must have the same number of consecutive ranks, at least two
+    (`weft.runtime.two_levels.ranks_per_host`).
 
     exchanges: the number of exchanges in a call. Each has its own receive buffer.
     """

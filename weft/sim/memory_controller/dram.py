@@ -8,7 +8,7 @@ FR-FCFS controller that writes in batches.
 
 Timings, queues and address bits are taken from Accel-Sim's V100 at 1 GHz, after Chatterjee et al., "Architecting an
 Energy-Efficient DRAM System for GPUs", 2017. Table 1 of "T3: Transparent Tracking & Triggering for Fine-grained Overlap
-of Compute & Collectives" uses the same source, and adds CCDWL.
+of Compute & Collectives" uses the same source, and adds CCDWL, the delay after a near-memory update.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Hosts of several GPUs, each host with a switch, and a NIC for each GPU on one network.
 
-Plans and simulations use this topology. Calls on GPUs of several hosts run only schedules whose ranks meet in collectives.
+Plans and simulations use this topology. Real calls on GPUs of several hosts run only schedules in which ranks communicate by
+NCCL's collectives, because a rank cannot address the memory of another host.
 """
 
 from weft.hw.quantity import Quantity
