@@ -5,7 +5,7 @@
 A link of the given rate (`tc tbf`) joins two network namespaces. torchrun starts `--ranks` ranks in each. The ranks first measure
 the link's rate and round trip. Then the variants of each operator are called in turn:
 
-    GEMMs        gloo called by hand; weft's choice; the two-level collectives without overlap
+    GEMMs        gloo called by hand; weft's choice
     experts      gloo called by hand; "one by one", which exchanges and then computes; weft's choice; "far first", which starts with
                  the other host's tokens
     embeddings   "one pass", which pools all samples and then exchanges; weft's choice; "far first", which starts with the other
@@ -121,7 +121,7 @@ def rank(given: argparse.Namespace) -> None:
 
 
 def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
-    """Compare gloo by hand, weft's choice, and two-level collectives without overlap."""
+    """Compare gloo by hand and weft's choice."""
     import weft
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
 
@@ -147,20 +147,16 @@ def _gemms(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> None:
         dist.all_reduce(y)
         return y
 
-    gather = "ficco_1d_collective[start=hetero,gemms=unfused,steps=1]"
-    for op, by_hand, call, two_levels in (
-        ("all_gather_matmul", gathered, lambda schedule: weft.all_gather_matmul(
-            shard, [narrow], 0, group, return_A=False, schedule=schedule)[1][0], gather),
-        ("matmul_reduce_scatter", scattered, lambda schedule: weft.matmul_reduce_scatter(
-            x, wide, "sum", 0, group, schedule=schedule), "collective[chunks=1]"),
-        ("matmul_all_reduce", reduced, lambda schedule: weft.matmul_all_reduce(
-            x, wide, group, schedule=schedule), "collective[chunks=1]"),
-    ):  # fmt: skip
-        variants: dict[str, Callable[[], torch.Tensor]] = {
-            BY_HAND: by_hand, "weft": lambda call=call: call(None),
-            "two levels": lambda call=call, name=two_levels: call(name),
-        }  # fmt: skip
-        _compare("gemm", op, {"rows": rows, "columns": cols}, variants, calls)
+    for op, by_hand, call in (
+        (
+            "all_gather_matmul",
+            gathered,
+            lambda: weft.all_gather_matmul(shard, [narrow], 0, group, return_A=False)[1][0],
+        ),
+        ("matmul_reduce_scatter", scattered, lambda: weft.matmul_reduce_scatter(x, wide, "sum", 0, group)),
+        ("matmul_all_reduce", reduced, lambda: weft.matmul_all_reduce(x, wide, group)),
+    ):
+        _compare("gemm", op, {"rows": rows, "columns": cols}, {BY_HAND: by_hand, "weft": call}, calls)
 
 
 def _embeddings(group: dist.ProcessGroup, batch: int, bag: int, calls: int) -> None:
@@ -234,28 +230,22 @@ def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> 
     from weft import symm
     from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
     from weft.runtime.links import measure_links
-    from weft.runtime.two_levels import Call, TwoLevels
 
     comm, world = symm.communicator(group, torch.device("cpu")), group.size()
-    levels, call = TwoLevels(comm, world // 2, 30.0), Call("a benchmark", 30.0)
     shard, whole = torch.randn(rows // world, cols), torch.ones(rows, cols)
-    levels.near.reserve(2 * whole.nbytes)
     sent, mine = torch.randn(rows, cols), torch.ones(rows // world, cols)
-    collectives: dict[str, tuple[str, bool, Callable[[], object]]] = {
-        "all-to-all by gloo": ("all_to_all", False, lambda: dist.all_to_all_single(whole, sent)),
-        "all-gather by gloo": ("all_gather", False, lambda: all_gather_by_torch(whole, shard)),
-        "all-gather in two levels": ("all_gather", True, lambda: levels.all_gather(shard, whole, call)),
-        "reduce-scatter by gloo": ("reduce_scatter", False, lambda: reduce_scatter_by_torch(mine, sent)),
-        "reduce-scatter in two levels": ("reduce_scatter", True, lambda: levels.reduce_scatter(sent, call)),
-        "all-reduce by gloo": ("all_reduce", False, lambda: dist.all_reduce(sent)),
-        "all-reduce in two levels": ("all_reduce", True, lambda: levels.all_reduce(sent, call)),
+    collectives: dict[str, tuple[str, Callable[[], object]]] = {
+        "all-to-all by gloo": ("all_to_all", lambda: dist.all_to_all_single(whole, sent)),
+        "all-gather by gloo": ("all_gather", lambda: all_gather_by_torch(whole, shard)),
+        "reduce-scatter by gloo": ("reduce_scatter", lambda: reduce_scatter_by_torch(mine, sent)),
+        "all-reduce by gloo": ("all_reduce", lambda: dist.all_reduce(sent)),
     }
     times: dict[str, list[float]] = {name: [] for name in collectives}
     networks = []
     for number in range(calls + 1):
         found = measure_links(comm).network()
         assert found is not None
-        took = {name: _largest(_timed(run)) for name, (_, _, run) in collectives.items()}
+        took = {name: _largest(_timed(run)) for name, (_, run) in collectives.items()}
         sent.normal_()  # sums of sums would overflow
         if number:  # the first round sets up memory and connections
             networks.append(found)
@@ -263,10 +253,10 @@ def _predictions(group: dist.ProcessGroup, rows: int, cols: int, calls: int) -> 
                 times[name].append(seconds)
     numbers = (field for field in networks[0].__dataclass_fields__ if field != "hosts")
     middle = {field: statistics.median(getattr(one, field) for one in networks) for field in numbers}
-    for name, (op, in_two, _) in collectives.items():
+    for name, (op, _) in collectives.items():
         without = [replace(one, copy_bytes_per_us=math.inf, fresh_bytes_per_us=math.inf) for one in networks]
         predicted, by_link = (
-            [one.collective_us(op, whole.nbytes, in_two) / 1e3 for one in every] for every in (networks, without)
+            [one.collective_us(op, whole.nbytes) / 1e3 for one in every] for every in (networks, without)
         )
         _record({
             "curve": "prediction", "collective": name, "nbytes": whole.nbytes, "predicted_ms": statistics.median(predicted),

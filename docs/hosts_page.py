@@ -100,12 +100,11 @@ def gemms() -> str:
         for one in json.loads(OPERATORS[0].read_text())
         if one.get("part") == "gemm"
     }
-    for record, cells in _compared("gemm", ("gloo by hand", "two levels", "weft")):
-        both = (f"{sent[_point(record), name]:.1f}" for name in ("gloo by hand", "two levels"))
+    for record, cells in _compared("gemm", ("gloo by hand", "weft")):
+        both = (f"{sent[_point(record), name]:.1f}" for name in ("gloo by hand", "weft"))
         rows.append((str(record["ranks"] // 2), str(record["rows"]), f"`{record['op']}`", *cells, *both))
     header = (
-        "ranks on each host", "M", "operator", "gloo alone, ms", "two levels, one chunk, ms", "weft's choice, ms", _VERDICT,
-        "MB sent by gloo", "in two levels",
+        "ranks on each host", "M", "operator", "gloo alone, ms", "weft's choice, ms", _VERDICT, "MB sent by gloo", "by weft",
     )  # fmt: skip
     return markdown_table(header, rows) + "\n"
 
@@ -283,7 +282,8 @@ def simulated() -> str:
 
 
 def predictions() -> str:
-    found = [record for record in json.loads(LINKS.read_text()) if record["curve"] == "prediction"]
+    records = [record for record in json.loads(LINKS.read_text()) if record["curve"] == "prediction"]
+    found = [record for record in records if record["collective"].endswith("by gloo")]
     rows = [
         (
             record["collective"], f"{record['link_ms']:.0f}", f"{record['predicted_ms']:.0f}",

@@ -4,6 +4,7 @@
 2. Each byte crosses once per host, in one exchange of each rail, or two for an all-reduce.
 3. Ranks that call with other sizes, another operator or bad input. The sizes that gloo would receive differ.
 4. A rank that does not come, or dies.
+5. `ranks_per_host`: which placements have rails.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -29,6 +30,7 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.runtime import collectives
+from weft.runtime.rail_groups import ranks_per_host
 from weft.runtime.unfused.turn import Turn
 
 COLUMNS = 24
@@ -197,3 +199,16 @@ def test_a_rank_that_dies_is_named_on_every_host() -> None:
     for pid, kind, text in found[:3]:
         assert kind == "PeerLostError"
         assert re.search(rf"rank 3 \(pid {pid} on host host 1\) died", text)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted"),
+    [
+        ("aabb", 2),
+        ("aaabbb", 3),
+        ("aabbcc", 2),
+        *((name, 0) for name in ["aaaa", "ab", "aab", "abab", "abba", "aabbaa"]),
+    ],
+)
+def test_rails_need_as_many_consecutive_ranks_on_each_host(hosts: str, wanted: int) -> None:
+    assert ranks_per_host(hosts) == wanted

@@ -67,7 +67,7 @@ def crossing(group: dist.ProcessGroup) -> dict[str, int]:
     import weft
 
     found, x, w = {}, torch.ones(4096, 8), torch.ones(8, 512)
-    for schedule in ("serial", "collective[chunks=1]", "collective[chunks=2]"):
+    for schedule in ("serial", "two_levels[hosts=2,chunks=1]", "two_levels[hosts=2,chunks=2]"):
         for _ in range(2):  # the first call also opens connections
             dist.barrier()
             before = bytes_sent()

@@ -76,25 +76,22 @@ def problems(rows: int) -> list[Problem]:
     ]
 
 
-def timed(p: Problem, network: HostNetwork) -> list[bool]:
+def timed(p: Problem, network: HostNetwork, rails: int = 0) -> list[bool]:
     serial = named(p, "serial").build()
-    return [worth_timing(named(p, name).build(), serial, network) for name in p.between_hosts(0)]
+    return [worth_timing(named(p, name).build(), serial, network) for name in p.between_hosts(rails)]
 
 
 def test_schedules_that_cannot_gain_enough_are_not_timed() -> None:
     fast = HostNetwork(NETWORK.hosts, 3000.0, 40.0, 5000.0, 4000.0, 1000.0)
     for p in problems(16):  # serial takes less than 300 us
-        assert timed(p, fast) == [False] * 3, p
+        assert timed(p, fast) == timed(p, fast, 2) == [False] * 3, p
     for p in problems(4096):
-        assert timed(p, NETWORK) == [True] * 3, p
-    # Two levels copy more than they save on this network, so a single chunk gains nothing.
-    _, gather, reduce = problems(4096)
-    assert timed(gather, fast) == [False, True, True]
-    assert timed(reduce, fast) == [False, False, True]
+        assert timed(p, NETWORK) == [False, True, True], p  # one chunk is the collective of serial
+        assert timed(p, NETWORK, 2) == [True] * 3, p  # two levels send less
 
 
 def test_gpus_time_schedules_of_several_chunks() -> None:
-    """GPUs have no collectives in two levels, and serial's collectives do not travel with a rendezvous."""
+    """On GPUs, serial's collectives do not travel with a rendezvous."""
     by_nccl = HostNetwork(NETWORK.hosts, 100.0, 50.0, 100.0, math.inf, math.inf, "nccl")
     for p in problems(256):
         assert timed(p, by_nccl) == [False, True, True], p

@@ -22,9 +22,9 @@ from weft.operator.know_links import know_links
 from weft.runtime.executors import Tensors
 from weft.runtime.links import network_of
 from weft.runtime.own_nccl import uses_nccl
-from weft.runtime.rails import MOST_BYTES
+from weft.runtime.rail_groups import ranks_per_host
+from weft.runtime.rails import MOST_BYTES, largest_collective_bytes
 from weft.runtime.schedule_memory import needs_far
-from weft.runtime.two_levels import largest_collective_bytes, ranks_per_host
 from weft.schedule import ITEM_BYTES, Collective, Schedule, Send, value
 from weft.schedule.steps import of_kind
 from weft.sim.between_hosts import HostNetwork
@@ -114,21 +114,21 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
     has_rails = network.library == "gloo" and ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
     serial_us = sum(_collectives_us(serial, network, rides))
-    transfers_us = [*_collectives_us(schedule, network, has_rails), *_sends_us(schedule, network)]
+    transfers_us = [*_collectives_us(schedule, network, False), *_sends_us(schedule, network)]
     exposed_us = min(transfers_us, default=0.0) + rides * network.round_trip_us
     return _DOUBT * (serial_us - exposed_us) > needed_us(serial_us)
 
 
-def _collectives_us(schedule: Schedule, network: HostNetwork, two_levels: bool) -> list[float]:
+def _collectives_us(schedule: Schedule, network: HostNetwork, rides: bool) -> list[float]:
     """Return the predicted time of each collective of rank 0 in microseconds.
 
-    two_levels: True if collectives run first within each host and then between hosts (`weft.runtime.two_levels`).
+    rides: True if the data travel in two levels, with the messages by which ranks synchronise.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
     wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]
     return [
-        network.collective_us(step.op, value(whole.rows) * value(whole.cols) * item[whole.buffer], two_levels)
+        network.collective_us(step.op, value(whole.rows) * value(whole.cols) * item[whole.buffer], rides)
         for step, whole in zip(steps, wholes, strict=True)
     ]
 

@@ -27,7 +27,7 @@ from weft.runtime.capture import is_captured
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
-from weft.runtime.two_levels import largest_collective_bytes
+from weft.runtime.rails import largest_collective_bytes
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
 from weft.symm import Communicator

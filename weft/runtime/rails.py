@@ -13,7 +13,7 @@ After step 1 a rank knows the payloads of its own host, and after step 2 those o
 agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a
 different call does no harm; its data are dropped.
 
-A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.two_levels`). Each byte
+A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.rail_groups`). Each byte
 of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64), first within each host,
 then across hosts. Both sums are rounded to the dtype of the matrix.
 """
@@ -31,8 +31,10 @@ import torch.distributed as dist
 
 from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import exchange_now, finish
-from weft.runtime.two_levels import levels_on, ranks_per_host
+from weft.runtime.rail_groups import rail_groups_on, ranks_per_host
 from weft.runtime.within_host import NO_WORK, WithinHost
+from weft.schedule import ITEM_BYTES, Collective, Schedule, value
+from weft.schedule.steps import of_kind, variables_of
 from weft.symm import Communicator
 
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
@@ -78,7 +80,7 @@ class Rails:
     """
 
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:
-        self.comm, self.levels = comm, levels_on(comm)
+        self.comm, self.levels = comm, rail_groups_on(comm)
         self.near = WithinHost(comm)
         self._slot = aligned(_LENGTH.size + payload_bytes)
         self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
@@ -433,6 +435,16 @@ def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: flo
 def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
     """Return the cargo of an all-reduce of `whole`, which is contiguous, in place. All ranks get the same bits."""
     return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
+
+
+def largest_collective_bytes(schedule: Schedule) -> int:
+    """Return the size, in bytes, of the largest matrix that a collective of the schedule gathers or reduces. Collectives
+    with dynamic sizes are ignored.
+    """
+    item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
+    steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective) if not variables_of(step)]
+    wholes = [step.dst if step.op == "all_gather" else step.src for step in steps]
+    return max((value(one.rows) * value(one.cols) * item[one.buffer] for one in wholes), default=0)
 
 
 def rails_for(comm: Communicator, payload_bytes: int) -> Rails | None:

@@ -100,7 +100,7 @@ class HostNetwork:
         nbytes: the bytes of a rank's input; for an all-gather, the bytes of its result. The input of an all-to-all
             includes the part that the rank keeps.
         two_levels: True if the collective runs in two levels: within each host, and along each rail
-            (`weft.runtime.two_levels`).
+            (`weft.runtime.rails`).
         """
         if two_levels:
             return self._in_two_levels_us(op, nbytes)

@@ -26,7 +26,6 @@ from weft.runtime.collectives import (
 )
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.schedule_memory import Tensors
-from weft.runtime.two_levels import Call, TwoLevels
 from weft.symm import Communicator
 
 _OWN_LANE_S = 5.0
@@ -53,8 +52,6 @@ class Run:
         """True if gloo may still send rows of this run, which has failed."""
         self._lanes_late = math.inf  # when the wait for messages is too long after all other lanes have ended
         self.tensors: Tensors = {}
-        self.levels: TwoLevels | None = None
-        """The two-level collectives between hosts; None if two levels cannot be used."""
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Begin a run: wait in the rendezvous until every rank begins it.
@@ -138,10 +135,7 @@ class Run:
         ranks, group = range(self.comm.world_size), self.comm.group
         src, dst = sendable(src), sendable(dst)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
-        if len(set(rows)) == 1 and self.levels is not None:
-            self.levels.all_gather(src.contiguous(), whole, self._call("all_gather"))
-            works = []
-        elif len(set(rows)) == 1:
+        if len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
         else:  # gloo's all-gather does not support unequal rows
             parts = whole.split(rows)
@@ -170,11 +164,8 @@ class Run:
         """Write the sum of all ranks' src to dst, with gloo. Only one thread at a time may call it."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
-        if self.levels is not None:
-            self.levels.all_reduce(whole, self._call("all_reduce"))
-        else:
-            work = all_reduce_single(whole, group=self.comm.group, async_op=True)
-            finish(work, self.comm, f"all_reduce of schedule {self.name}", self.deadline_s, whole, self.tensors)
+        work = all_reduce_single(whole, group=self.comm.group, async_op=True)
+        finish(work, self.comm, f"all_reduce of schedule {self.name}", self.deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -183,9 +174,6 @@ class Run:
         one thread at a time may call it.
         """
         source = src.contiguous()
-        if len(set(rows)) == 1 and self.levels is not None:
-            dst.copy_(self.levels.reduce_scatter(source, self._call("reduce_scatter")))
-            return
         if len(set(rows)) == 1:
             whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
             work = reduce_scatter_single(whole, source, group=self.comm.group, async_op=True)
@@ -196,6 +184,3 @@ class Run:
         finish(work, self.comm, f"reduce_scatter of schedule {self.name}", self.deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
-
-    def _call(self, op: str) -> Call:
-        return Call(f"{op} of schedule {self.name}", self.deadline_s, (self.tensors,))

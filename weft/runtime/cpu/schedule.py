@@ -29,7 +29,6 @@ from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule
-from weft.runtime.two_levels import two_levels_for
 from weft.schedule import Schedule, Set
 from weft.symm import Communicator
 from weft.timeline import Span, Timeline
@@ -61,7 +60,6 @@ class CpuSchedule(Executor):
         if checked.channels:
             channels_of(comm).connect(checked.channels)
         run = Run(schedule.name, what, comm)
-        run.levels = two_levels_for(schedule, checked.lanes, checked.rows, comm)
         self._program: Program | None = Program(schedule, checked, run)
         self._receiving = checked.receiving
         places, n_workers = self._program.places, len(self._program.lanes) - 1

@@ -27,8 +27,7 @@ class Collective(Step):
                         the `dst` of rank 1, and so on
         all_reduce      `dst` is the sum of all ranks' `src`
 
-    If CPU ranks are on several hosts, gathers and reductions run within each host and then between hosts
-    (`weft.runtime.two_levels`).
+    CPU ranks run these collectives by gloo, and GPU ranks by NCCL.
     """
 
     kind: ClassVar[str] = "collective"

@@ -1,0 +1,77 @@
+"""The gloo groups of rails, for CPU ranks on several hosts.
+
+A **rail** consists of the ranks with the same index on their hosts, one on each host. If data for another host travel along
+rails, each byte crosses the network once per host. In a ring all-gather of H hosts of L ranks, each host would send H L - 1
+shards of a rank instead of L for each other host.
+
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
+    "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.runtime.collectives import exchange_both_ways
+from weft.runtime.gloo_groups import gloo_of_its_own
+from weft.runtime.per_communicator import of_communicator
+from weft.symm import Communicator
+from weft.symm.communicator import setup_deadline_s
+
+_known: dict[Communicator, RailGroups] = {}
+
+
+def rail_groups_on(comm: Communicator) -> RailGroups:
+    """Return the groups of this rank's rail. The ranks of `comm` must form rails (`ranks_per_host`). All ranks must make the
+    first call together.
+    """
+    per_host = ranks_per_host(comm.hosts)
+    return of_communicator(_known, comm, lambda made: RailGroups(made, per_host, setup_deadline_s(None)))
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int:
+    """Return the number of ranks on each host if the ranks form rails, else 0.
+
+    Ranks form rails if there are several hosts, and each has the same number of consecutive ranks, at least two.
+
+    hosts: the host of each rank.
+    """
+    count = len(set(hosts))
+    per_host = len(hosts) // count
+    starts = list(hosts[::per_host])
+    regular = [host for host in starts for _ in range(per_host)] == list(hosts) and len(starts) == count
+    return per_host if regular and count > 1 and per_host > 1 else 0
+
+
+class RailGroups:
+    """Two gloo groups of this rank's rail: the ranks with the same index on their hosts, one on each host.
+
+    per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
+    """
+
+    def __init__(self, comm: Communicator, per_host: int, deadline_s: float) -> None:
+        self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
+        self.host, self.index = divmod(comm.rank, per_host)
+        whom = "its rail, the ranks with its index on other hosts"
+        self.rail, back = (
+            gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s) for _ in range(2)
+        )
+        self._ways = self.rail, back
+        comm._holders.add(self)
+
+    def close(self) -> None:
+        """Drop the groups. The communicator calls this method when it closes."""
+        _known.pop(self.comm, None)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
+    ) -> list[dist.Work]:  # fmt: skip
+        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to wait
+        for.
+
+        came, leaving: for each host, the number of rows received from its rank of this rail, and sent to it.
+        """
+        return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)
