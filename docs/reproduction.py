@@ -161,7 +161,7 @@ def _measured_schedules() -> Iterator[Row]:
         best = [min(of[name]["p50_ms"] for name in names if name in of) for of in cases]
         return geomean([of["serial"]["p50_ms"] / ms for of, ms in zip(cases, best, strict=True)]) or 1.0
 
-    ours, rccl, shard = mean(EIGHT), mean(KINDS["FiCCO by collectives"]), mean((SHARD,))
+    ours, rccl, shard = mean(EIGHT), mean(KINDS["FiCCO by all-gathers"]), mean((SHARD,))
     where, on = "VI-E, figure 14", f"{_on(found[-1])}, {len(cases)} GEMMs"
     said = f"geomean {ours:.2f}x by engines, {rccl:.2f}x by collectives"
     yield Row(

@@ -153,13 +153,13 @@ def test_claims_of_fused_embedding() -> None:
         skews.format("remote first"): 0,
         "measured: slices of 64 instead of 4: time saved": 60,
         "measured: slices of 128 instead of 64: time saved": -25,
-        "measured, put: time saved by 75% of the usual programs instead of 25%": 40,
-        "measured, put: time added by 87.5% of the usual programs instead of 75%": 50,
+        "measured, put: time saved with 75% of the programs that fit on an SM, instead of 25%": 40,
+        "measured, put: time added with 87.5% of the programs that fit on an SM, instead of 75%": 50,
         "measured: occupancy of the fused kernel below that of torch's EmbeddingBag, in points": 75,
         "measured: the fused kernel needs less bandwidth at its peak": False,
         "measured: programs wait for different times": True,
-        "measured, 70 rows a bag: small batches gain more than full overlap gives": True,
-        "measured, 70 rows a bag: one kernel with puts beats pooling in 4 kernels that overlaps with NCCL": True,
+        "measured, 70 rows a bag: at the smallest batch, fusion saves more than perfect overlap would": True,
+        "measured, 70 rows a bag: one fused kernel (put) is faster than 4 pooling kernels overlapped with NCCL (pipelined-4)": True,
     }
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 

@@ -50,8 +50,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "AsyncTP": (ASYNCTP,),
     "FiCCO 1D": EIGHT[:4],
     "FiCCO 2D": EIGHT[4:],
-    "FiCCO by collectives": tuple(_all_of("1d", "2d", by="collective").values()),
-    "FiCCO by a kernel": tuple(_all_of("1d", "2d", by="kernel").values()),
+    "FiCCO by all-gathers": tuple(_all_of("1d", "2d", by="collective").values()),
+    "FiCCO by copy kernels": tuple(_all_of("1d", "2d", by="kernel").values()),
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),
 }

@@ -85,12 +85,12 @@ def sensitivity_table(record: Record) -> ResultTable:
         "shard": lambda line: f"{line[2]['shard']:.2f}",
         "FiCCO 1D": lambda line: f"{line[2]['1D']:.2f}",
         "FiCCO 2D": lambda line: f"{line[2]['2D']:.2f}",
-        "heuristic near": lambda line: f"{line[2]['heuristic']:.0f} of {len(TABLE_1)}",
-        "closed form near": lambda line: f"{line[2]['closed']:.0f} of {len(TABLE_1)}",
+        "heuristic: picks within 3%": lambda line: f"{line[2]['heuristic']:.0f} of {len(TABLE_1)}",
+        "closed form: picks within 3%": lambda line: f"{line[2]['closed']:.0f} of {len(TABLE_1)}",
     }
     title = (
-        f"Table I with one assumed number changed: geometric means, and GEMMs with a pick within {NEAR:.0%} of the fastest "
-        "schedule"
+        "Table I with one assumed number of the machine changed: geometric means of speedups, and how many picks are within "
+        f"{NEAR:.0%} of the fastest schedule"
     )
     return table(title, record["lines"], columns)
 

@@ -67,15 +67,15 @@ def _of_grids(rows: Rows) -> Iterator[Claim]:
         small = min(cases, key=lambda by: by[BASELINE]["batch"])
         hidden = 100 * min(small[name]["p50_ms"] for name in ("pooling", "exchange")) / small[BASELINE]["p50_ms"]
         ours = saved(small, "put") or 0.0
-        said = f"{ours:.0f}% saved at batch {small[BASELINE]['batch']}; full overlap would save {hidden:.0f}%"
-        what = f"measured, {bags}: small batches gain more than full overlap gives"
+        said = f"{ours:.0f}% saved at batch {small[BASELINE]['batch']}; perfect overlap would save {hidden:.0f}%"
+        what = f"measured, {bags}: at the smallest batch, fusion saves more than perfect overlap would"
         yield Claim(what, "4.2, figure 10", "yes", said, held=ours > hidden)
         rival = [
             1 - (saved(by, "put", "pipelined-4") or 0) / 100 for by in cases if {"put", "pipelined-4"} <= by.keys()
         ]
         of_rival = [100 * (1 - ratio) for ratio in (fmean(rival), max(rival), min(rival))]
         said = "{:.0f}% less time on average, from {:.0f} to {:.0f}%".format(*of_rival)
-        what = f"measured, {bags}: one kernel with puts beats pooling in 4 kernels that overlaps with NCCL"
+        what = f"measured, {bags}: one fused kernel (put) is faster than 4 pooling kernels overlapped with NCCL (pipelined-4)"
         yield Claim(what, "2.2, 5", "yes", said, held=fmean(rival) < 1)
     cases = [by for _, by in _configs(rows, "grid")]
     for transport in ("put", "direct"):
@@ -93,11 +93,11 @@ def _of_occupancy(rows: Rows) -> Iterator[Claim]:
             ms = {round(8 * r["of_usual"]): r["p50_ms"] for r in mine}
             where, what = "4.2, figure 11", f"measured, {transport}: time"
             if {2, 6} <= ms.keys():
-                text = f"{what} saved by 75% of the usual programs instead of 25%"
+                text = f"{what} saved with 75% of the programs that fit on an SM, instead of 25%"
                 yield Claim(text, where, 46, 100 * (1 - ms[6] / ms[2]), "%")
             top = 7 if 7 in ms else 8
             if {6, top} <= ms.keys():
-                text = f"{what} added by {12.5 * top:g}% of the usual programs instead of 75%"
+                text = f"{what} added with {12.5 * top:g}% of the programs that fit on an SM, instead of 75%"
                 yield Claim(text, where, 25, 100 * (ms[top] / ms[6] - 1), "%")
 
 
@@ -185,7 +185,7 @@ def _times_table(title: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) 
 def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTable:
     memory = min(ceiling["memory_gbps"] for ceiling in cases[0][1][BASELINE]["ceilings"])
     columns: dict[str, Callable[[Any], str]] = {
-        "configuration": lambda case: case[0], "MB a table": lambda case: f"{_row_bytes(case[1][BASELINE]) / 1e6:.0f}",
+        "configuration": lambda case: case[0], "MB read from a table": lambda case: f"{_row_bytes(case[1][BASELINE]) / 1e6:.0f}",
     }  # fmt: skip
 
     def us(name: str) -> Callable[[Any], str]:
@@ -196,7 +196,11 @@ def _rates_table(bags: str, cases: Sequence[tuple[str, Mapping[str, Record]]]) -
 
     names = [name for name in ("direct", "per-table") if all(name in by for _, by in cases)]
     columns |= {f"{name}, us a table": us(name) for name in names} | {f"{name}, GB/s": rate(name) for name in names}
-    return table(f"Rows read, {bags}, counted once per id; copies in memory reach {memory:.0f} GB/s", cases, columns)
+    title = (
+        f"Rows read from tables, {bags}: a row counts once for each id that refers to it. Copies in memory reach "
+        f"{memory:.0f} GB/s"
+    )
+    return table(title, cases, columns)
 
 
 def _row_bytes(record: Record) -> float:
@@ -222,7 +226,9 @@ def _skew_table(cases: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTabl
     columns: dict[str, Callable[[Any], str]] = {"configuration": lambda case: case[0]}
     columns |= {name: ranks(name) for name in ("put-natural", "put", "direct-natural", "direct")}
     return table(
-        "Each rank's ms, and by how much the slower takes longer, with both orders (figure 13)", cases, columns
+        "Times of rank 0 and rank 1 in ms, and by how much the slower rank takes longer, in both orders (figure 13)",
+        cases,
+        columns,
     )
 
 
@@ -231,7 +237,8 @@ def _occupancy_table(by: Mapping[str, Record]) -> ResultTable:
     base = min((r["p50_ms"] for r in shown), default=1.0)
     columns: dict[str, Callable[[Record], str]] = {
         "variant": lambda r: r["variant"], "programs of an SM": lambda r: str(r["programs"]),
-        "share of the usual programs": lambda r: f"{r['of_usual']:.0%}", "occupancy": lambda r: f"{r['occupancy']:.0%}",
+        "share of the 16 programs that fit without a register limit": lambda r: f"{r['of_usual']:.0%}",
+        "occupancy": lambda r: f"{r['occupancy']:.0%}",
         "registers of a thread": lambda r: str(r["registers"]), "spilled registers": lambda r: str(r["spilled"]),
         "fewest to most programs seen on an SM": lambda r: " to ".join(map(str, r.get("programs_of_multiprocessors", ()))),
         "ms": lambda r: milliseconds(r["p50_ms"]), "time relative to the fastest": lambda r: f"{r['p50_ms'] / base:.2f}",
@@ -249,9 +256,7 @@ def _timeline_table(by: Mapping[str, Record]) -> ResultTable:
         "wait, us (least, median, most)": lambda r: ", ".join(f"{us:.1f}" for us in r.get("wait_us", ())),
         "wait, share of the kernel": lambda r: f"{r['wait_share']:.1%}" if "wait_share" in r else "",
     }  # fmt: skip
-    return table(
-        "Puts, waits and bandwidth of rank 0, 1024|256 (figure 9); exchange: NCCL's all-to-all", shown, columns
-    )
+    return table("Puts, waits and bandwidth of rank 0, 1024|256 (figure 9)", shown, columns)
 
 
 def _kernels_table(by: Mapping[str, Record]) -> ResultTable:
@@ -277,7 +282,8 @@ def _short(kernel: str) -> str:
 
 def conclusions(rows: Rows) -> list[str]:
     made = claims(rows)
-    said = [f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} claims are reproduced on these GPUs."]
+    met = sum(bool(claim.reproduced) for claim in made)
+    said = [f"{met} of {len(made)} of the paper's claims are reproduced on these GPUs (the first table)."]
     for grid, bags in GRIDS.items():
         cases = [by for _, by in _configs(rows, grid)]
         batched, direct = _ratios(cases, "batched", BASELINE), _ratios(cases, "direct", "batched")
@@ -295,7 +301,10 @@ def conclusions(rows: Rows) -> list[str]:
             )
         if ratios := _ratios(cases, "direct", "direct-natural"):
             least, most = 100 * (1 / max(ratios) - 1), 100 * (1 / min(ratios) - 1)
-            said.append(f"The order remote first changes the time of `direct` by {least:+.1f}% to {most:+.1f}%.")
+            said.append(
+                f"With {bags}, the order remote first changes the time of `direct` by {least:+.1f}% to {most:+.1f}%, "
+                "compared with the natural order."
+            )
     for _, by in _configs(rows, "kernels"):
         alone, fused = _occupancy(by, "batched"), _occupancy(by, "put")
         if alone is not None and fused is not None:
