@@ -198,7 +198,7 @@ def test_the_gain_of_fusion_is_told_apart_from_the_gain_of_one_kernel() -> None:
 
 def test_rates_of_rows_are_bytes_over_time() -> None:
     rates = next(table for table in fused.tables(fused.rows_of(fused_records())) if table.title.startswith("Rows read"))
-    assert "copies in memory reach 2990 GB/s" in rates.title
+    assert "Copies in memory reach 2990 GB/s" in rates.title
     # 256 samples, 70 rows of 1 KiB: 18.35 MB a table; 256 tables in 4.4 ms and 4 ms
     assert rates.cells == [("1024|256", "18", "17.2", "15.6", "1068", "1174")]
 
