@@ -214,7 +214,7 @@ def begun(group, most_bytes):
         return errors, others, count, other
 
 
-@pytest.mark.parametrize(("most_bytes", "exchanges"), [(4 << 20, 1), (8 * K, 0)])
+@pytest.mark.parametrize(("most_bytes", "exchanges"), [(4 << 20, 1), ((4 << 20) - 2, 1), (8 * K, 0)])
 def test_combines_are_begun_before_ranks_meet(pool: Pool, most_bytes: int, exchanges: int) -> None:
     for errors, others, count, other in pool.run(begun, most_bytes, ranks=4, timeout_s=90):
         assert others == {"nothing"}

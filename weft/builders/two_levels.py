@@ -27,7 +27,7 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
     back, take  with more than two hosts: send the total of this host's piece along the rail; receive those of the other pieces
     from peers  copy the parts that the other ranks of this host own
 
-Sums are rounded to the result's dtype once per level. `weft.runtime.two_levels` has the same algorithms as collectives.
+Sums are rounded to the result's dtype once per level.
 Only CPU ranks run these schedules: GPUs have no messages (docs/hosts.md).
 
 Sources: Cho et al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.

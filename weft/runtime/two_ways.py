@@ -43,6 +43,7 @@ class TwoWays:
         # The times of the first calls, in order, by the number of bits of the size.
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._taken: dict[int, bool] = {}
+        self._ruled_out: set[int] = set()
 
     def rule_out(self, size: int, most_gain_s: float) -> None:
         """Never use the second implementation for `size` if the links are too fast for a clear gain. After the first call of
@@ -53,10 +54,17 @@ class TwoWays:
         bucket = size.bit_length()
         if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
             self._taken[bucket] = False
+            self._ruled_out.add(bucket)
 
-    def takes_other(self, size: int) -> bool:
-        """True if the next call of this size must use the second implementation."""
+    def takes_other(self, size: int, is_faster: bool = False) -> bool:
+        """True if the next call of this size must use the second implementation.
+
+        is_faster: True if the second implementation is known to be faster. Unless ruled out, it is then used without a
+            measurement. Equal on all ranks.
+        """
         bucket = size.bit_length()
+        if is_faster:
+            return bucket not in self._ruled_out
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
     def took(self, size: int, seconds: float, deadline_s: float) -> None:

@@ -65,7 +65,8 @@ class Early:
         self._near = range(near[0], near[-1] + 1)
         self._ways = [gloo_of_its_own(comm, "ranks of other hosts", comm.rank, comm.world_size) for _ in range(2)]
         self._refused = meeting_of(comm).refused
-        self.capacity_bytes = min(_MOST_BYTES, _ROOM_BYTES // (exchanges * sum(self._far)))
+        # A multiple of 8 bytes, so that rows of every dtype are aligned.
+        self.capacity_bytes = min(_MOST_BYTES, _ROOM_BYTES // (exchanges * sum(self._far))) // 8 * 8
         self.near = WithinHost(comm)
         self.near.reserve(NEAR_BYTES)
         self._received = [

@@ -146,7 +146,7 @@ def begin_matmul_all_to_all(
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
         return None
     key = "combine", w.shape, w.dtype
-    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn)
+    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn, far.early((*key, most)))
     call = h, w, sizes, rows, turn, ended
     return far.combine(*call, _BACK, (*key, most)) if is_far else _Combined(group, *call)
 

@@ -35,6 +35,7 @@ from weft.schedule.kernels import LibraryGroupedMatmul
 from weft.symm import Communicator
 
 _NEAR = "rows for ranks of this host"
+_LONG_US = 8000.0  # if all rows go to other hosts. Far first needs more messages, which cost more in shorter calls
 
 
 class FarFirst:
@@ -62,30 +63,36 @@ class FarFirst:
         """Release the memory. The communicator calls this method when it closes."""
         _known.pop(self.comm, None)
 
-    def way(self, key: Hashable, size: int, row_bytes: int, turn: Turn) -> tuple[bool, Callable[[], None]]:
+    def way(
+        self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
+    ) -> tuple[bool, Callable[[], None]]:
         """Choose whether this call sends rows for other hosts first. Return the choice, and a function that the caller must
         call when its call ends. The function records the time of the call. All ranks must make the same calls of this
         method.
 
-        The recorded times of earlier calls decide (`weft.runtime.two_ways`).
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` that sends for long is not
+        timed: it always sends these rows first.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
         size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
+        early: the exchanges that this call may begin before its rendezvous has ended; None if it begins afterwards.
         """
         if self._memory is None:
             return False, lambda: None
-        ways = self._ways.setdefault(key, TwoWays(self.comm))
+        ways, is_faster = self._ways.setdefault(key, TwoWays(self.comm)), early is not None
         if (network := network_of(self.comm)) is not None:
             far_us = network.exchange_us(network.per_host * size * row_bytes)  # if all rows go to other hosts
             ways.rule_out(size, (far_us - PIECES * network.round_trip_us / 2) / 1e6)
+            is_faster &= far_us >= _LONG_US
         begin = time.perf_counter()
 
         def ended() -> None:
             assert turn.deadline_s is not None
-            ways.took(size, time.perf_counter() - begin, turn.deadline_s)
+            if not is_faster:
+                ways.took(size, time.perf_counter() - begin, turn.deadline_s)
 
-        return ways.takes_other(size), ended
+        return ways.takes_other(size, is_faster), ended
 
     def dispatch(
         self,
