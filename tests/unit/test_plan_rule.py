@@ -154,7 +154,9 @@ def test_serial_of_experts_between_hosts_takes_at_most_the_sum_of_its_parts(
     world, rows, n, k, experts = 8 * hosts, 4096, 2048, 2048, 4
     machine = load_machine("h100")
     model = replace(model_of(machine, world), wiring=load_topology(f"hosts:{hosts}x8", machine))
-    serial = built(problem_type.even(rows, n, k, experts, world), "serial")
+    serial = built(
+        replace(problem_type.even(rows, n, k, experts, world), exact=problem_type is AllToAllMatmul), "serial"
+    )
     sent_us = 2 * rows * 2048 * (world - 8) / world / 48e3  # a NIC has 48 GB/s
     gemms_us = experts * model.matmul_us(rows // experts, n, k, "bf16")
     sorted_us = 4 * rows * 2048 / model.hbm_bytes_per_us
@@ -163,6 +165,18 @@ def test_serial_of_experts_between_hosts_takes_at_most_the_sum_of_its_parts(
     assert sent_us + gemms_us < predict(serial, replace(model, host_call_us=0.0), "queued") <= parts_us
     host_us = model.host_dynamic_us + 4 * TORCH_CALLS * 1e3
     assert predict(serial, replace(model, host_call_us=1e3), "queued") == pytest.approx(host_us)
+
+
+def test_sizes_that_the_cpu_knows_cost_no_wait() -> None:
+    """After a dispatch that has counted rows, the CPU knows the sizes of the combine. After a bounded dispatch it reads them."""
+    p = MatmulAllToAll.even(64, 32, 16, 4, 2)
+    known, unknown = built(p, "serial"), built(replace(p, exact=False), "serial")
+    assert known.reads_on_host, "a graph must not keep these sizes"
+    assert (known.waits_for_sizes, known.stops_host) == (False, False)
+    assert (unknown.waits_for_sizes, unknown.stops_host) == (True, True)
+    slow = replace(H200, host_read_us=1e4)
+    assert predict(known, slow, "queued") == predict(known, H200, "queued") < 1e3
+    assert predict(unknown, slow, "queued") > 2e4
 
 
 def test_a_single_call_takes_at_least_what_the_host_needs_for_its_steps() -> None:

@@ -522,5 +522,5 @@ def test_words_that_are_none_are_refused_as_they_are_written() -> None:
         d.lane("a", "gpu")
     with pytest.raises(ValueError, match="lane a: by='kernl' is not known; use one of dma, kernel"):
         d.lane("a").copy(x.part(), x.part(), "kernl")
-    with pytest.raises(ValueError, match="lane a: by='me' is not known; use one of device, meanwhile, host"):
+    with pytest.raises(ValueError, match="lane a: by='me' is not known; use one of device, meanwhile, host, known"):
         d.lane("a").read(x, "me")

@@ -92,6 +92,7 @@ def test_an_exchange_takes_what_leaves_and_comes_and_not_what_stays() -> None:
         found = cost(model, 4, step, (source, target, *kept))  # type: ignore[arg-type]
         assert found.work_us == pytest.approx(72 * 100 / 50)
         assert found.latency_us == 3 + 20, "the host has just read the sizes"
+        assert cost(model, 4, replace(step, known=True), (source, target, *kept)).latency_us == 3  # type: ignore[arg-type, type-var]
     assert cost(model, 4, step, (whole, whole)).latency_us == 3  # type: ignore[arg-type]
 
 

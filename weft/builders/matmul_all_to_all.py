@@ -48,23 +48,32 @@ _TILE = "t"
 
 @builder(MatmulAllToAll)
 def serial(p: MatmulAllToAll) -> Schedule:
-    """Run cuBLAS's GEMMs, sort the rows by source rank, then run NCCL's all-to-all."""
+    """Run cuBLAS's GEMMs, sort the rows by source rank, then run NCCL's all-to-all.
+
+    If the problem is `exact`, the CPU knows the sizes, because it has read them in the dispatch.
+    """
     d, world, expert = _Combine("serial", p), p.world_size, Expr(_TILE)
-    lane, of_expert = d.learn(d.lane("compute"), "host"), (d.first_in_h(0, expert), d.of_expert(expert))
+    lane, of_expert = (
+        d.learn(d.lane("compute"), "known" if p.exact else "host"),
+        (d.first_in_h(0, expert), d.of_expert(expert)),
+    )
     room = sum(p.rows)
-    made = d.y if world == 1 else d.buffer("made", room, p.n, p.dtype, "scratch")
+    made = ordered = d.y if world == 1 else d.buffer("made", room, p.n, p.dtype, "scratch")
     gemm = d.matmul(made.part(rows=of_expert), of_expert, expert)
     lane.tiles(LibraryGroupedMatmul(), _TILE, p.experts, gemm)
-    if world > 1:
+    if world == 1:
+        return d.schedule()
+    if p.experts > 1:
         ordered = d.buffer("ordered", room, p.n, p.dtype, "scratch")
         begin: Index = 0
         for source in range(world):
             rows, target = d.received(source, expert, 1), begin + d.received(source, 0, expert)
             computed = made.part(rows=(d.first_in_h(source, expert), rows))
-            lane.tiles(Permute(), _TILE, p.experts, Copy(computed, ordered.part(rows=(target, rows)), "kernel"))
+            copy = Copy(computed, ordered.part(rows=(target, rows)), "kernel")
+            lane.tiles(Permute(by_torch=True), _TILE, p.experts, copy)
             begin = begin + d.received(source)
-        to_each, from_each = ([of(rank) for rank in range(world)] for of in (d.received, d.given))
-        lane.exchange(ordered.part(rows=(0, d.came)), d.y.part(), to_each, from_each)
+    to_each, from_each = ([of(rank) for rank in range(world)] for of in (d.received, d.given))
+    lane.exchange(ordered.part(rows=(0, d.came)), d.y.part(), to_each, from_each, known=p.exact)
     return d.schedule()
 
 

@@ -92,8 +92,15 @@ class Schedule:
 
     @property
     def reads_on_host(self) -> bool:
-        """True if the CPU reads sizes from the device during a run. Such a run cannot be captured in a CUDA graph."""
+        """True if the CPU needs sizes that are on the device. Such a run cannot be captured in a CUDA graph, because the sizes
+        may differ in each replay.
+        """
         return not self._reads <= {"device"}
+
+    @property
+    def waits_for_sizes(self) -> bool:
+        """True if the CPU waits for sizes from the device in every run: before later steps, or at the end of the run."""
+        return not self._reads <= {"device", "known"}
 
     @property
     def stops_host(self) -> bool:
@@ -318,8 +325,10 @@ class LaneDraft:
     def all_to_all(self, src: Region, dst: Region) -> LaneDraft:
         return self.then(Collective("all_to_all", src, dst))
 
-    def exchange(self, src: Region, dst: Region, sent: Sequence[Index], received: Sequence[Index]) -> LaneDraft:
-        return self.then(Collective("exchange", src, dst, tuple(sent), tuple(received)))
+    def exchange(
+        self, src: Region, dst: Region, sent: Sequence[Index], received: Sequence[Index], known: bool = False
+    ) -> LaneDraft:
+        return self.then(Collective("exchange", src, dst, tuple(sent), tuple(received), known))
 
     def reduce_scatter(self, src: Region, dst: Region) -> LaneDraft:
         return self.then(Collective("reduce_scatter", src, dst))

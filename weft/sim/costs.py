@@ -185,6 +185,8 @@ def _send(step: Send, model: Model, links: Links, operands: tuple[Operand, ...])
 def _collective_step(step: Collective, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
     if links.topology.ranks == 1:
         return _local_copy(model, operands[0].bytes, "kernel")
+    if step.op == "exchange":
+        return _exchange(model, links, step.known, *operands)
     return _COLLECTIVES[step.op](model, links, *operands)
 
 
@@ -271,21 +273,26 @@ def _all_gather(model: Model, links: Links, source: Operand, target: Operand) ->
     return _collective(model, links, "all_gather", us, 2 * target.bytes, target.bytes)
 
 
-def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Return the cost of an all-to-all, or of an exchange: an all-to-all with parts of different sizes.
+def _all_to_all(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
+    kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
+    us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
+    return _collective(model, links, "all_to_all", us, source.bytes + target.bytes, source.bytes)
 
-    parts: for an exchange, the part that is sent to the rank at distance 0, 1, ...; otherwise empty.
+
+def _exchange(model: Model, links: Links, known: bool, source: Operand, target: Operand, *parts: Operand) -> Cost:
+    """Return the cost of an exchange: an all-to-all with parts of different sizes.
+
+    known: False if the CPU reads the sizes before it launches the exchange, so that the CPU is not ahead of the device.
+    parts: the part that is sent to the rank at distance 0, 1, ...; empty if all parts have equal sizes.
     """
     if not parts:
-        kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
-        us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
-        return _collective(model, links, "all_to_all", us, source.bytes + target.bytes, source.bytes)
+        return _all_to_all(model, links, source, target)
     own, *others = parts
     sent, received = source.bytes - own.bytes, target.bytes - own.bytes
     us = model.transfer_us("all_to_all", max(sent, received))
     uses = itertools.chain(*(links.uses(0, distance, part.bytes, us) for distance, part in enumerate(others, 1)))
-    # The CPU reads the sizes of an exchange before it launches the exchange, so the CPU is not ahead of the device.
-    latency_us = model.host_read_us + max(links.latency_us(0, distance) for distance in range(1, len(parts)))
+    latency_us = max(links.latency_us(0, distance) for distance in range(1, 1 + len(others)))
+    latency_us += 0.0 if known else model.host_read_us
     return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)
 
 
@@ -334,7 +341,7 @@ def _library_call(
 
 
 _COLLECTIVES: dict[str, Callable[..., Cost]] = {
-    "all_gather": _all_gather, "all_to_all": _all_to_all, "exchange": _all_to_all, "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather, "all_to_all": _all_to_all, "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
 }  # fmt: skip
 

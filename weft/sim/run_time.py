@@ -7,6 +7,7 @@
 The added costs are:
 
     tile_signal_us    for each signal that tiles set
+    2 launch_us       for each kernel that computes the order of rows, if torch sorts them
     lanes_run_us      for the synchronisation of the caller's stream with several lanes
     graph_run_us      for the same in a CUDA graph, in addition to lanes_run_us
     CPU times         in runs in which the CPU reads sizes
@@ -18,7 +19,7 @@ import math
 from typing import Literal, TypeAlias
 
 from weft.schedule import Schedule, Tiles
-from weft.schedule.kernels import TileKernel
+from weft.schedule.kernels import Permute, TileKernel
 from weft.schedule.steps import depends, of_kind, substitute, walk
 from weft.sim.engine import simulate
 from weft.sim.model import Model
@@ -35,6 +36,11 @@ _STEPS_OF_PERMUTATION = 2
 """The number of dynamic steps of an unfused permutation: one computes the order of all rows, and one copies them."""
 
 
+_KERNELS_OF_ORDER = 13
+"""The number of torch kernels that compute the order of rows for an unfused permutation
+(`weft.runtime.unfused.permutation.expert_order`)."""
+
+
 def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.inf) -> float:
     """Return the time of one run in microseconds; infinite if the first simulated run takes longer than `most_us`.
 
@@ -45,6 +51,10 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
     else:
         us = simulate(schedule, model, mode=mode, runs=2, trusted=True, most_us=most_us).per_run_us
     us += _signals_of_tiles(schedule) * model.tile_signal_us
+    if any(isinstance(step.tile_kernel, Permute) and step.tile_kernel.by_torch for step in schedule.walk()):
+        us += (
+            2 * _KERNELS_OF_ORDER * model.launch_us
+        )  # each begins after the one before it, and is as short as a launch
     if len(schedule.lanes) > 1:
         us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
     return max(us, reading_host_us(schedule, model))
@@ -87,13 +97,13 @@ def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
 
 
 def reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes.
+    """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes, or knows them.
 
     The CPU waits in every run, so it is never far enough ahead of the device to hide this time. A step with a dynamic
     size takes `Model.host_late_us`, or the CPU time of `TORCH_CALLS` torch calls if the CPU must read sizes before it
     issues later steps (`Schedule.stops_host`).
     """
-    if not schedule.reads_on_host:
+    if not schedule.waits_for_sizes:
         return 0.0
     each_us = TORCH_CALLS * model.host_call_us if schedule.stops_host else model.host_late_us
     return model.host_dynamic_us + dynamic_steps(schedule) * each_us

@@ -430,14 +430,14 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     """Add the operations of a read of dynamic sizes. If the lane has copies by kernel, a kernel computes their first rows
-    and numbers of rows on the device. With by="host" or by="meanwhile", the CPU reads the sizes too.
+    and numbers of rows on the device. Except with by="device", the CPU reads the sizes too.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:
         raise ScheduleError(
             f"{step}: streams read sizes only from scratch or symmetric buffers: copy {buffer} to one first"
         )
-    if step.by == "host":
+    if step.by in ("host", "known"):
         compiler.items.dynamic(lane, HostRead(context, buffer))
     if step.by == "meanwhile":
         compiler.ahead[lane] = ReadAhead(context, buffer)

@@ -27,6 +27,8 @@ class Collective(Step):
                         the `dst` of rank 1, and so on
         all_reduce      `dst` is the sum of all ranks' `src`
 
+    known: for an exchange, True if the CPU knows the sizes from an earlier call (`Read` with by="known").
+
     CPU ranks run these collectives by gloo, and GPU ranks by NCCL.
     """
 
@@ -36,6 +38,7 @@ class Collective(Step):
     dst: Region
     sent: tuple[Index, ...] = ()
     received: tuple[Index, ...] = ()
+    known: bool = False
 
     def accesses(self) -> tuple[Access, ...]:
         return read(self.src), written(self.dst)

@@ -10,7 +10,7 @@ from weft.schedule.expr import Index
 from weft.schedule.regions import Access, Declared, Region, box_of, read
 from weft.schedule.steps.base import Step
 
-ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
+ReadBy: TypeAlias = Literal["device", "meanwhile", "host", "known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Read(Step):
                    sizes to copy engines
         meanwhile  kernels and the CPU, which does not wait. Outputs of these sizes are allocated with rows to spare, and narrowed
                    when the CPU has the numbers
+        known      as `host`. The planner assumes that the CPU has the numbers from an earlier call, and does not wait
     """
 
     kind: ClassVar[str] = "read"
@@ -39,7 +40,7 @@ class Read(Step):
 
     @property
     def occupies(self) -> bool:
-        return self.by == "host"
+        return self.by in ("host", "known")
 
     def faults(self, where: Declared) -> Iterator[str]:
         buffer = where.buffers[where.rank][self.region.buffer]
