@@ -237,7 +237,7 @@ def test_options_that_cannot_be(pool: Pool, options: dict[str, Any], text: str) 
 
 
 def bad(group: dist.ProcessGroup, how: str, placement: str) -> tuple[str, bool]:
-    nonfinite: Any = "raise" if how == "gradient" else "propagate"
+    nonfinite: Any = "propagate" if how == "key" else "raise"
     optimizer = weft.SGD(lr=0.1, nonfinite=nonfinite)
     bounds: Any = "fatal" if how == "id" else "ignore"
     module = ShardedEmbeddingCollection(
@@ -286,6 +286,46 @@ def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str, pla
     for error, right in pool.run(bad, how, placement, ranks=2, timeout_s=60):
         assert text in error
         assert right
+
+
+def not_the_same(group: dist.ProcessGroup, placement: str, first: dict[str, Any], other: dict[str, Any]) -> str:
+    """Make two collections on all ranks. Rank 1 calls the second one where rank 0 calls the first."""
+    group = dist.new_group(list(range(group.size())))
+    modules = []
+    for changes in (first, other):
+        options = {"tables": tables_of(), "optimizer": weft.SGD(lr=0.1), **changes}
+        modules.append(
+            ShardedEmbeddingCollection(group=group, placement=placements(2)[placement], deadline_s=30.0, **options)
+        )
+    features, _ = batch(0, group.rank(), 2, False)
+    return told(lambda: modules[group.rank()](features))
+
+
+@pytest.mark.parametrize(
+    ("placement", "other", "text"),
+    [
+        ("rows", {"tables": tables_of(torch.bfloat16)}, "tables is"),
+        ("mixed", {"dedup": True}, "dedup is 'False' on rank 0 and 'True' on rank 1"),
+        ("whole", {"optimizer": weft.Adam(lr=0.1)}, "optimizer is "),
+    ],
+)
+def test_ranks_cannot_call_different_collections(pool: Pool, placement: str, other: dict[str, Any], text: str) -> None:
+    for error in pool.run(not_the_same, placement, {}, other, ranks=2, timeout_s=60):
+        assert error.startswith("DisagreementError")
+        assert text in error
+
+
+def half_of_one_rank(group: dist.ProcessGroup) -> str:
+    group = dist.new_group(list(range(group.size())))
+    module = ShardedEmbeddingCollection(tables_of(), group=group, placement=placements(2)["whole"], deadline_s=30.0)
+    features, _ = batch(0, group.rank(), 2, False)
+    module(features)
+    return told(lambda: (module.half() if group.rank() else module)(features))
+
+
+def test_a_rank_that_converts_its_tables_alone_is_found(pool: Pool) -> None:
+    for error in pool.run(half_of_one_rank, ranks=2, timeout_s=60):
+        assert "exchanged is 'torch.float32, (6,) each' on rank 0 and 'torch.float16, (6,) each' on rank 1" in error
 
 
 def saved_or_loaded(group: dist.ProcessGroup, folder: str, placement: Any, loads: bool) -> list[Any]:

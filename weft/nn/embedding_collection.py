@@ -147,7 +147,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._dist, self._update_of_parts, self._replicated = None, None, None
         if (sharding := self.partition.sharding) is not None:
             self._of_said = EmbeddingPlan(sharding, EmbeddingOptions(hash=hash))
-            self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)
+            self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s, said)
             if optimizer is not None:
                 weights = self._weights()
                 self._update_of_parts = FusedUpdate(optimizer, weights, factor=self._factor, device=self.device)

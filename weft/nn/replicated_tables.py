@@ -24,6 +24,7 @@ from weft.runtime.embedding_backward import device_code, nonfinite_tables, refus
 from weft.runtime.embedding_rows import RowGradients
 from weft.runtime.embedding_unfused import pool_alone
 from weft.runtime.layouts import known_layout
+from weft.words import counted
 
 
 class ReplicatedTables:
@@ -169,7 +170,7 @@ class ReplicatedTables:
 
 
 def _require_finite(
-    tables: ReplicatedTables, bad: list[str], grad: torch.Tensor, of_parts: torch.Tensor | None
+    tables: ReplicatedTables, of: ForwardCall, bad: list[str], grad: torch.Tensor, of_parts: torch.Tensor | None
 ) -> None:
     """Raise `RefusedError` on every rank if a gradient is infinite or NaN. All ranks must make this call.
 
@@ -177,6 +178,9 @@ def _require_finite(
     of_parts: the gradients of the vectors of sharded tables. These tables are updated later, so their gradients are
         checked here too.
     """
+    # The exchange of `refuse_nonfinite` is no rendezvous. A rank that refuses its call would wait in vain for ranks in it.
+    what = f"backward of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
+    runtime.compare(of, what, tables.group, grad.device, tables.deadline_s)
     if of_parts is not None and not of_parts.isfinite().all():
         bad.append("sharded tables")
     refuse_nonfinite(bad, tables.group, grad.device, tables.deadline_s)
@@ -220,7 +224,7 @@ class _Pooled(torch.autograd.Function):
                 if of.tables is not None:
                     of.tables.require_intact(of.plan.sharding, 0)
                     if of.tables.optimizer.nonfinite == "raise":
-                        _require_finite(tables, nonfinite_tables(of.plan.sharding, 0, grad), grad, of_parts)
+                        _require_finite(tables, of, nonfinite_tables(of.plan.sharding, 0, grad), grad, of_parts)
                 flat = runtime.local_gradients(of, jagged, grad, tables.group.size())
                 of_weights = tables.reduce_and_update(of, flat, ctx.step)
         return None, None, None, None, of_parts, of_per_sample, None, *of_weights
@@ -258,7 +262,7 @@ class _Rows(torch.autograd.Function):
                     of.tables.require_intact(sharding, 0)
                     if of.tables.optimizer.nonfinite == "raise":
                         bad = [f"table {one.table.name!r}" for one in given if not one.grads.isfinite().all()]
-                        _require_finite(tables, bad, grad, of_parts)
+                        _require_finite(tables, of, bad, grad, of_parts)
                 of_weights = tables.reduce_and_update(of, runtime.gradients_of_rows(of, given), ctx.step)
         return None, None, None, None, of_parts, None, *of_weights
 

@@ -13,14 +13,16 @@ would receive more than `max_ids`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from weft.embedding.partition import Partition
+from weft.embedding.tables import EmbeddingSharding
 from weft.nn.id_bound import require_bound
 from weft.nn.partitioned_input import occurrences
 from weft.runtime.collectives import all_to_all_single
@@ -48,11 +50,12 @@ class RowRoute:
 
 class RowDist:
     """The exchange of ids, rows and gradients of rows between ranks, for the parts of tables in `partition`. All ranks
-    must call every public method.
+    must call every public method. CPU ranks compare `said`, the options of the module, and the tables before each exchange.
     """
 
     def __init__(
-        self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None
+        self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None,
+        said: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.group, self.dedup, self.max_ids, self.deadline_s = group, dedup, max_ids, deadline_s
         self.rank, self.world = group.rank(), group.size()
@@ -63,6 +66,13 @@ class RowDist:
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
+        # Without this text, modules with equally many tables would make equal calls, and exchange rows of other tables.
+        named = {
+            "tables": cast(EmbeddingSharding, partition.sharding).written,
+            "placement": partition.shardings,
+            **said,
+        }
+        self._details = "\n".join(f"{name}: {value}" for name, value in named.items())
 
     def send(
         self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
@@ -151,7 +161,8 @@ class RowDist:
         if self.world == 1:
             return send
         received = send.new_empty(sum(into), *send.shape[1:])
-        turn = turn_on(self.group, send.device, self._what, self.deadline_s)
+        details = f"{self._details}\nexchanged: {send.dtype}, {tuple(send.shape[1:])} each"
+        turn = turn_on(self.group, send.device, self._what, self.deadline_s, details)
         turn.run(f"all_to_all of {what}", all_to_all_single, received, send.contiguous(), into, out, group=self.group)
         return received
 

@@ -253,16 +253,18 @@ STRAIGHT: Turn = _Straight()
 """The turn of calls that need no rendezvous and fill no timeline."""
 
 
-def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
+def turn_on(
+    group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None, details: str = ""
+) -> Turn:
     """Return a `Turn` for a call of an operator without its own `Turns`. On GPUs, and in a group of one rank, return
     `STRAIGHT`, which adds nothing to torch's calls.
 
-    what: the call, for error texts.
+    what: the call, for error texts. details: further text that ranks compare, such as options.
     """
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):
-        return Turn(Turns(what, symm.communicator(group, device)), deadline_s)
+        return Turn(Turns(what, symm.communicator(group, device), details), deadline_s)
 
 
 class Pending:
