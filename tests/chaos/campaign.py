@@ -20,6 +20,7 @@ from pathlib import Path
 
 from . import record as records
 from .draw import KINDS, between_hosts, draw, kinds_of
+from .operators import OPERATORS
 from .record import Record
 from .report import progress, tables
 from .trial import Trial, start_server
@@ -37,6 +38,7 @@ class Campaign:
     until: float  # no injection begins later, by time.monotonic
     faults: bool  # False: make the same calls without faults
     families: Sequence[str]  # of faults; if empty, all
+    operators: Sequence[str]  # if empty, all
     keep: Path  # folder for the traces of failed injections
     hosts: int = 1
 
@@ -62,7 +64,7 @@ class Campaign:
                     trial.kill()
 
     def _drawn(self, index: int) -> records.Injection:
-        injection = draw(self.seed, index, self.device, self.families)
+        injection = draw(self.seed, index, self.device, self.families, self.operators)
         if self.hosts > 1:
             injection = between_hosts(injection)
         return injection if self.faults else replace(injection, kind="none", steps=20)
@@ -90,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--family", action="append", choices=sorted({kind.family for kind in KINDS.values()}), default=[],
         help="only faults of this family; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--operator", action="append", choices=OPERATORS, default=[],
+        help="only calls of this operator; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", type=Path, help="record to continue (default: build/chaos/DEVICE-SEED.jsonl)")
     parser.add_argument(
@@ -115,24 +121,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(given: argparse.Namespace) -> int:
     begin, device = time.monotonic(), given.device
     count = DEFAULT_N[device] if given.n is None else given.n
-    families = sorted(set(given.family))
-    if not kinds_of(device, families):
+    families, operators = sorted(set(given.family)), sorted(set(given.operator))
+    if not kinds_of(device, families, operators):
         raise ValueError(f"no fault of {', '.join(families)} is injected on {device}")
     parts = [
         device,
         *(["2-hosts"] if given.hosts > 1 else []),
         str(given.seed),
-        *(family.replace(" ", "-") for family in families),
+        *(name.replace(",", "").replace(" ", "-") for name in [*families, *operators]),
     ]
     name = "-".join(parts) + "-no-faults" * given.no_faults
     path = given.record or Path("build", "chaos", f"{name}.jsonl")
-    recorded = [] if given.only else records.go_on(path, given.seed, device, families)
+    recorded = [] if given.only else records.go_on(path, given.seed, device, families, operators)
     done = [record for record in recorded if record["index"] < count]
     known = {record["index"] for record in done}
     campaign = Campaign(
         seed=given.seed, device=device, indices=given.only or [i for i in range(count) if i not in known],
         at_once=given.at_once or _AT_ONCE[device], until=begin + given.within, faults=not given.no_faults,
-        families=families, keep=given.keep or path.parent / f"wrong-{name}", hosts=given.hosts,
+        families=families, operators=operators, keep=given.keep or path.parent / f"wrong-{name}", hosts=given.hosts,
     )  # fmt: skip
     with progress(given.seed, len(campaign.indices), len(done)) as add:
         for record in campaign.run():
@@ -142,6 +148,7 @@ def run(given: argparse.Namespace) -> int:
             add(record)
     print(tables(done))
     again = "".join(f" --family {shlex.quote(family)}" for family in families)
+    again += "".join(f" --operator {shlex.quote(operator)}" for operator in operators)
     for record in (wrong := [record for record in done if record["wrong"]]):
         names = ", ".join(sorted({name for name, _ in record["wrong"]}))
         print(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from .operators import OPERATORS
+from .operators import OPERATORS, TRAINING
 from .work import Work
 
 Phase = Literal["set-up", "first call", "steady", "backward"]
@@ -48,7 +48,7 @@ WITH_ROWS = (
     "all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter", "matmul_all_reduce",
     "matmul_all_gather",
 )  # fmt: skip
-MODULES = ("module, local batch", "module, global batch")
+MODULES = ("module, local batch", "module, global batch", *TRAINING)
 KINDS: dict[str, Kind] = {
     "none": Kind("no fault", lives=True, devices=BOTH),
     # Faults caused by a signal from another process, at any moment.
@@ -68,6 +68,8 @@ KINDS: dict[str, Kind] = {
     "other shape": Kind("another call", CALLED, second="warm"),
     "other shape, new": Kind("another call", (FIRST, STEADY), second="cold"),
     "other dtype": Kind("another call", CALLED, second="warm"),
+    "fewer batches": Kind("another call", (STEADY,), waits=True, operators=TRAINING),
+    "fewer backwards": Kind("another call", (BACKWARD,), operators=TRAINING),
     "other order": Kind("another call", (FIRST, STEADY), second="always", times=2),
     "exception between calls": Kind("exception", (FIRST, STEADY, BACKWARD), second="always", times=3, devices=BOTH),
     "exception after calls": Kind("exception", CALLED, lives=True),
@@ -87,6 +89,7 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
+    "infinite gradient": Kind("bad input", (BACKWARD,), lives=True, told="RefusedError", times=2, operators=TRAINING),
     # Calls that would be valid if all ranks made them.
     "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
     "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
@@ -97,6 +100,7 @@ KINDS: dict[str, Kind] = {
     "other module": Kind(
         "other option", (SET_UP,), lives=True, second="cold", told="DisagreementError", operators=MODULES
     ),
+    "other learning rate": Kind("other option", (BACKWARD,), told="DisagreementError", operators=TRAINING),
     "other tables": Kind(
         "other tables", CALLED, lives=True, times=2, told="RefusedError", operators=("matmul_all_to_all",)
     ),
@@ -144,20 +148,38 @@ class Injection:
         return asdict(self)
 
 
-def kinds_of(device: str, families: Sequence[str] = ()) -> list[str]:
-    """Return the kinds that are dealt on `device`. With `families`, return only their kinds."""
-    return [k for k, kind in KINDS.items() if device in kind.devices and (not families or kind.family in families)]
+def kinds_of(device: str, families: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
+    """Return the kinds that are dealt on `device`. With `families`, return only their kinds. With `only`, return only
+    kinds that apply to one of these operators.
+    """
+    operators = set(_operators_of(device, only))
+    return [
+        name
+        for name, kind in KINDS.items()
+        if device in kind.devices
+        and (not families or kind.family in families)
+        and (not kind.operators or operators & set(kind.operators))
+    ]
 
 
-def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = ()) -> Injection:
-    kind = _dealt(seed, index, kinds_of(device, families), device)
-    operators = [name for name, work in OPERATORS.items() if device in work.devices]
+def _operators_of(device: str, only: Sequence[str]) -> list[str]:
+    return [name for name, work in OPERATORS.items() if device in work.devices and (not only or name in only)]
+
+
+def draw(
+    seed: int, index: int, device: str = "cpu", families: Sequence[str] = (), only: Sequence[str] = ()
+) -> Injection:
+    """Draw injection `index` of `seed`. families, only: the families of faults and the operators to draw from; if empty,
+    all.
+    """
+    kind = _dealt(seed, index, kinds_of(device, families, only), device)
+    operators = _operators_of(device, only)
     deal, place = divmod(index, len(operators))
     operator = _shuffled(f"{seed}:{device}:operators:{deal}", operators)[place]
     rng = random.Random(f"{seed}:{device}:{index}")
     of_kind = KINDS[kind]
     if of_kind.operators and operator not in of_kind.operators:
-        operator = rng.choice(of_kind.operators)
+        operator = rng.choice([name for name in of_kind.operators if name in operators])
     phase = rng.choice(of_kind.phases)
     if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
         phase = SET_UP  # about half of all injections, because ranks meet and map memory during set-up
@@ -167,6 +189,14 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     second, warm = None, False
     if of_kind.family == "other option" and rng.random() < 0.5:
         options |= OPERATORS[operator].plain
+    if kind in ("infinite gradient", "other learning rate", "fewer backwards") and not options["optimizer"]:
+        options |= {"optimizer": "SGD"}
+    if kind == "infinite gradient":
+        options |= {"nonfinite": "raise"}
+    if kind == "fewer backwards":
+        options |= {"batches": 2, "prefetch": "now" if options["prefetch"] else None}
+    if (kind == "fork, uses the group" or of_kind.second != "never") and options.get("placement") == "replicated":
+        options |= {"placement": "rows"}  # forward of data-parallel tables alone does not use the group
     if kind.startswith("other dimensions"):
         options |= {"outer": rng.choice([None, 0, 1]), "backward": False}
     if of_kind.second != "never":
@@ -199,6 +229,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     )  # fmt: skip
 
 
+_LONG = ("long stop", "long straggler", "never call", "fewer batches")
 _LONG_RUN = 250  # steps; enough of them for several pauses that coincide with calls
 _WHILE_MAKING = (
     "exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads", "other module",
@@ -235,7 +266,7 @@ def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ..
         return tuple(rng.uniform(0.02, 0.4) for _ in range(rng.randrange(1, 5)))
     if kind == "short straggler":
         return (rng.uniform(0.02, 1.0),)
-    return (deadline_s + rng.uniform(0.3, 1.2),) if kind in ("long stop", "long straggler", "never call") else ()
+    return (deadline_s + rng.uniform(0.3, 1.2),) if kind in _LONG else ()
 
 
 def _options(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from . import bad
 from .draw import SIGNALS, Injection
 from .operators import OPERATORS
 from .traces import Board, Trace
-from .work import Given, Work
+from .work import Given, Results, Work
 
 INJECTED = "injected on purpose"
 _CHILD_S = 10  # a forked child that takes longer counts as hanging
@@ -80,6 +80,12 @@ class Sabotage:
             time.sleep(injection.pauses_s[0])
             if kind == "never call":
                 raise Leave
+        elif kind == "fewer backwards":
+            self.told()
+            work.skips = 1  # type: ignore[attr-defined]
+        elif kind == "other learning rate":
+            self.told()
+            work.spoil()  # type: ignore[attr-defined]
         elif kind in ("exception between calls", "exception after calls"):
             then = (
                 ("goes on", "leaves", "stays away")[injection.choice % 3] if injection.device == "cuda" else "goes on"
@@ -108,6 +114,32 @@ class Sabotage:
         elif place == "before" and n >= 0 and kind in (*bad.FORMED, "other tables", "exception on all ranks"):
             return self._formed(work, given), contextlib.nullcontext
         return given, contextlib.nullcontext
+
+    def of_backward(self, n: int, grads: Results) -> Results:
+        """Return the gradients of this rank's results in step n, with an infinite or NaN element if this is the fault."""
+        if self.injection.kind != "infinite gradient" or not self.at(n, "between"):
+            return grads
+        changed = [grad.clone() for grad in grads]
+        some = [grad for grad in changed if grad.numel()]
+        if not some:
+            self.told(where="nowhere: no gradients")
+            return grads
+        some[self.injection.choice % len(some)].view(-1)[-1] = float(("inf", "nan", "-inf")[self.injection.choice % 3])
+        self.told()
+        return changed
+
+    @property
+    def last(self) -> int:
+        """The number of steps for which this rank has batches."""
+        injection = self.injection
+        return injection.step if self.mine and injection.kind == "fewer batches" else injection.steps
+
+    def runs_out(self) -> None:
+        """End the program because there are no more batches, in half of the cases after some work without calls."""
+        self.told()
+        if self.injection.choice % 2:
+            time.sleep(self.injection.pauses_s[0])
+        raise Leave
 
     def swaps(self, n: int) -> bool:
         """Return whether this rank makes another call in this step, or makes two calls in another order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .combine import MatmulAllToAll
 from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
+from .training import CutTables, Rows, Training, WholeTables
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {
@@ -19,4 +20,8 @@ OPERATORS: dict[str, type[Work]] = {
     "embedding_all_to_all": Embedding,
     "module, local batch": LocalBatch,
     "module, global batch": GlobalBatch,
+    "training, whole tables": WholeTables,
+    "training, cut tables": CutTables,
+    "training, rows": Rows,
 }
+TRAINING = tuple(name for name, work in OPERATORS.items() if issubclass(work, Training))

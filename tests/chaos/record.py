@@ -18,15 +18,16 @@ from .trial import Seen
 from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
-_VERSION = 2  # changes when `draw` changes, so that the same seed draws other injections
+_VERSION = 3  # changes when `draw` changes, so that the same seed draws other injections
 
 
-def header(seed: int, device: str, families: Sequence[str] = ()) -> Record:
+def header(seed: int, device: str, families: Sequence[str] = (), operators: Sequence[str] = ()) -> Record:
     from weft.bench.core.records import environment  # imported here, because it needs torch
 
     fields = environment(device)
     cores = len(os.sched_getaffinity(0))
-    return {"chaos": _VERSION, "seed": seed, "families": list(families), "device": device, "cores": cores, **fields}
+    drawn = {"seed": seed, "families": list(families), "operators": list(operators)}
+    return {"chaos": _VERSION, **drawn, "device": device, "cores": cores, **fields}
 
 
 def of(injection: Injection, seen: Seen) -> Record:
@@ -59,17 +60,19 @@ def read(path: Path) -> tuple[Record, list[Record]]:
     return head, sorted({record["index"]: record for record in rest}.values(), key=lambda record: record["index"])
 
 
-def go_on(path: Path, seed: int, device: str, families: Sequence[str] = ()) -> list[Record]:
+def go_on(
+    path: Path, seed: int, device: str, families: Sequence[str] = (), operators: Sequence[str] = ()
+) -> list[Record]:
     """Return the injections that are recorded in `path`. Create the file if it does not exist.
 
     Raise `ValueError` if the file belongs to another campaign.
     """
-    wanted = header(seed, device, families)
+    wanted = header(seed, device, families, operators)
     if not path.exists() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wanted) + "\n")
     head, records = read(path)
-    for name in ("chaos", "seed", "families", "device", "source" if "source" in wanted else "commit"):
+    for name in ("chaos", "seed", "families", "operators", "device", "source" if "source" in wanted else "commit"):
         if head.get(name) != wanted[name]:
             raise ValueError(
                 f"{path} is of {name} {head.get(name)} and not {wanted[name]}: name another file (--record), or remove it"

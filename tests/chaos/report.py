@@ -103,6 +103,7 @@ def markdown(head: Record, records: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     mean_s = sum(r["took_s"] for r in records) / len(records)
     families = f", only the faults {', '.join(head['families'])}" if head.get("families") else ""
+    families += f", only {'; '.join(head['operators'])}" if head.get("operators") else ""
     return (
         f"{len(records)} injections of seed {head['seed']}{families}, {mean_s:.1f} s each, on {head['machine']}, "
         f"{head['cores']} cores; {versions}; commit {head['commit']}, {head['date'][:10]}.\n\n{tables(records)}"

@@ -11,12 +11,14 @@ import pkgutil
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import across_ranks
 
 import weft
@@ -26,8 +28,10 @@ from weft.operator import calls
 from . import bad, report
 from . import record as records
 from .combine import MatmulAllToAll
-from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw
-from .operators import OPERATORS
+from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw, kinds_of
+from .jobs import compare
+from .operators import OPERATORS, TRAINING
+from .training import RULES, CutTables
 from .trial import Seen
 from .verdict import judge, outcome
 
@@ -59,7 +63,7 @@ def test_a_short_campaign_has_every_kind_and_every_operator(device: str) -> None
     kinds = {name for name, kind in KINDS.items() if device in kind.devices}
     drawn = [draw(5, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
     assert {one.kind for one in drawn} == kinds
-    assert {one.operator for one in drawn} == set(OPERATORS) - ({"module, local batch"} if device == "cuda" else set())
+    assert {one.operator for one in drawn} == {name for name, work in OPERATORS.items() if device in work.devices}
 
 
 def test_every_operator_is_drawn_and_can_be_called() -> None:
@@ -73,7 +77,7 @@ def test_every_operator_is_drawn_and_can_be_called() -> None:
         (a, b) for a in (False, True) for b in (False, True)
     }
     backward = {one.operator for one in map(partial(draw, 1), range(MANY)) if one.backward}
-    assert backward == {name for name in ours if calls.OPERATORS[name].gradients_of}
+    assert backward == {name for name in ours if calls.OPERATORS[name].gradients_of} | set(TRAINING)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -151,6 +155,65 @@ def test_many_have_nearly_every_kind_on_every_operator_in_every_phase() -> None:
     assert {one.options.get("backward") for one in drawn} == {True, False, None}
 
 
+def test_a_campaign_may_be_of_some_operators() -> None:
+    drawn = [draw(1, index, "cpu", (), TRAINING) for index in range(MANY)]
+    assert {one.operator for one in drawn} == set(TRAINING)
+    assert {one.kind for one in drawn} == set(kinds_of("cpu", (), TRAINING)) < set(KINDS)
+    training = [one.options for one in drawn]
+    assert {one["optimizer"] for one in training} == {None, *RULES}
+    assert {one["prefetch"] for one in training} == {None, "now", "ahead"}
+    assert {one.get("placement") for one in training} == {None, "whole", *CutTables.PLACEMENTS}
+    assert not any(one["batches"] == 2 and one["prefetch"] == "ahead" for one in training)
+    assert all(one["optimizer"] and one["nonfinite"] == "raise" for one in training_of(drawn, "infinite gradient"))
+
+
+def training_of(drawn: list[Injection], kind: str) -> list[dict[str, Any]]:
+    found = [one.options for one in drawn if one.kind == kind]
+    assert found
+    return found
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("operator", TRAINING)
+def test_other_tables_than_computed_are_recognised(operator: str, alone: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Train on one rank. All tables are as computed, also after a checkpoint. After an update with another learning rate,
+    after a lost update, and with other loaded tables they are not.
+    """
+    options = OPERATORS[operator].drawn(random.Random(0), "cpu") | {
+        "optimizer": "Adam",
+        "hash": True,
+        "deadline_s": 5.0,
+    }
+    work: Any = OPERATORS[operator](alone, torch.device("cpu"), 0, 1, 2, options)
+    work.make()
+
+    def step(n: int) -> tuple[str, str]:
+        given = work.inputs(n)
+        results = work.forward(given)
+        forward = compare(results, work.expected(n), False, work.tolerance)
+        grads, wanted = work.grads(n)
+        return forward, compare(work.gradients(n, given, results, grads), wanted, False, work.tolerance)
+
+    for n in range(4):
+        work.begin(n)
+        assert step(n) == ("right", "right")
+        work.succeeded()
+    loads = work.save(str(tmp_path / "checkpoint"))
+    assert compare(*loads(), False, work.tolerance) == "right"
+    work.spoil()
+    assert step(4) == ("right", "wrong")
+    assert step(5) == ("wrong", "wrong")
+    other = work.save(str(tmp_path / "other"))
+    assert compare(*other(), False, work.tolerance) == "wrong"
+
+
 def test_an_injection_is_the_same_whenever_it_is_drawn() -> None:
     assert [draw(2, index) for index in (7, 300)] == [draw(2, index) for index in (7, 300)]
     assert draw(2, 7) != draw(3, 7)
@@ -160,7 +223,7 @@ def test_an_injection_is_the_same_whenever_it_is_drawn() -> None:
 
 
 def injection(kind: str) -> Injection:
-    found = next(one for one in (draw(0, index) for index in range(200)) if one.kind == kind and one.world == 2)
+    found = next(one for one in (draw(0, index) for index in range(400)) if one.kind == kind and one.world == 2)
     assert found.deadline_s in (2.0, 8.0)
     return found
 
@@ -269,6 +332,30 @@ def test_other_tables_are_refused_and_the_group_lives() -> None:
     assert names("other tables", seen(*ranks, fault=True)) == set()
     assert names("other tables", seen(ranks[0], all_right(), fault=True)) == {"silent", "lost"}
     assert names("other tables", seen(ranks[0], ranks[0][: n + 1], fault=True)) == {"lost"}
+
+
+def test_ranks_that_differ_in_backward_must_raise_there() -> None:
+    told = {**call(injection("other learning rate").step, "error", said="DisagreementError"), "call": "backward"}
+    before = all_right(told["n"] + 1)
+    poisoned = call(told["n"] + 1, "error", said="PoisonedGroupError")
+    assert names("other learning rate", seen(*[[*before, told, poisoned]] * 2, fault=True)) == set()
+    right = {**told, "result": "right"}
+    assert names("other learning rate", seen([*before, right, poisoned], [*before, told], fault=True)) == {"silent"}
+
+
+def test_a_prefetch_may_succeed_where_the_call_after_it_raises() -> None:
+    n = injection("other option").step
+    ahead, told = {**call(n), "call": "prefetch"}, call(n, "error", said="DisagreementError")
+    assert names("other option", seen(*[[*all_right(n), ahead, told]] * 2, fault=True)) == set()
+    assert names("other option", seen(*[[*all_right(n), ahead, call(n)]] * 2, fault=True)) == {"silent"}
+
+
+def test_wrong_tables_in_a_checkpoint_are_a_mix() -> None:
+    found = seen(all_right(), all_right())
+    found.events[0].append({"event": "loaded", "result": "right"})
+    assert names("none", found) == set()
+    found.events[1].append({"event": "loaded", "result": "wrong"})
+    assert names("none", found) == {"mix"}
 
 
 def test_a_second_thread_must_be_refused_and_end_the_group() -> None:

@@ -48,6 +48,9 @@ def judge(injection: Injection, seen: Seen) -> list[Fault]:
             faults += _of_call(injection, seen, rank, call)
         if injection.device == "cuda":
             faults += _untold(injection, rank, calls)
+    for event in _all(seen, "loaded"):
+        if event["result"] != "right":
+            faults.append(("mix", f"tables loaded from the checkpoint are {event['result']}"))
     faults += _exits(injection, seen)
     if not seen.hung:
         faults += _lives(injection, seen) if injection.of_kind.lives else _split(injection, seen)
@@ -190,7 +193,10 @@ def _told(injection: Injection, seen: Seen) -> list[Fault]:
             if call["call"] == "warm" and call["result"] == "error":
                 said = ": ".join(call["error"])
                 faults.append(("lost", f"{_named(injection, rank, call)}: {said}, of a call that all ranks make"))
-        call = next((call for call in calls if call["n"] == injection.step and call["call"] != "warm"), None)
+        names = ("backward",) if injection.phase == "backward" else ("make", "forward", "second", "prefetch")
+        at_step = [call for call in calls if call["n"] == injection.step and call["call"] in names]
+        # A prefetch waits for no peer, so the call after it may be the first that raises.
+        call = next((call for call in at_step if call["call"] != "prefetch" or call["result"] == "error"), None)
         if call is None:
             faults.append(("lost", f"rank {rank} did not come to step {injection.step}"))
         elif call["result"] != "error":

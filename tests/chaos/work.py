@@ -90,6 +90,7 @@ class Work(ABC):
 
     backward = False  # whether steps have a backward
     padded = False  # whether results may have more rows than expected
+    tolerance = 0.0  # the allowed difference of a result, relative to the larger of 1 and the right value
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, seed: int, size: int, turn: int, options: Given
@@ -103,6 +104,15 @@ class Work(ABC):
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
         """Make what the calls need, such as a module. All ranks call this together."""
+
+    def begin(self, n: int) -> None:  # noqa: B027
+        """Prepare step n, without communication."""
+
+    def failed(self) -> None:  # noqa: B027
+        """Clean up after a step that raised an error, without communication."""
+
+    def succeeded(self) -> None:  # noqa: B027
+        """Note that backward of the step has returned results."""
 
     @abstractmethod
     def inputs(self, n: int) -> Given:
@@ -146,6 +156,11 @@ class Differentiable(Work):
     @abstractmethod
     def wanted(self, given: Given) -> Results:
         """Return the inputs whose gradients are computed."""
+
+    def gradients(self, n: int, given: Given, results: Results, grads: Results) -> Results:
+        """Run backward of step n. Return what `grads` expects."""
+        torch.autograd.backward([y for y in results if y.requires_grad], grads)
+        return [x.grad for x in self.wanted(given)]  # type: ignore[misc]
 
 
 class AllGatherMatmul(Differentiable):

@@ -1,0 +1,472 @@
+"""The `Work` of training steps: modules whose backward updates embedding tables.
+
+A rank computes all tables and optimizer states again, in float64, from the data of all ranks and the formulas of
+`weft.embedding.optimizers`. A step that a rank reports as successful must leave this rank's tables as computed. A step that
+failed must leave them unchanged if a later step succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch._dynamo  # imported now, so that no interrupted call imports it
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import weft
+from weft.embedding import ColumnWise, DataParallel, RowWise, hash_ids
+from weft.embedding.partition import TablePart
+from weft.nn import FusedOptimizers, LoadPlanner, ModelState, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+
+from .bad import Form, put
+from .pooled import Collection, Features, LocalBatch
+from .work import Differentiable, Given, Results
+
+RULES: dict[str, Callable[..., Any]] = {
+    "SGD": weft.SGD, "RowwiseAdagrad": weft.RowwiseAdagrad, "Adagrad": weft.Adagrad, "Adam": weft.Adam,
+    "PartialRowwiseAdam": weft.PartialRowwiseAdam,
+}  # fmt: skip
+_LR, _EPS = 0.25, 1e-3
+_SAVE, _LOAD, _EVERY = (
+    3,
+    6,
+    7,
+)  # in steps 3, 10, 17, ... tables are saved; in steps 6, 13, 20, ... they are loaded again
+_FAR = 100_000  # the distance between the numbers of a step's batches
+
+
+class Tables:
+    """All tables and optimizer states, in float64."""
+
+    def __init__(self, weights: list[torch.Tensor], blocks: list[list[tuple[int, int]]], options: Given) -> None:
+        self.weights = [weight.double() for weight in weights]
+        self.first, self.second = ([torch.zeros_like(weight) for weight in self.weights] for _ in range(2))
+        self.blocks, self.options, self.steps = blocks, options, 0
+
+    def updated(self, grads: list[torch.Tensor], rows: list[torch.Tensor], lr: float) -> Tables:
+        """Return the tables after an update. blocks: the ranges of columns with rowwise states of their own."""
+        new = copy.deepcopy(self)
+        new.steps += 1
+        if (most := self.options.get("clip_norm")) is not None:
+            norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+            grads = [grad * min(1.0, most / (float(norm) + 1e-6)) for grad in grads]
+        for i, (grad, of_rows) in enumerate(zip(grads, rows, strict=True)):
+            grad = grad + self.options.get("weight_decay", 0.0) * self.weights[i]
+            new._update(i, grad, of_rows, lr)
+        return new
+
+    def _update(self, i: int, g: torch.Tensor, rows: torch.Tensor, lr: float) -> None:
+        rule, square = self.options["optimizer"], g * g
+        if "owwise" in rule:
+            for begin, end in self.blocks[i]:
+                square[:, begin:end] = square[:, begin:end].mean(1, keepdim=True)
+        if rule == "SGD":
+            change = g
+        elif rule in ("RowwiseAdagrad", "Adagrad"):
+            self.first[i][rows] += square[rows]
+            change = g / (self.first[i].sqrt() + _EPS)
+        else:
+            self.first[i][rows] = (0.9 * self.first[i] + 0.1 * g)[rows]
+            self.second[i][rows] = (0.999 * self.second[i] + 0.001 * square)[rows]
+            unbiased = self.second[i] / (1 - 0.999**self.steps)
+            change = self.first[i] / (1 - 0.9**self.steps) / (unbiased.sqrt() + _EPS)
+        self.weights[i][rows] -= lr * change[rows]
+
+
+class Training(Collection, Differentiable):
+    """A training step: forward, and a backward that updates the tables.
+
+    prefetch: "now" distributes the ids in a call of its own before forward. "ahead" does so one step before. batches: the
+    number of batches of a step, whose gradients make one update (`accumulate`). optimizer: None for gradients in `.grad`.
+    """
+
+    devices, differentiable, local_batch, told_sizes = ("cpu",), True, True, False
+    arguments = ("values", "lengths", "offsets")
+    fused: ClassVar[Given] = {"optimizer": "SGD", "nonfinite": "raise"}
+    """Options with which every gradient is checked, and tables are updated."""
+    tolerance = 1e-4
+    bad_calls = LocalBatch.bad_calls
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        rule, batches = rng.choice([None, *RULES, *RULES]), rng.choice([1, 1, 2])
+        prefetch = rng.choice([None, None, "now", "ahead" if batches == 1 else "now"])
+        drawn = {
+            **super().drawn(rng, device), "backward": True, "batches": batches, "prefetch": prefetch, "optimizer": rule,
+            "gradients": rng.choice(["sum", "mean"]), "restores": rng.random() < 0.5,
+        }  # fmt: skip
+        if rule is not None:
+            drawn["nonfinite"] = rng.choice(["propagate", "raise"])
+            drawn |= rng.choice([{}, {"weight_decay": 0.125}, {"clip_norm": 20.0}])
+        return drawn
+
+    @classmethod
+    def other_makings(cls, world: int, options: Given) -> list[Given]:
+        rules = [{"optimizer": rule} for rule in (None, *RULES) if rule != options["optimizer"]]
+        sums = {"gradients": "sum" if options["gradients"] == "mean" else "mean"}
+        return [*rules, sums, *cls._other_placements(world, options), *cls._other_settings(options)]
+
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        return [*cls._other_placements(world, options), *cls._other_settings(options)]
+
+    @classmethod
+    def _other_placements(cls, world: int, options: Given) -> list[Given]:
+        return []
+
+    @classmethod
+    def _other_settings(cls, options: Given) -> list[Given]:
+        other = {"bounds_check": "fatal" if options["bounds_check"] == "warning" else "warning"}
+        return [other, {"hash": not options.get("hash", False)}]
+
+    # --- the module and its tables ---
+
+    def make(self) -> None:
+        self.dims = self._dims()
+        self.tables = [
+            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
+            for i, dim in enumerate(self.dims)
+        ]
+        self.weighted = self.options["is_weighted"]
+        self.batches, self.skips, self.ahead = self.options["batches"], False, None
+        self._saved: Any = None
+        self.module: Any = self._made(self.group, self._placement())
+        self.module.load_full_weights({table.name: self._table(i) for i, table in enumerate(self.tables)})
+        self.parts = self._parts()
+        blocks = [
+            sorted({(p.column, p.column + p.columns) for p in self._all_parts() if p.table == i}) for i in range(4)
+        ]
+        whole = [of or [(0, dim)] for of, dim in zip(blocks, self.dims, strict=True)]
+        self.model = Tables([self._table(i) for i in range(4)], whole, self.options)
+
+    def _dims(self) -> tuple[int, ...]:
+        return 4, 3, 8, 11 + self.other
+
+    def _made(self, group: Any, placement: list[Any]) -> Any:
+        rule, optimizer = self.options["optimizer"], None
+        if rule is not None:
+            names = ("nonfinite", "weight_decay", "clip_norm")
+            given = {name: self.options[name] for name in names if name in self.options}
+            optimizer = RULES[rule](lr=_LR, **given, **({} if rule == "SGD" else {"eps": _EPS}))
+        return self._module(
+            tables=self.tables, group=group, placement=placement, device=self.device, optimizer=optimizer,
+            gradients=self.options["gradients"], deadline_s=self.options["deadline_s"], **self._settings(),
+        )  # fmt: skip
+
+    def _placement(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _module(self, **options: Any) -> Any:
+        return ShardedEmbeddingBagCollection(is_weighted=self.weighted, **options)
+
+    def _parts(self) -> list[tuple[TablePart, torch.Tensor]]:
+        found: list[tuple[TablePart, torch.Tensor]] = self.module.parts()
+        return found
+
+    def _all_parts(self) -> list[TablePart]:
+        found: list[TablePart] = self.module.partition.parts
+        return found
+
+    # --- calls ---
+
+    def begin(self, n: int) -> None:
+        """Set the learning rate of step n. In some steps, save the tables and states, or load those that were saved."""
+        if self.options["optimizer"] is not None:
+            self.module.fused_optimizer.param_groups[0]["lr"] = self._lr(n)
+        if not self.options["restores"] or self.options["optimizer"] is None:
+            return
+        if n % _EVERY == _SAVE:
+            weights = {name: value.clone() for name, value in self.module.state_dict().items()}
+            self._saved = weights, copy.deepcopy(self.module.fused_optimizer.state_dict()), self.model
+        elif n % _EVERY == _LOAD and self._saved is not None:
+            weights, states, self.model = self._saved
+            self.module.load_state_dict(weights)
+            self.module.fused_optimizer.load_state_dict(states)
+            self.module.fused_optimizer.param_groups[0]["lr"] = self._lr(n)
+
+    def save(self, folder: str) -> Callable[[], tuple[Results, Results]] | None:
+        """Save a checkpoint together with the other ranks. Return a function that loads it into a module of one rank, and
+        returns (all tables and states in the module, their right values).
+        """
+        if self.options["optimizer"] is None:
+            return None
+        dcp.save(_state(self.module), checkpoint_id=folder, process_group=self.group)
+        alone = copy.copy(self)
+        alone.module, alone.group, alone.parts, alone.rank = None, None, [], 0  # type: ignore[assignment]
+        return lambda: alone._loaded(folder, dist.group.WORLD)
+
+    def _loaded(self, folder: str, group: Any) -> tuple[Results, Results]:
+        self.module = self._made(group, [_alone(sharding) for sharding in self._placement()])
+        dcp.load(_state(self.module), checkpoint_id=folder, process_group=group, planner=LoadPlanner())
+        self.parts = self._parts()
+        return self._tables(), self._right(self.model)
+
+    def _lr(self, n: int) -> float:
+        return _LR * (1 + n % 3)
+
+    def spoil(self) -> None:
+        """Set a learning rate that differs from the other ranks'."""
+        self.module.fused_optimizer.param_groups[0]["lr"] = 7.0
+
+    def inputs(self, n: int) -> Given:
+        if self.ahead is not None and self.ahead[0] == n:
+            return dict(self.ahead[1])
+        return super().inputs(n)
+
+    def prefetch(self, n: int, given: Given) -> None:
+        self.ahead = n, given, self._features(given)
+        self.module.prefetch(self.ahead[2])
+
+    def _features(self, given: Given) -> Any:
+        fields = {name: given[name] for name in ("keys", "values", "lengths", "offsets", "weights", "stride")}
+        if self.ahead is not None and all(given[name] is value for name, value in self.ahead[1].items()):
+            return self.ahead[2]
+        return given.get("features", Features(**fields))
+
+    def forward(self, given: Given) -> Results:
+        features, self.ahead = self._features(given), None
+        with torch.set_grad_enabled(self.backward):
+            return self._results(self.module(features))
+
+    def _results(self, out: Any) -> Results:
+        return [out.values()]
+
+    def gradients(self, n: int, given: Given, results: Results, grads: Results) -> Results:
+        """Run the backward of all batches of the step. Return this rank's tables and their states, or their gradients."""
+        for _, weight in self.parts:
+            weight.grad = None
+        several = self.batches > 1
+        with self.module.accumulate() if several else contextlib.nullcontext():
+            torch.autograd.backward(results, grads, retain_graph=True)  # may run again after Ctrl-C
+            for number in range(1, self.batches - self.skips):
+                of_batch = n + number * _FAR
+                more = self.forward(Collection.inputs(self, of_batch))
+                torch.autograd.backward(more, self._upstream(self.rank, of_batch))
+        if self.options["optimizer"] is None:
+            return [torch.zeros_like(weight) if weight.grad is None else weight.grad for _, weight in self.parts]
+        return self._tables()
+
+    def _tables(self) -> Results:
+        """Return this rank's parts of tables, each followed by its optimizer states."""
+        found = []
+        for _, weight in self.parts:
+            found += [weight.detach().clone(), *(state.clone() for state in self._states(weight).values())]
+        return found
+
+    def _states(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self.module.fused_optimizer.state.get(weight, {})
+        return found
+
+    def failed(self) -> None:
+        """Discard what the failed step has prefetched, as a program must after an error."""
+        self.ahead = None
+        if self.options["prefetch"] is not None:
+            self.module.cancel_prefetch()
+
+    def succeeded(self) -> None:
+        """Take over the tables that the step was to leave."""
+        self.model = self.next
+
+    # --- right results ---
+
+    def _rows(self, i: int, rank: int, n: int) -> torch.Tensor:
+        ids = self._bags(i, rank, n)[0]
+        return hash_ids(ids, self.ROWS) if self.options.get("hash") else ids
+
+    def expected(self, n: int) -> Results:
+        columns = []
+        for i, table in enumerate(self.tables):
+            _, lengths, weights = self._bags(i, self.rank, n)
+            rows = self.model.weights[i][self._rows(i, self.rank, n)] * (weights[:, None] if self.weighted else 1)
+            sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
+            columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
+        return [torch.cat(columns, dim=1)]
+
+    def _upstream(self, rank: int, n: int) -> Results:
+        """Return the gradients of the results of `rank`."""
+        return [self._weighing(rank, n)]
+
+    def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
+        """Return the gradient of the row of each id of table i."""
+        begin = sum(self.dims[:i])
+        _, lengths, weights = self._bags(i, rank, n)
+        of_bags = self._weighing(rank, n)[:, begin : begin + self.dims[i]]
+        if self.tables[i].pooling == "mean":
+            of_bags = of_bags / lengths.clamp(min=1)[:, None]
+        return of_bags.repeat_interleave(lengths, 0) * (weights[:, None] if self.weighted else 1)
+
+    def grads(self, n: int) -> tuple[Results, Results]:
+        of_tables, read = [], []
+        for i, dim in enumerate(self.dims):
+            total, rows = torch.zeros(self.ROWS, dim, dtype=torch.float64), torch.zeros(self.ROWS, dtype=torch.bool)
+            for batch in range(self.batches):
+                for rank in range(self.world):
+                    at = self._rows(i, rank, n + batch * _FAR)
+                    total.index_add_(0, at, self._of_ids(i, rank, n + batch * _FAR).double())
+                    rows[at] = True
+            of_tables.append(total / (self.world if self.options["gradients"] == "mean" else 1))
+            read.append(rows)
+        if self.options["optimizer"] is None:
+            self.next = self.model
+            return self._upstream(self.rank, n), [_part(of_tables[p.table], p) for p, _ in self.parts]
+        self.next = self.model.updated(of_tables, read, self._lr(n))
+        return self._upstream(self.rank, n), self._right(self.next)
+
+    def _right(self, model: Tables) -> Results:
+        """Return what `_tables` must return if all tables are as in `model`."""
+        wanted = []
+        for part, weight in self.parts:
+            wanted.append(_part(model.weights[part.table], part))
+            for state, of in zip(self._states(weight).values(), (model.first, model.second), strict=False):
+                of_part = _part(of[part.table], part)
+                wanted.append(of_part[:, 0] if state.dim() == 1 else of_part)
+        return wanted
+
+    def wanted(self, given: Given) -> Results:
+        raise NotImplementedError  # `gradients` needs no leaves
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    model = nn.ModuleDict({"tables": module})
+    return {"model": ModelState(model), "optimizers": FusedOptimizers(model)}
+
+
+def _alone(sharding: Any) -> Any:
+    """Return the sharding of a table on one rank that can load the table and its optimizer states from `sharding`."""
+    if isinstance(sharding, ColumnWise):
+        return ColumnWise((0,) * len(sharding.ranks), sharding.columns)
+    return RowWise((0,)) if isinstance(sharding, RowWise) else sharding if isinstance(sharding, DataParallel) else 0
+
+
+def _part(whole: torch.Tensor, part: TablePart) -> torch.Tensor:
+    return whole[part.row : part.row + part.rows, part.column : part.column + part.columns]
+
+
+class WholeTables(Training):
+    """Training of a `ShardedEmbeddingBagCollection` with a rank for each table."""
+
+    @classmethod
+    def _other_settings(cls, options: Given) -> list[Given]:
+        others = [{"transport": name} for name in ("direct", "put", "serial") if name != options["transport"]]
+        order = {"order": "natural" if options["order"] == "remote_first" else "remote_first"}
+        more = [*others, order, {"outputs": 5 - options["outputs"]}, {"slice_size": 3}, {"output_dtype": "bf16"}]
+        return [*super()._other_settings(options), *more, {"is_weighted": not options["is_weighted"]}]
+
+    @classmethod
+    def _other_placements(cls, world: int, options: Given) -> list[Given]:
+        return [{"shift": 1}]
+
+    def _placement(self) -> list[Any]:
+        return [(i + self.options.get("shift", 0)) % self.world for i in range(len(self.tables))]
+
+    def _parts(self) -> list[tuple[TablePart, torch.Tensor]]:
+        own = self.module.sharding.local_tables(self.rank)
+        weights = list(self.module.parameters())
+        return [(self._whole(i), weight) for i, weight in zip(own, weights, strict=True)]
+
+    def _whole(self, i: int) -> TablePart:
+        return TablePart(i, self.rank, 0, self.ROWS, 0, self.dims[i])
+
+    def _all_parts(self) -> list[TablePart]:
+        return [self._whole(i) for i in range(len(self.tables))]
+
+
+class CutTables(WholeTables):
+    """Training of a `ShardedEmbeddingBagCollection` with column-wise, row-wise and data-parallel tables."""
+
+    PLACEMENTS: ClassVar = ("columns", "rows", "replicated", "mixed", "mixed too")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        drawn = {**super().drawn(rng, device), "placement": rng.choice(cls.PLACEMENTS)}
+        if drawn["placement"] not in ("columns", "rows"):  # clip_norm does not support data-parallel tables
+            drawn.pop("clip_norm", None)
+        return drawn
+
+    @classmethod
+    def _other_settings(cls, options: Given) -> list[Given]:
+        return [change for change in super()._other_settings(options) if "output_dtype" not in change]
+
+    @classmethod
+    def _other_placements(cls, world: int, options: Given) -> list[Given]:
+        can = ("columns", "rows") if options.get("clip_norm") else ("columns", "rows", "mixed", "mixed too")
+        return [{"placement": name} for name in can if name != options["placement"]]
+
+    def _placement(self) -> list[Any]:
+        ranks, last = tuple(range(self.world)), self.world - 1
+        whole: dict[str, list[Any]] = {
+            "columns": [ColumnWise(ranks), 0, ColumnWise((last, 0), (3, 5)), ColumnWise(ranks[::-1])],
+            "rows": [RowWise(), RowWise((last,)), RowWise(ranks[::-1]), RowWise()],
+            "replicated": [DataParallel()] * 4,
+            "mixed": [RowWise(), ColumnWise((0, last)), DataParallel(), last],
+            "mixed too": [DataParallel(), DataParallel(), RowWise(), 0],
+        }
+        return whole[self.options["placement"]]
+
+    def _parts(self) -> list[tuple[TablePart, torch.Tensor]]:
+        return Training._parts(self)
+
+    def _all_parts(self) -> list[TablePart]:
+        return Training._all_parts(self)
+
+
+class Rows(CutTables):
+    """Training of a `ShardedEmbeddingCollection`, which returns the row of every id."""
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        drawn = {**super().drawn(rng, device), "is_weighted": False, "prefetch": None, "dedup": rng.random() < 0.5}
+        if drawn["optimizer"] is not None and not drawn["dedup"]:
+            drawn["placement"] = rng.choice([*cls.PLACEMENTS, "whole"])
+            if drawn["placement"] not in ("columns", "rows", "whole"):
+                drawn.pop("clip_norm", None)
+        return drawn
+
+    @classmethod
+    def _other_settings(cls, options: Given) -> list[Given]:
+        return [*Training._other_settings.__func__(cls, options), {"dedup": not options["dedup"]}]  # type: ignore[attr-defined]
+
+    @classmethod
+    def bad_calls(cls) -> list[Form]:
+        return [
+            *LocalBatch.bad_calls()[:2],
+            put("keys", ["f0"]), put("features", {"f0": 1}), put("features", None), put("stride", 10**9),
+        ]  # fmt: skip
+
+    def _dims(self) -> tuple[int, ...]:
+        return (4 + 2 * self.other,) * 4
+
+    def _placement(self) -> list[Any]:
+        ranks, last = tuple(range(self.world)), self.world - 1
+        name = self.options["placement"]
+        if name == "whole":
+            return [i % self.world for i in range(4)]
+        if name == "columns":
+            return [ColumnWise((0, last)), ColumnWise((last, 0)), ColumnWise((0, 0)), ColumnWise((last, last))]
+        if name == "mixed":
+            return [RowWise(), last, DataParallel(), RowWise(ranks[::-1])]
+        return super()._placement()
+
+    def _module(self, **options: Any) -> Any:
+        return ShardedEmbeddingCollection(dedup=self.options["dedup"], **options)
+
+    def _settings(self) -> Given:
+        return {name: self.options[name] for name in ("bounds_check", "hash") if name in self.options}
+
+    def _results(self, out: Any) -> Results:
+        return [out[f"f{i}"].values() for i in range(4)]
+
+    def expected(self, n: int) -> Results:
+        return [self.model.weights[i][self._rows(i, self.rank, n)] for i in range(4)]
+
+    def _upstream(self, rank: int, n: int) -> Results:
+        return [self._of_ids(i, rank, n) for i in range(4)]
+
+    def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
+        return self.numbers(5000 + i, rank, n, (len(self._bags(i, rank, n)[0]), self.dims[i]))
