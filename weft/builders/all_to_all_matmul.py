@@ -178,7 +178,7 @@ class _Dispatch(Draft):
         self.x = self.buffer("x", self.arriving, p.k, p.dtype, "output") if p.return_x else None
 
     def rows(self, source: Index, expert: Index) -> Index:
-        """Return the number of tokens that rank `source` sends to this rank's local expert `expert`."""
+        """Return an expression: the number of tokens that rank `source` sends to this rank's local expert `expert`."""
         first = self._mine(source) + expert
         return total("counts", first, first + 1)
 
@@ -385,7 +385,8 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of the inbox slot of one source rank. distance: the source is `distance` places before
-        the rank of the inbox in the ring.
+        """Return the first row of the inbox slot of one source rank.
+
+        distance: the source is `distance` places before the rank of the inbox in the ring.
         """
         return (self.world_size - 1 - distance) * self.p.most

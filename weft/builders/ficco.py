@@ -189,8 +189,9 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) of the input of each GEMM of a step. Row 0 is the first row of rank 0's chunk,
-    and the chunks of all ranks follow each other in rank order.
+    """Return (first row, number of rows) of the input of each GEMM of a step. The input is the chunks of all ranks, one
+    below the other in rank order. With gemms="unfused" there is a GEMM for each rank's chunk. A fused step has one
+    GEMM, or with start="hetero" one for the lower and one for the higher ranks.
 
     rows: the number of rows of a chunk.
     """
@@ -205,6 +206,7 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
     """Return (world size, rows of a shard, the chunks as ranges (first, count)).
 
     extent: the number of rows (1D) or columns (2D) of a shard, which is cut into chunks.
+    steps: the number of chunks; 0 stands for the number of ranks.
 
     Raise NotApplicableError if FiCCO does not support the problem.
     """
@@ -234,7 +236,7 @@ def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signal
 def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
     """Yield (lane for copies to the peer, distance of the peer in the ring, rank of the peer) for each peer.
 
-    Each lane begins with a wait until the peer's buffer is free.
+    Each lane begins with a wait for the signal `credit`: the peer's buffer is free.
     """
     for distance in range(1, world):
         to = peer(world, distance)

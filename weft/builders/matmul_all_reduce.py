@@ -65,6 +65,7 @@ class Result:
         schedule.
 
         source, target: functions that return a chunk's region in its owner's memory, and in y.
+        by: copy with copy engines ("dma") or kernels ("kernel").
         pieces: a function that returns the regions of y that chunk c covers, for the norm.
         """
         if self._eps is None:
@@ -150,8 +151,9 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4))
 def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
-    """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks. chunks: the number of
-    chunks into which the rows of the product are cut.
+    """Reduce each chunk of rows with one all-reduce, concurrently with the GEMMs of later chunks.
+
+    chunks: the number of chunks into which the rows of the product are cut.
     """
     o = PartialProducts.overlapped("collective", p)
     d, result, pieces = o.d, Result(o, p), split(p.m, chunks, what="rows of a product")
@@ -217,8 +219,9 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     """Divide the rows of each chunk among the ranks: every rank reduces its rows of each chunk.
 
     The peers' products for a chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM. So the
-    sums of the first chunk are complete long before the last GEMM ends. by: copy with copy engines ("dma") or kernels
-    ("kernel").
+    sums of the first chunk are complete long before the last GEMM ends.
+
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")

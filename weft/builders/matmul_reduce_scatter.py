@@ -43,8 +43,9 @@ other, which the model does not count: with 4 H200s, 500x1408x1600 took 6 to 7 u
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Return a decorator that registers a builder for MatmulReduceScatter and ScaledMatmulReduceScatter. parameters: as
-    for `weft.builders.registry.builder`.
+    """Return a decorator that registers a builder for MatmulReduceScatter and ScaledMatmulReduceScatter.
+
+    parameters: as for `weft.builders.registry.builder`.
     """
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -115,8 +116,9 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
 
 @builder(MatmulReduceScatter, chunks=(1, 2, 4))
 def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
-    """Reduce and scatter each chunk with one collective, concurrently with the GEMMs of later chunks. chunks: the
-    number of chunks of each rank's rows.
+    """Reduce and scatter each chunk with one collective, concurrently with the GEMMs of later chunks.
+
+    chunks: the number of chunks of each rank's rows.
     """
     o = PartialProducts.overlapped("collective", p)
     d, y, pieces = o.d, _result(o), o.chunks(chunks)

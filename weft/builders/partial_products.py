@@ -76,8 +76,10 @@ class PartialProducts:
         return split(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Declare a buffer `[count * m, n]`: `count` parts of `m` rows each, where `m` is the number of rows that a
-        rank owns.
+        """Declare the buffer `name`, [count * m, n], and return it. It has `count` parts of `m` rows each, where `m` is
+        the number of rows that a rank owns.
+
+        role: the kind of memory, such as "symmetric".
         """
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 

@@ -273,7 +273,10 @@ _FBGEMM = "only for a baseline of GPU benchmarks: pip install fbgemm-gpu, in the
 
 
 def _package(title: str, name: str, fix: str) -> Finding:
-    """Report the version of an optional package."""
+    """Report the version of the optional package `name`, under `title`.
+
+    fix: the advice if it cannot be imported.
+    """
     try:
         package: Any = _import(name)
     except Exception as error:

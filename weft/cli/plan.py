@@ -164,8 +164,8 @@ _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return {index of a column: width} for a terminal of width `room`; width 0 omits the column. Columns of numbers
-    are never cut.
+    """Return {index of a column: width in characters} for a terminal of width `room`; width 0 omits the column. Columns
+    of text are wrapped at spaces, names of schedules at commas. Columns of numbers keep their width, or are omitted.
     """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1

@@ -209,7 +209,8 @@ def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample:
     """Return the error text for an id out of range.
 
     slot: the index among the local slots of `rank` (see `CheckedInput`).
-    position: the index in the bag.
+    position: the index of the id in the bag of `sample`.
+    value: the id.
     """
     where = sharding.local_slots(rank)[slot]
     table = sharding.tables[where.table]
@@ -226,6 +227,8 @@ def first_bad_index(
     """Return the error text for the first id out of range, by feature and then by sample; None if all ids are in range.
 
     The function reads all ids of this rank's features, which is slow on a GPU.
+
+    hash: True if ids are hashed to rows, so that the hashes are checked.
     """
     batch = checked.global_batch
     for number, (slot, block) in enumerate(zip(sharding.local_slots(rank), checked.key_of_slot, strict=True)):

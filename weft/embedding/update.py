@@ -40,7 +40,7 @@ class FusedUpdate:
         deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        """Create the states.
+        """Create the optimizer's states for the tables `weights`. See the class for the arguments.
 
         device: the device of the states, for a rank without tables.
         """

@@ -98,7 +98,9 @@ class Counters:
         )
 
     def _updated(self, sleep: Callable[[float], None]) -> tuple[float, int | None]:
-        """Return (time, total energy) at the next update of the energy, or after `LONGEST_UPDATE_S`."""
+        """Return (time, total energy in millijoules) at the driver's next update of the energy, or after
+        `LONGEST_UPDATE_S`.
+        """
         before, until = self._energy(), time.perf_counter() + LONGEST_UPDATE_S
         while (now := self._energy()) == before and now is not None and time.perf_counter() < until:
             sleep(_POLL_S)

@@ -27,8 +27,8 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to row `row` of the matrix at `address`, with its alignment, which lets the compiler load 16
-    bytes at a time.
+    """Return a pointer to row `row` of the matrix at `address`. Tell the compiler its alignment, ALIGN items of type
+    DTYPE, which allows loads of 16 bytes.
     """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
@@ -44,7 +44,10 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 sum of all parts, for the elements `columns` of row `row`."""
+    """Return the fp32 sum of all parts (see the module), for the elements `columns` of row `row`.
+
+    inside: the mask of the columns that exist.
+    """
     if PARTS <= 4:
         total = _part(part1, pitch1, row, columns, inside, DTYPE, ALIGN)
         if PARTS > 1:

@@ -107,7 +107,9 @@ _PUT = tl.constexpr(PUT)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Write to pinned memory why a call has failed. Programs that fail at the same time write the same values."""
+    """Write to the pinned memory `record` why call number `epoch` has failed: the kind of failure (`status`), the peer,
+    and the expected and found values. Programs that fail at the same time write the same values.
+    """
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)
@@ -174,11 +176,9 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
-    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a
-        sample.
-    values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64.
-    timeline `[n_units + programs, TIMELINE_FIELDS]`: a line for each unit, then a line for each program's wait for its
-        peers.
+    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a sample.
+        values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64. timeline `[n_units + programs,
+        TIMELINE_FIELDS]`: times of each unit, then of each program's wait for its peers.
     batch: the number of samples of all ranks. is_even: 1 if the batch is divided evenly: `batch // WORLD` samples for each
         rank, and one more for each of the first `batch % WORLD` ranks. batch_starts `[WORLD + 1]`: the first sample of each
         rank, and `batch`; used only if is_even is 0.
@@ -187,9 +187,10 @@ def embedding_all_to_all_kernel(
         number of these flags that belong to slices of lower ranks.
     out_addresses, signal_addresses, flag_addresses `[WORLD]`: addresses of every rank's memory, as mapped on this
         device.
-    out_slot: the index of the output buffer that this rank uses. out_slot_bytes: the size of an output buffer.
-    staging `[programs, STAGE_WIDTH]`: device memory in which programs pool slices before they send them. state `[STATE_WORDS]`:
-        device memory for the epoch and counters. record `[RECORD_WORDS]`: pinned memory in which the kernel reports errors.
+    out_slot: the index of the output buffer that this rank uses for this call. fingerprint: the hash that ranks compare.
+    out_slot_bytes: the size of an output buffer. staging `[programs, STAGE_WIDTH]`: device memory in which programs pool slices
+    before they send them. state `[STATE_WORDS]`: device memory for the epoch and counters. record `[RECORD_WORDS]`: pinned
+    memory in which the kernel reports errors.
 
     DTYPE, ITEM_BYTES: the type of the elements of tables, and its size. OUT_DTYPE, OUT_BYTES: the same for outputs.
     ENTER, EXIT: if several launches form one call, ENTER is True only in the first, and EXIT only in the last.

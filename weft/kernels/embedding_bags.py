@@ -54,7 +54,8 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut): the bounds of a bag in `values`, clamped to its size, and the updated counter `cut`.
+    """Return (start, end, cut) of the bag of `sample` for the feature `slot`: the bag's bounds in `values`, clamped to
+    the size of `values`, and the updated counter `cut`.
 
     cut: the number of bags whose bounds had to be clamped. valid: False for lanes without a bag.
     """
@@ -101,6 +102,10 @@ def load_rows(
 ):  # fmt: skip
     """Return the table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, times their per-sample weights.
     Row -1 gives zeros.
+
+    weight: the table.
+    at: the index of the first id of the block, for the per-sample weights.
+    stride, width: the row pitch of the table, and its columns; with UNIFORM, both are BLOCK_D.
     """
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0

@@ -122,9 +122,9 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return (keys of the sorted occurrences `at`, begins, ends). begins is a mask of the occurrences that begin a run.
-    ends marks the end of the last run: it is True only at the first occurrence of an id out of range, which sorts after
-    all others.
+    """Return (keys of the sorted occurrences with the indices `at`, begins, ends). begins is a mask of the occurrences
+    that begin a run. ends marks the end of the last run: it is True only at the first occurrence of an id out of range,
+    which sorts after all others.
     """
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)

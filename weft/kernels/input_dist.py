@@ -31,7 +31,8 @@ _BATCH = tl.constexpr(2)
 def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
     """Write the number of ids of each key to `counts`, or -1 if a length of the key is negative or above `most`.
 
-    lengths: `[keys * batch]`. Grid: one program per key.
+    lengths `[keys * batch]`: the length of each bag of this rank, key by key. most: the number of ids in the input.
+        Grid: one program per key.
     """
     key = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -87,7 +88,9 @@ def header_kernel(
 
 @triton.jit
 def _copy(source, target, words, BLOCK: tl.constexpr):
-    """Copy 4-byte words. Programs with the same index in grid dimension 0 share this copy."""
+    """Copy `words` 4-byte words from `source` to `target`. All programs with the same index in grid dimension 0 share
+    one copy.
+    """
     for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         word = tl.load(source + at, mask=at < words, other=0)

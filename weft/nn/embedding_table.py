@@ -82,6 +82,8 @@ def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 
 def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
     """Return an `init_fn` that fills the part of `table` that begins at `row` and `column` with the same values as in
     the whole table.
+
+    seed: the random seed of the whole table.
     """
     return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
 

@@ -190,7 +190,9 @@ class InputDist:
         return self.arrive(self.send(self.begin(features, refusal)))
 
     def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
-        """Begin the exchange of batch sizes and numbers of ids. Errors about the input are raised by `send`."""
+        """Begin the exchange of batch sizes and numbers of ids. `send` raises errors about the input, and `refusal`
+        (see `__call__`).
+        """
         local = None
         try:
             local = self._read(features) if refusal is None else None
@@ -224,7 +226,8 @@ class InputDist:
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. All ranks must make this call.
 
-        grad: the gradient of the weights that arrived on this rank. like: this rank's own weights.
+        grad: the gradient of the weights that arrived on this rank. like: this rank's own weights. route: the numbers
+            of ids that were sent in forward.
         """
         order, ids = route.order, route.ids
         backwards = sorted(range(len(order)), key=order.__getitem__)
@@ -300,7 +303,10 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin to exchange headers. Return (`BegunBatch.numbers`, the exchange)."""
+        """Begin to exchange headers. Return (`BegunBatch.numbers`, the exchange).
+
+        local: this rank's samples; None if this rank refuses its input.
+        """
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine
@@ -450,7 +456,10 @@ class InputDist:
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
-        """Exchange the error texts of all ranks, and raise them on every rank. All ranks must make this call."""
+        """Exchange the error texts of all ranks, and raise them on every rank. All ranks must make this call.
+
+        refusal: this rank's error; None if only other ranks refuse.
+        """
         mine = None if refusal is None else str(refusal)
         comm = symm.communicator(self.group, self.device, deadline_s=self.deadline_s)
         texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)

@@ -74,7 +74,10 @@ class ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
-        """Return a layer with this rank's part of `linear`: a copy with the same dtype, device and requires_grad."""
+        """Return a layer with this rank's part of `linear`: a copy with the same dtype, device and requires_grad.
+
+        sequence_dim: as for the class.
+        """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
         made = cls(

@@ -148,8 +148,10 @@ def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
     """Return the 64-bit number of a call (`AcrossRanks.fingerprint`), computed from its problem family and its number
     of rows (`size`).
 
-    Use this number for a call of a new size if ranks have already compared a call of the same family. Ranks then do not
-    compare the full description of the new call.
+    Use this number for a call of a new size if ranks have already compared a call of the same family. Ranks
+    then do not compare the full description of the new call.
+
+    operator: the operator's name, which also enters the number.
     """
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 

@@ -122,6 +122,7 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 def _collectives_us(schedule: Schedule, network: HostNetwork, rides: bool) -> list[float]:
     """Return the predicted time of each collective of rank 0 in microseconds.
 
+    network: the measured rates between hosts.
     rides: True if the data travel in two levels, with the messages by which ranks synchronise.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}

@@ -12,7 +12,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, of: str, reason: str) -> None:
-    """Warn once, for each operator `of` and argument `name`, that calls copy the argument."""
+    """Warn once, for each operator `of` and argument `name`, that calls copy the argument `x`.
+
+    reason: the layout that makes the copy necessary.
+    """
     if (of, name) not in _warned:
         _warned.add((of, name))
         warn(f"{of}: {name} is copied in every call, because it has the strides {x.stride()}: {reason}")

@@ -105,7 +105,10 @@ def gpus_differ(comm: Communicator) -> bool:
 
 
 def _why_not(stands: Sequence[_Stand]) -> str:
-    """Return the reason why these ranks do not measure; "" if they do."""
+    """Return the reason why the ranks do not measure; "" if they do.
+
+    stands: the facts that each rank has sent.
+    """
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
         return f"the GPUs differ ({names}), so all ranks use the slowest GPU's schedules"

@@ -171,7 +171,12 @@ class _AllToAllMatmul(Operator[_Call]):
     def note_read(
         self, call: _Call, results: Sequence[torch.Tensor], read: Mapping[str, Sequence[int]], rank: int
     ) -> None:
-        """Remember the numbers of rows for the combine and for backward. `counts` has the splits of all ranks."""
+        """Remember the numbers of rows for the combine and for backward, so that these need not read them from the
+        device.
+
+        read: the contents of the buffers that the CPU has read in this call. Its entry `counts` has the splits of all
+            ranks.
+        """
         if (counts := read.get("counts")) is not None:
             remember(Sizes.of_read(call.splits, results[1], counts, rank))
 

@@ -144,7 +144,9 @@ def decide(
     among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
-    """Choose like `choose`, but without the cache, without a warning, and independent of `weft.plan.use`."""
+    """Choose like `choose`, with the same arguments, but without the cache, without a warning, and independent of
+    `weft.plan.use`.
+    """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
     measured = measured or {}
@@ -183,7 +185,10 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """Return (the row of the chosen candidate, the reason as a sentence)."""
+    """Return (the row of the chosen candidate, the reason as a sentence).
+
+    measured: True if the rows have measured times, False for predicted times.
+    """
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
@@ -256,7 +261,10 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Return the reasons why no candidate except serial can be chosen, as a phrase."""
+    """Return the reasons why no candidate except serial can be chosen, as a phrase.
+
+    measured: as for `_best`.
+    """
     if measured:
         return "no other candidate was measured"
     reasons = {

@@ -132,7 +132,7 @@ def informed(model: Model, machine: str) -> Model:
 
 
 def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
-    """Return {GEMM: its time in sustained work}, given measured times.
+    """Return {GEMM: its time in sustained work}, computed from the measured times `known`.
 
     Long GEMMs, and the pieces of long GEMMs, take `sustained` times the measured time.
     """

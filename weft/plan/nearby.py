@@ -47,6 +47,8 @@ def _choices(
 
     If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
     schedule is clearly faster than serial, and takes so long that the costs in which modes differ matter little.
+
+    among, near: as for `weft.plan.choose.choose`.
     """
     found: list[Choice] = []
     for mode in modes:

@@ -229,6 +229,8 @@ def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> 
 
     Copies with equal results may share a launch, which copies one source to several places. Return None for other
     steps, for dynamic sizes, and for a destination that is the caller's tensor.
+
+    held: the buffers whose contents are known only at run time.
     """
     if step.copies_by != "kernel" or (held and depends(step, held)):
         return None

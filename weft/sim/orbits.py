@@ -119,7 +119,10 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
-    """Simulate the schedule `name` ("serial", "direct" or "put") of `problem` on a torus. Rank 0 represents all ranks."""
+    """Simulate the schedule `name` ("serial", "direct" or "put") of `problem` on a torus. Rank 0 represents all ranks.
+
+    runs: the number of consecutive runs.
+    """
     if name not in NAMES:
         raise ValueError(
             f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "
@@ -259,8 +262,9 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 
 
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
-    """Group the steps of a lane into blocks. items: the steps that rank 0 has in this lane in the schedule for three
-    ranks (`_of_three`), so for two peers.
+    """Group the steps of a lane into blocks.
+
+    items: the steps that rank 0 has in this lane in the schedule for three ranks (`_of_three`), so for two peers.
 
     Adjacent steps for the first and the second peer form one block if their kinds and signals are equal. Every other
     step forms a separate block.

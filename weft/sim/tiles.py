@@ -268,6 +268,8 @@ class Tables:
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
         """Return, for each rank, the bytes that matmuls read from the rank's own memory. If all ranks are equal, return
         one number.
+
+        item_bytes: {buffer: bytes of an element}.
         """
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):

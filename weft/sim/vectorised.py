@@ -210,7 +210,11 @@ class Numbers:
         return _numbered(origin.step, self, origin, there)._replace(same=next(self._known.different))
 
     def operands(self, step: Step, turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return the number of rows, the number of columns and the distance of each operand, in one list."""
+        """Return one list with the number of rows, the number of columns and the distance of each operand in turn.
+
+        turn: the values of the loop indices.
+        there: 1 for ranks that have the step, otherwise 0.
+        """
         numbers: list[ByRank] = []
         for region in step.regions:
             numbers.append(self.vector(region.rows, turn, there))
@@ -221,7 +225,8 @@ class Numbers:
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
         """Return, for distances 0, 1, and so on, the number of rows that each rank sends to the rank at this distance.
 
-        indices: for each destination rank, the expression for the number of rows that are sent to it.
+        indices: for each destination rank, the expression for the number of rows that are sent to it. turn, there: as
+        for `operands`.
         """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [

@@ -358,8 +358,11 @@ class MeasuredStudy(OperatorBenchmark[Part]):
         self, part: Part, found: Times, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], baseline: str,
         more: Mapping[str, Record] | None = None,
     ) -> list[Record]:  # fmt: skip
-        """Return a record for each timed call of `part`. baseline: the variant to which speedups are relative.
-        ceilings: the peak rates of each rank. more: {variant: further fields of its record}.
+        """Return a record for each timed call of `part`, with its times in `found`.
+
+        baseline: the variant to which speedups are relative.
+        ceilings: the peak rates of each rank.
+        more: {variant: further fields of its record}.
         """
         world = part.ranks or ranks.world_size
         common = common_fields(options, part.config, world, baseline, None, ceilings)

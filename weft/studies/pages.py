@@ -147,7 +147,9 @@ def where_simulated(last: Record, of: str, more: str = "") -> str:
 
 
 def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
-    """Return the generated part of a report, as Markdown: paragraphs, tables with their titles, and more paragraphs."""
+    """Return the generated part of a report, as Markdown: the paragraphs `first`, the tables with their titles, and the
+    paragraphs `last`.
+    """
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

@@ -90,7 +90,7 @@ class Attempt:
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}{trouble}")
 
     def port_of(self, entry: Entry) -> hosts.Port | None:
-        """Return the control port that a rank has published, or None."""
+        """Return the control port in `entry`, which a rank has published; None if it has no port."""
         key = port_key(entry)
         if not self.store.check([key]) or not (text := self.store.get(key)):
             return None

@@ -179,7 +179,10 @@ class Communicator:
         self._control.await_answers(setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
-        """Send this rank's call to all peers, which compare it with their call of the same number (`weft.symm.calls`)."""
+        """Send this rank's call to all peers, which compare it with their call of the same number (`weft.symm.calls`).
+
+        what: the description of the call.
+        """
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:

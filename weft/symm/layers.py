@@ -85,6 +85,7 @@ def differ(records: Sequence[tuple[int, ...]]) -> bool:
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
     """Return an error text that lists, for each rank, the layer options that it has recorded and some other rank has not.
+
     texts: for each rank, the recorded options as texts (`Noted.texts`); a rank with an empty record is not compared.
     """
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]

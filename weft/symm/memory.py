@@ -46,7 +46,9 @@ class Region(Protocol):
         """Return the address of `rank`'s memory in this process. Raise `ValueError` if the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view of `rank`'s memory. The view stays valid after `close`."""
+        """Return a view of `rank`'s memory, of the given shape, that begins at byte `offset_bytes` of the region. The
+        view stays valid after `close`.
+        """
 
     def owner(self, rank: int) -> Any:
         """Return an object that keeps `rank`'s memory mapped in this process while it is referenced."""

@@ -55,8 +55,10 @@ class TableOptions:
 
 
 def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) -> TableOptions:
-    """Return the options of a table with the name `table`. dtype: the table's dtype. Raise `ValueError` for an option
-    that weft does not support.
+    """Return the options of a table with the name `table`, given TorchRec's `fused_params`. Raise
+    `ValueError` for an option that weft does not support.
+
+    dtype: the table's dtype.
     """
     at = f"table {table!r}"
     for name, value in fused_params.items():

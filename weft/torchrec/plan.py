@@ -47,6 +47,7 @@ def read_plan(
     """Convert `plan`, TorchRec's plan for the collection `module`. Raise `ValueError`, which names the table, for a
     plan that weft does not support.
 
+    fused_params: the sharder's options of the tables.
     config_of: a function that converts TorchRec's config of a table to weft's.
     """
     check_env(env)

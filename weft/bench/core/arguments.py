@@ -37,7 +37,10 @@ def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ValueError` unless the file can be written. Create neither a file nor a folder."""
+    """Raise `ValueError` unless the file can be written. Create neither a file nor a folder.
+
+    option: the command-line option that names the file, for the error text.
+    """
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: the folder {path.absolute().parent} does not exist: create it")
     if path.is_dir():
@@ -56,6 +59,8 @@ def check_file(option: str, path: Path) -> None:
 def check_folder(option: str, path: Path) -> None:
     """Raise `ValueError` unless files can be written into the folder. A folder that can be created passes, but is not
     created.
+
+    option: the command-line option that names the folder, for the error text.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path} is a file: give a folder")

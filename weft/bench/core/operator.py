@@ -71,14 +71,17 @@ class Variants(Workload):
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return record fields of this operator that are equal for all variants of a mode. found: the times and errors
-        so far. ceilings: each rank's peak rates.
+        """Return record fields of this operator that are equal for all variants of a mode.
+
+        found: the times and errors so far.
+        ceilings: each rank's peak rates.
         """
 
     @abstractmethod
     def derived(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return record fields of this operator that describe variant `name`. All ranks must make this call. found: the
-        times and errors so far.
+        """Return record fields of this operator that describe variant `name`. All ranks must make this call.
+
+        found: the times and errors so far.
         """
 
     @abstractmethod
@@ -86,7 +89,11 @@ class Variants(Workload):
         """Return the notes below the table."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Check and time the variants. All ranks must make this call; every rank returns the same times."""
+        """Check and time the variants. All ranks must make this call; every rank returns the same times.
+
+        ceilings: each rank's peak rates.
+        step: the progress display.
+        """
         variants, beside, notes = self.variants(options.variants)
         found = measure_variants(
             self,
@@ -256,14 +263,17 @@ class OperatorBenchmark(ABC, Generic[P]):
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Make inputs, and check and time one configuration. All ranks must make this call; every rank returns the same
-        result.
+        """Make inputs, and check and time the configuration `preset`. All ranks must make this call; every rank returns
+        the same result.
+
+        ceilings: each rank's peak rates.
+        step: the progress display.
         """
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration."""
+        """Print a table of one configuration, whose results are `found`."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:
@@ -286,7 +296,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         print_table(*table(found.title, rows, columns), notes, section=1, optional=self.narrow)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print a summary of several configurations."""
+        """Print a summary of several configurations, whose records are `written`."""
         for mode in options.modes:
             if rows := [r for r in written if r["mode"] == mode]:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"

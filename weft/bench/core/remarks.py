@@ -47,6 +47,7 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
     """Return a remark on the time differences between variants that ran the same schedule: only noise can cause them.
+
     pairs: the two records of each pair of such variants.
     """
     if not pairs:

@@ -66,7 +66,7 @@ def geomean(values: Sequence[float]) -> float | None:
 
 
 def times(factor: float | None, clear: bool = True) -> str:
-    """Return a speedup as text, such as "1.25x"; empty for None.
+    """Return a speedup (`factor`) as text, such as "1.25x"; empty for None.
 
     clear: False to write it in parentheses, for example because it is within the noise.
     """

@@ -55,7 +55,10 @@ class ShapeToMeasure:
 
 
 def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
-    """Return the fields that every row has. again: True for the second run of a shape."""
+    """Return the record fields that every row of the shape `item` has.
+
+    again: True for the second run of a shape.
+    """
     device = options.device
     name, dtype = plain(item.op, None)
     return {
@@ -66,8 +69,9 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape in `modes`. Return a row for each mode, equal on all ranks. All ranks must make this call. again:
-    True for the second run of a shape.
+    """Measure a shape in `modes`. Return a row for each mode, equal on all ranks. All ranks must make this call.
+
+    again: True for the second run of a shape.
     """
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
@@ -134,8 +138,10 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Measure mode `changing`, and return its fields for the row: for each of `item.sizes`, time one call of weft and
-    one of serial.
+    """Measure mode `changing`, and return its record fields: for each of `item.sizes`, time one call of weft and one
+    call of the serial baseline.
+
+    work: the inputs and variants of the largest size.
 
     An untimed call of serial comes first, because cuBLAS needs up to 5 ms more for the first GEMM of a size.
     """

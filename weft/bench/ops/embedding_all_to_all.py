@@ -60,7 +60,9 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Return the roofline in ms. A call can be faster if repeated rows are found in a cache."""
+        """Return the roofline in ms: the time to move these bytes at the peak rates `ceilings`. A call can be faster if
+        repeated rows are found in a cache.
+        """
         return ceilings.ms(self.memory, self.wire)
 
 
@@ -114,8 +116,10 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return record fields that are equal for all variants. traffic_bytes: `Traffic` of the rank with the longest
-        roofline.
+        """Return record fields that are equal for all variants. Field traffic_bytes: `Traffic` of the rank with the
+        longest roofline.
+
+        ceilings: each rank's peak rates.
         """
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}

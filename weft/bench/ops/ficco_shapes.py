@@ -84,6 +84,8 @@ class GatherShape(GemmShape):
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Return an estimate of a rank's peak memory in a run, in bytes.
 
+        item_bytes: the bytes of an element.
+
         The paper's GEMMs can fill a GPU. For them the estimate counts six tensors of the gathered input's size, the
         weight and two results, and a float64 copy of weight and results.
         """

@@ -65,7 +65,11 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """Evaluate `maps` for all ranks: a map for each rank, or one map for all. Raise `ValueError` for impossible maps."""
+    """Evaluate `maps` for all ranks: a map (order, entries) for each rank, or one map for all. Raise `ValueError` for
+    impossible maps.
+
+    chunks: the number of chunks of the whole output.
+    """
     return Routes(collective, world, chunks, maps)
 
 
@@ -205,7 +209,8 @@ class Routes:
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
         """Return, for the chunks of `ranks`, the arguments of the function `_times`: {chunk: the chunks that it waits
-        for} and {chunk: its earliest time without waits}. A chunk is given as (rank, place).
+        for} and {chunk: its earliest time without waits}. A chunk is given as (rank, place). With `in_turn` (see
+        `times`), a chunk also waits for the previous chunk of its rank.
         """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
@@ -227,7 +232,7 @@ class Routes:
         return [self._renumbered(-rank, place) for place in self.order[0]]
 
     def _is_rotation(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if the map is valid, and differs between ranks only by their position in the ring."""
+        """True if the map (`order`, `entries`) is valid, and differs between ranks only by their position in the ring."""
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -285,7 +290,7 @@ class Routes:
             self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return the error text for an invalid entry; "" if the entry is valid."""
+        """Return the error text if the entry `e`, for the chunk at `place`, is invalid; "" if it is valid."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":

@@ -94,7 +94,10 @@ def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of the row gradients that `update` would apply, as float64 []."""
+    """Return the sum of squares of the row gradients that `update` would apply, as a float64 scalar tensor.
+
+    received: as for `update`.
+    """
     squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
     memory[:, 3] = [one.data_ptr() for one in squares]
@@ -110,6 +113,7 @@ def gradients_of_tables(
 ) -> list[torch.Tensor]:
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor.
 
+    received: the gradients of the pooled vectors, as for `update`.
     dtype: the dtype of the result; by default the tables' dtype.
     """
     sharding = of.plan.sharding
@@ -165,7 +169,10 @@ def rows_read(of: ForwardCall, rows: _core.SortedRows) -> torch.Tensor:
 def gradients_of_weights(
     of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], received: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradients of per-sample weights, float32 [number of ids]."""
+    """Return the gradients of per-sample weights, float32 [number of ids].
+
+    received: the gradients of the pooled vectors, as for `update`.
+    """
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
     out = torch.empty(jagged.values.numel(), dtype=torch.float32)
     _core.gradients_of_weights(

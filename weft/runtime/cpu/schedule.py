@@ -176,6 +176,7 @@ def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
     """Run the steps of a lane in order. Stop if a step of any lane of this rank has failed.
 
+    run: the state that the lanes share.
     spans: a list to which to append the time span of each step; None for no timeline.
     """
     errors = run.errors

@@ -265,7 +265,10 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
-    """Allocate uninitialized `Rows` that are large enough for a call."""
+    """Allocate uninitialized `Rows` that are large enough for a call.
+
+    laid: the layout of the call's occurrences.
+    """
     shape = shape_of(of.plan.sharding, of.rank)
     count = laid.layers * jagged.values.numel()
     is_scaled = shape.any_mean or jagged.weights is not None

@@ -124,7 +124,9 @@ def prepare(
 ) -> None:
     """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes seconds.
 
-    Without it, the first launch would compile the kernel, which must not happen while a stream waits for a peer.
+    Without this call, the first launch would compile the kernel, which must not happen while a stream waits for a peer.
+
+    back, adds, merged: as for `GroupedMatmulLauncher`.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):

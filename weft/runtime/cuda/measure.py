@@ -56,7 +56,10 @@ class GpuMeasure:
     """
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
-        """Allocate buffers and load kernels. gemms: the shapes of the GEMMs that will be measured.
+        """Allocate buffers and load kernels.
+
+        gemms: the shapes of the GEMMs that will be measured.
+        effort: the duration of each measurement, and the size of its buffers.
 
         Raises `RefusedError` on every rank if a rank lacks memory or cannot run these GEMMs.
         """

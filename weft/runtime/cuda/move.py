@@ -134,6 +134,8 @@ class CopyLaunch:
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
         """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
         kernel.
+
+        source, target: addresses, or offsets from base addresses that each run sets.
         """
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))

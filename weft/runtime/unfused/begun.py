@@ -90,8 +90,8 @@ class Early:
         return Pending(works, self._comm, self._ways, name, deadline_s, arguments)
 
     def received(self, exchange: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return the receive buffer of each rank on another host, as rows with the width and dtype of `like`. The buffers may
-        be longer than the messages.
+        """Return the buffers that exchange number `exchange` receives into, one for each rank on another host, as rows with the
+        width and dtype of `like`. The buffers may be longer than the messages.
         """
         row_bytes = like.shape[1] * like.itemsize
         rows = self.capacity_bytes // row_bytes

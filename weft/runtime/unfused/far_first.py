@@ -58,7 +58,8 @@ def begin_piece(
     """Begin an all-to-all of rows, one piece of a call's data. Return a handle to wait for. Begin it only after a rendezvous
     has shown that all ranks make the same call, because this function has none.
 
-    came, leaving: the number of rows from and to each rank. is_far: True if no rank exchanges rows within its host.
+    received, sent: the tensors to receive into and to send, [rows, columns], with the rows of each rank in rank order. came,
+        leaving: the number of rows from and to each rank. is_far: True if no rank exchanges rows within its host.
     """
     arguments = received, sent, came, leaving
     if is_far and (ways := of_communicator(_ways, comm, _Ways)).groups:

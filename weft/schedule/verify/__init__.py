@@ -197,6 +197,7 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
     """Add races, unwritten reads and incomplete outputs to `faults`.
 
+    happened: the order of all steps that signals enforce.
     sampled: the buffers that unchecked tiles also write. They are checked only for races.
     """
     instances = accesses(happened, buffers)

@@ -62,6 +62,8 @@ def occupancy_deadlock(
     """Return {number of the event: lanes} for each step that may never get a compute unit.
 
     lanes: the indices of the lanes of the step's rank whose launches together may hold all compute units.
+
+    happened: the order of all events that signals enforce.
     buffers: for each rank, its buffers by name.
     """
     polling = _polling(happened, buffers, compute_units)
