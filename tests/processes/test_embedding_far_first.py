@@ -2,7 +2,8 @@
 
 1. Outputs have the bits of a single pass, for uneven batches, ranks without tables or samples, and an output dtype. 2.
 Bad indices are counted once over all passes, and the first is named. 3. All ranks use the implementation that is faster
-on the slowest rank. 4. A rank that fails between two exchanges ends the group.
+on the slowest rank. 4. A rank that fails between two exchanges ends the group. A rank that fails before the rendezvous refuses
+the call.
 """
 
 from __future__ import annotations
@@ -55,22 +56,26 @@ CASES = [
 ]
 
 
-def both_ways(group, sizes, placement, more):
+def both_ways(group, sizes, placement, more, most_bytes):
     far_last = mock.patch.multiple(embedding_far_first.FarFirst, pinned_pieces=3, far_last=len(placement) == 4)
-    with on_two_hosts(group) as own, far_last:
+    room = mock.patch.object(embedding_unfused, "_MOST_BYTES", most_bytes)
+    later = mock.patch.object(embedding_unfused, "all_to_all_single", side_effect=embedding_unfused.all_to_all_single)
+    with on_two_hosts(group) as own, far_last, room, later as exchanged:
         found = []
         for other in (False, True):
             with mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=other):
                 found.append(call(own, sizes, placement, 3, **more))
         (plain, warned), (far_first, warned_too) = found
         assert plain.abs().sum() > 0 or not plain.numel()
-        return torch.equal(plain, far_first), warned == warned_too, len(warned_too)
+        return torch.equal(plain, far_first), warned == warned_too, len(warned_too), exchanged.call_count
 
 
+@pytest.mark.parametrize("most_bytes", [1 << 20, 0])
 @pytest.mark.parametrize(("sizes", "placement", "more"), CASES, ids=["even", "empty", "bad indices"])
-def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement, more) -> None:
-    found = pool.run(both_ways, sizes, placement, more, ranks=4, timeout_s=60)
+def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement, more, most_bytes) -> None:
+    found = pool.run(both_ways, sizes, placement, more, most_bytes, ranks=4, timeout_s=60)
     assert [one[:2] for one in found] == [(True, True)] * 4
+    assert [one[3] for one in found] == [most_bytes == 0] * 4  # few vectors travel with the rendezvous
     assert [bool(one[2]) for one in found] == [bool(more) and rank in placement[:3] for rank in range(4)]
 
 
@@ -114,3 +119,22 @@ def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
     assert here[0] == "MemoryError"
     assert "no room for a piece" in there[1]
     assert (failed_there, failed_here) == (True, True)
+
+
+def fails_before_the_rendezvous(group):
+    with on_two_hosts(group) as own:
+        given = own, (2, 2, 2, 2), (0, 1, 2, 3)
+        call(*given, 0)
+        no_room = MemoryError("no room to pool") if own.rank() == 1 else None
+        native = embedding_unfused.pool_alone
+        with mock.patch.object(embedding_unfused, "pool_alone", side_effect=no_room, wraps=native):
+            found = error_of(lambda: call(*given, 1))
+        call(*given, 2)  # the group lives on
+        return found
+
+
+def test_a_rank_that_fails_while_it_pools_for_a_rendezvous_refuses_the_call(pool: Pool) -> None:
+    found = pool.run(fails_before_the_rendezvous, ranks=4, timeout_s=60)
+    assert [kind for kind, _ in found] == ["RefusedError", "MemoryError", "RefusedError", "RefusedError"]
+    assert "rank 1" in found[0][1]
+    assert "no room to pool" in found[0][1]

@@ -7,10 +7,10 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
     result    [local batch, all columns], in the order of tables
 
 CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the
-samples of this host (`FarFirst`).
+samples of this host (`FarFirst`). In rails (`weft.runtime.rails`), few vectors travel with the rendezvous, after pooling.
 
-Results are ordinary tensors, because no symmetric memory is used. CPU ranks synchronise before pooling, as with other
-transports, and on one host again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's deadline. On
+Results are ordinary tensors, because no symmetric memory is used. Otherwise CPU ranks synchronise before pooling, as with
+other transports, and on one host again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's deadline. On
 GPUs, NCCL's timeout and errors apply to the exchange.
 """
 
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft import env
@@ -34,6 +35,7 @@ from weft.runtime.cpu import embedding as cpu
 from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
+from weft.runtime.rails_all_to_all import AllToAll
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.turn import Marks, Turn, Turns
@@ -42,6 +44,9 @@ from weft.timeline import Timeline
 from weft.words import counted
 
 _NAME = "all_to_all of pooled vectors"
+_MOST_BYTES = (
+    256 << 10
+)  # of a rank in an exchange that travels with a rendezvous. For more, gloo's all-to-all was faster
 
 
 class EmbeddingAllToAllUnfused(Executor):
@@ -59,6 +64,8 @@ class EmbeddingAllToAllUnfused(Executor):
         self._far_first, self._chosen = None, TwoWays(comm)
         if self._turns is not None and not comm.all_mapped:
             self._far_first = FarFirst(plan, self._alone, comm)
+            if self._turns.rails is not None:
+                self._turns.rails.reserve_rows(_MOST_BYTES)
 
     def run(
         self,
@@ -81,15 +88,19 @@ class EmbeddingAllToAllUnfused(Executor):
             check_contents(jagged, self.plan.sharding, rank, checked, self.plan.options)
         except ValueError as error:
             refuse(comm, str(error), deadline_s=deadline_s)
-        if self._turns is not None:
-            cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         begin = time.perf_counter()
         far_first = self._far_first
         if far_first is not None:
             self._chosen.rule_out(checked.global_batch, far_first.most_gain_s(checked.batch_sizes))
-        if far_first is not None and self._chosen.takes_other(checked.global_batch):
+        is_far = far_first is not None and self._chosen.takes_other(checked.global_batch)
+        rides = not is_far and self._rides(checked.global_batch)
+        if self._turns is not None and not rides:
+            cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+        if far_first is not None and is_far:
             output, warn = far_first.run(weights, jagged, checked, turn)
+        elif rides:
+            output, warn = self._in_rails(weights, jagged, checked, turn)
         else:
             # Between hosts a second rendezvous takes a round trip, so only the first one protects the exchange.
             between = far_first is not None
@@ -108,24 +119,73 @@ class EmbeddingAllToAllUnfused(Executor):
         """Pool all samples, then exchange the vectors. Return the output, and a function that warns of bad indices, or
         None.
         """
+        pooled, warn = self._pooled(weights, jagged, checked, turn)
+        return self._exchanged(pooled, checked.batch_sizes, turn), warn
+
+    def _pooled(
+        self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         rank = self.comm.rank
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.output_dtype)
         alone = self._alone
         warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
-        return self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn), warn
+        return turn.done("pool", pooled), warn
+
+    def _in_rails(
+        self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Pool all samples, then exchange the vectors with the rendezvous. Return the same values as `_in_turn`."""
+        rails, sizes = turn.rails, checked.batch_sizes
+        assert rails is not None
+        pooled, warn = self._pooled(weights, jagged, checked, turn)
+        arriving, leaving = self._numbers(sizes)
+        received, near = pooled.new_empty(sum(arriving)), rails.near.ranks
+        parts = list(received.split(arriving))
+
+        def keep(rows: list[torch.Tensor], _: object) -> None:
+            for rank, row in zip(near, rows, strict=True):
+                if len(row) == len(parts[rank]):  # otherwise ranks have different batch sizes, which is an error
+                    parts[rank].copy_(row.view(-1))
+
+        exchange = AllToAll(rails, pooled.view(-1, 1), np.array(leaving).reshape(-1, 1), keep)
+        cpu.meet(self.comm, self._topic, 0, sizes, deadline_s=turn.deadline_s, cargo=exchange)
+        levels = rails.levels
+        for host in range(levels.n_hosts):
+            if host != levels.host:
+                ranks = slice(host * levels.per_host, (host + 1) * levels.per_host)
+                parts[ranks] = exchange.rows_from(host).view(-1).split(arriving[ranks])
+        return self._unpacked(parts, sizes, turn), warn
+
+    def _rides(self, global_batch: int) -> bool:
+        """True if the vectors travel with the rendezvous. Equal on all ranks with equal batch sizes."""
+        rails = None if self._turns is None else self._turns.rails
+        most = global_batch * max(self._columns) * self.plan.output_dtype.itemsize
+        return rails is not None and most <= min(_MOST_BYTES, rails.rows_bytes)
+
+    def _numbers(self, batch_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """Return how many elements arrive from each rank, and leave to each rank."""
+        rank = self.comm.rank
+        return [batch_sizes[rank] * columns for columns in self._columns], [
+            size * self._columns[rank] for size in batch_sizes
+        ]
 
     def _exchanged(self, pooled: torch.Tensor, batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
-        rank, own = self.comm.rank, batch_sizes[self.comm.rank]
         if self.comm.world_size == 1:
             return pooled
-        arriving = [own * columns for columns in self._columns]
-        leaving = [size * self._columns[rank] for size in batch_sizes]
+        arriving, leaving = self._numbers(batch_sizes)
         received = pooled.new_empty(sum(arriving))
         exchange = received, pooled.view(-1), arriving, leaving
         turn.run(_NAME, all_to_all_single, *exchange, group=self.comm.group)
-        turn.done("all_to_all", received, (sum(leaving) - leaving[rank]) * pooled.itemsize)
-        shaped = zip(received.split(arriving), self._columns, strict=True)
-        of_ranks = [part.view(own, columns) for part, columns in shaped]
+        return self._unpacked(received.split(arriving), batch_sizes, turn)
+
+    def _unpacked(self, parts: Sequence[torch.Tensor], batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
+        """Return the output. parts: the elements that arrived from each rank."""
+        rank, columns = self.comm.rank, self._columns
+        own = batch_sizes[rank]
+        sent = (sum(batch_sizes) - own) * columns[rank] * parts[rank].itemsize
+        of_ranks = [
+            part.view(own, count) for part, count in zip(turn.done("all_to_all", parts, sent), columns, strict=True)
+        ]
         return turn.done("unpack", torch.cat([of_ranks[r][:, first:end] for r, first, end in self._runs], dim=1))
 
     @property

@@ -27,6 +27,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, refuse, shown
 from weft.runtime.outputs import LendingExecutor, OutputPool
+from weft.runtime.rails import Cargo
 from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
@@ -118,15 +119,17 @@ def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
 
 
 def meet(
-    comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
-) -> list[int]:
+    comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None,
+    cargo: Cargo | None = None,
+) -> list[int]:  # fmt: skip
     """Wait in the rendezvous for all ranks. Return the index of each rank's output buffer for this call, by rank. Raise on
     every rank if a rank refuses the call, or if ranks make different calls.
 
     slot: the index of this rank's output buffer.
+    cargo: a collective whose data travel with the rendezvous, on ranks in rails; otherwise None.
     """
     meeting = meeting_of(comm)
-    extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
+    extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)), cargo=cargo)
     said = [_EXTRA.unpack(extra) for extra in extras]
     for rank, (_, theirs) in enumerate(said):
         if theirs != said[0][1]:
