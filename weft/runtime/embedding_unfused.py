@@ -88,7 +88,6 @@ class EmbeddingAllToAllUnfused(Executor):
             check_contents(jagged, self.plan.sharding, rank, checked, self.plan.options)
         except ValueError as error:
             refuse(comm, str(error), deadline_s=deadline_s)
-        turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         begin = time.perf_counter()
         far_first = self._far_first
         if far_first is not None:
@@ -97,6 +96,7 @@ class EmbeddingAllToAllUnfused(Executor):
         rides = not is_far and self._rides(checked.global_batch)
         if self._turns is not None and not rides:
             cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+        turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         if far_first is not None and is_far:
             output, warn = far_first.run(weights, jagged, checked, turn)
         elif rides:
