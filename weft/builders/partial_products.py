@@ -94,8 +94,8 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the index of a row of x: the first row that contributes to rows `chunk` (first, count) of the part of
-        the sum that rank `owner` owns. None: the first row that contributes to the part.
+        """Return the index of the first row of x that contributes to the rows `chunk` (first, count) of rank `owner`;
+        to any row of `owner` if `chunk` is None.
         """
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first
@@ -109,12 +109,15 @@ class PartialProducts:
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
     def following(self, rows: tuple[Index, Index]) -> list[Region]:
-        """Return the regions of bias and residual to add to these rows of the sum, if the problem has them."""
+        """Return the regions of bias and residual to add to these rows of the sum. If the problem has neither, return
+        [].
+        """
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """Return the regions of bias and residual to add to this rank's rows of `chunk` (None: all its rows), if the
-        problem has them.
+        """Return the regions of bias and residual to add to the sum. If the problem has neither, return [].
+
+        chunk: the rows of this rank; None for all its rows.
         """
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 

@@ -96,8 +96,8 @@ class Problem:
 
     @property
     def uneven(self) -> str:
-        """A text that names a difference between ranks; "" if all ranks do the same work, so that simulating one rank
-        is enough.
+        """A text that says how the work of ranks differs. "" if all ranks do the same work; then it is enough to
+        simulate one rank.
         """
         return ""
 

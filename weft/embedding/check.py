@@ -26,8 +26,8 @@ _OFFSETS_PER_LOOK = 1 << 16  # offsets per step, half a MiB, so that the second 
 
 
 class CheckedInput(NamedTuple):
-    """A rank's input after the checks. A *local slot* is a block of output columns that this rank pools: one feature of
-    one of its tables.
+    """A rank's input after the checks. A *local slot* is a feature of one of this rank's tables, and the block of
+    output columns into which this rank pools the feature.
 
     key_of_slot: for each local slot s, the index of its feature in the input. The bag of sample b begins at
         `offsets[key_of_slot[s] * global_batch + b]`.
@@ -59,7 +59,7 @@ def check_jagged(
         remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: the value of the result's field `tables`.
+    tables: stored unchanged in the result's field `tables`.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)

@@ -75,8 +75,8 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """{rank: addresses and layouts of the tables that it last checked} (`weft.runtime.layouts`). Unchanged tables
-        are not checked again.
+        """{rank: addresses and layouts of the tables that the rank last checked} (`weft.runtime.layouts`). Unchanged
+        tables are not checked again.
         """
         return {}
 

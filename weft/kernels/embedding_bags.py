@@ -1,5 +1,5 @@
-"""Device functions that read bags of embedding ids: the next unit of work, the bounds of a bag, its ids, and its table
-rows.
+"""Device functions that read bags of embedding ids. They return the next unit of work, the bounds of a bag, its ids,
+and its table rows.
 
 `weft.kernels.embedding_all_to_all` pools the bags. A slot is a feature of this rank; a unit of work is some slots of
 one sample. The launcher makes the tables `slots` and `units`.

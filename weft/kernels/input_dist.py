@@ -11,9 +11,10 @@ A rank has the bags of all features (keys) for its own samples. A destination ra
     pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
-A header tells a destination the number of ids of each piece. Before these counts it has `HEAD` words: 1 if the source
-rank refuses its input, else 0; the number of bits of an id; and the batch size. Headers are in device memory. Kernels
-compute all positions in messages from them, so the CPU need not know the positions.
+A header tells a destination the number of ids of each piece. Before these counts there are `HEAD` words. The first is 1
+if the source rank refuses its input, else 0. The second is the number of bits of an id, the third the batch size.
+Headers are in device memory. Kernels compute all positions in messages from them, so the CPU need not know the
+positions.
 """
 
 from __future__ import annotations

@@ -239,8 +239,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return (the rows of all ids of this rank, the routing of the ids, the row numbers that ranks requested from
-        each part of this rank). All ranks must make this call.
+        """Look up rows. Return (the rows of this rank's ids, the routing of the ids, for each part of this rank the row
+        numbers that ranks have requested). All ranks must make this call.
         """
         distribution = cast(RowDist, self._dist)
         route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])

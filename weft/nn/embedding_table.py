@@ -60,7 +60,7 @@ def weights_of(tables: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
     """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`. On the same type
-    of device, a part gets the same values as these elements of the whole table.
+    of device, a part gets the values that the whole table would have at the same rows and columns.
 
     Memory: a block of rows for uniform values; the whole table for an `init_fn`.
     """

@@ -134,8 +134,8 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator for the construction of a module. It is for the group's usual device type, so that all
-    ranks use the same communicator even if one passes another type of device.
+    """Return the communicator for the construction of a module. It is the communicator for the device type of the
+    group's backend. So all ranks use the same communicator, even if one rank passes a device of another type.
     """
     usual = device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual

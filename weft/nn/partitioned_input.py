@@ -63,8 +63,8 @@ class PartitionedInput:
         }
         """For each (row-wise table, feature), the names of the features that its parts read."""
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """The features that a part reads unchanged, by the name that the part uses: (the name in the input, the number
-        of rows to which ids are hashed, or None).
+        """The features whose ids need not be divided: {name for the part: (name in the input, number of rows to which
+        ids are hashed, or None)}.
         """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
@@ -115,8 +115,7 @@ class PartitionedInput:
 class _Arranging:
     """The conversion of one batch by `PartitionedInput`, with intermediate results.
 
-    ends: the index in `jagged.values` at which the ids of each key begin, and the index at which the last key's ids
-        end.
+    ends: [keys + 1] indices in `jagged.values`: where the ids of each key begin, and where the last key's ids end.
     """
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:

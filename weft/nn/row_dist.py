@@ -6,9 +6,9 @@ gradients to the owners.
     arrived   ids from all ranks, by [part of this rank][source rank]
     rows      the rows of `arrived`, returned and put into the order of `ids`
 
-The CPU waits once, for the numbers of ids. Each rank sends every peer its number of ids for each part of that peer, and
-also its number of ids for every rank. So all ranks know how many ids each rank would receive, and all raise if any rank
-would receive more than `max_ids`.
+The CPU waits once, for the numbers of ids. Each rank tells every peer how many ids it has for each part of the peer,
+and also how many ids it has for every rank. So all ranks know how many ids each rank would receive, and all raise if
+any rank would receive more than `max_ids`.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ class TrainedTables(nn.Module):
         """Enable or disable training of the tables in backward. Return self.
 
         All ranks must make this call with the same value, even ranks without tables. With an `optimizer`, False freezes
-        the tables, and True lets backward update them again. Call the method on this module itself: the
-        `requires_grad_` of a parent module only sets the flags of parameters, which this module ignores if it has an
-        `optimizer`.
+        the tables, and True lets backward update them again. Call the method on this module itself. A parent's
+        `requires_grad_` sets only the parameters' flags, and with an `optimizer` this module ignores these flags.
         """
         self._is_frozen = not requires_grad
         if self._optimizer is not None:
@@ -81,7 +80,9 @@ class TrainedTables(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
-        """Return a context that yields a list, to which each backward appends the ids and gradients that it received."""
+        """Return a context manager whose value is a list. Inside it, each backward appends the ids and gradients that it has
+        received to this list.
+        """
         raise NotImplementedError
 
     def _update_collected(self, collected: list[Any]) -> None:

@@ -6,14 +6,14 @@
     any, WEFT_CHECK_CALLS=1       also tables of row counts, and the values of tensors that must be equal on all ranks,
                                   such as a bias. To read these values, the CPU waits for the GPU
 
-If a call sends different numbers of rows to different ranks, each rank has two tables of row counts. One has the rows
-that it sends to each peer, the other the rows that it expects from each peer. Tables agree if every rank sends each
-peer as many rows as the peer expects.
+If a call sends different numbers of rows to different ranks, each rank has two tables of row counts. The first table
+has the number of rows that this rank sends to each peer, the second the number that it expects from each peer. Tables
+agree if every rank sends each peer as many rows as the peer expects.
 
-To compare tables cheaply, each rank contributes one 64-bit number: a weighted sum of the counts that it sends, minus a
-weighted sum of the counts that it expects. All ranks use the same random weight for the same sender, receiver and
-expert. If the tables agree, the numbers of all ranks add up to 0 (mod 2^64). Otherwise the total is 0 only with a
-probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
+To compare tables cheaply, each rank contributes only one 64-bit number. This number is a weighted sum over the table of
+sent rows, minus a weighted sum over the table of expected rows. All ranks use the same random weight for the same
+sender, receiver and expert. If the tables agree, the numbers of all ranks add up to 0 (mod 2^64). Otherwise the total
+is 0 only with a probability of 2^-64. If the total is not 0, ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations

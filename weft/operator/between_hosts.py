@@ -135,8 +135,8 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, rides: bool) -> li
 
 
 def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
-    """Return the predicted time in microseconds of each message that rank 0 sends to another host, if all ranks of its
-    host send at the same time.
+    """Return the predicted time in microseconds of each message from rank 0 to another host. All ranks of a host are
+    assumed to send at the same time, and so to share its network.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     sends = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Send)]
@@ -149,8 +149,8 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Check the steps of all ranks. Return a text that names the first step that needs memory of a peer on another host, which
-    is not mapped; "" if there is no such step. On GPUs, also return a text if the group does not use NCCL.
+    """Check the steps of all ranks. Return a text with the first step that needs a peer's memory on another host, which is not
+    mapped; "" if there is none. On GPUs, also return a text if the group does not use NCCL.
     """
     on_gpus = comm.device.type != "cpu"
     if on_gpus and not uses_nccl(comm):

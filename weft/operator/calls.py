@@ -75,7 +75,7 @@ def made(
 
     like: a tensor on the device of the call.
     form: a function that takes the group and returns the call's arguments as `op.form`, a NamedTuple. Peers are
-        notified if it raises.
+        notified if the function raises.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
@@ -188,7 +188,8 @@ def _called(
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
     """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Return None
-    if every call must be checked.
+    if there is no such key, so that every call must be checked: without weft's native reader of calls, or with a pinned
+    schedule.
     """
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
@@ -240,8 +241,8 @@ def prepared_for(
     def check() -> tuple[str, str, int]:
         """Return (short description, full description, number), as `weft.operator.agreement.Check`.
 
-        The number encodes two values that may differ between ranks: twice the size of the call (`Operator.size`), plus
-        one if this rank has cached times for the problem.
+        The number encodes two values that may differ between ranks. It is twice the size of the call (`Operator.size`),
+        plus 1 if this rank has cached times for the problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)

@@ -29,7 +29,9 @@ _NAME = "embedding_all_to_all"
 
 
 def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if weft must choose a transport; False if "auto" always means "direct". All ranks return the same value."""
+    """True if weft must choose a transport. False if "auto" always means "direct": for one rank, and on CPU without a
+    machine model or autotuning. All ranks return the same value.
+    """
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
 

@@ -206,7 +206,9 @@ class RowwiseLinear(_DividedLinear):
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x`, so that the first layer that gathers it stores the result on `x` for other layers with the same input."""
+    """Mark `x` as the input of several layers. The first layer that gathers `x` then stores the gathered tensor on `x`, where
+    the other layers find it.
+    """
     setattr(x, _WHOLE, None)
     return x
 

@@ -33,8 +33,8 @@ long as torch's. One schedule that was predicted to be 6% faster than serial was
 """
 
 CLEARLY_ROUGH = 0.35
-"""The same fraction for `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter, so that the planner chooses
-them only for a large predicted gain.
+"""The same fraction for two schedules: `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter. The planner
+chooses them only for a large predicted gain.
 
 The model does not predict them well. On H100s `chunked`, whose copies to peers run concurrently with its copies from peers,
 took 1.2 to 1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl at commit c2c823e6).
@@ -278,8 +278,8 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """Return a note on the fastest candidate that was rejected because of its CPU time; "" if none is faster than the
-    chosen schedule.
+    """Return a note on the fastest candidate that needs too much CPU time to be chosen. Return "" if no such candidate
+    is faster than the chosen schedule.
     """
     if serial is None or chosen.us is None:
         return ""

@@ -163,8 +163,8 @@ def comparison(
 
 
 def _hosts_of(model: Model, ranks: int) -> int:
-    """Return the number of hosts of the topology; 0 unless all hosts have the same number of ranks, which is at least
-    two.
+    """Return the number of hosts of the topology. Return 0 unless all hosts have the same number of ranks, and at least
+    two ranks each.
     """
     dims = model.wiring.of(ranks).dims
     return dims[1] if model.wiring.builder is hosts and dims and dims[0] > 1 else 0

@@ -10,8 +10,8 @@ schedules may be predicted to be fast, so their GEMMs are timed in a second roun
 
 Schedules are chosen for sustained work, in which the power limit lowers a GPU's clock after 10 to 20 ms. So if any GEMM
 is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a millisecond. In
-sustained work the clock is even lower: long GEMMs, and the pieces into which they are cut, are assumed to take
-`Model.sustained` times the measured time.
+sustained work the clock is even lower. So the model multiplies the measured times of long GEMMs, and of the pieces into
+which they are cut, by `Model.sustained`.
 """
 
 from __future__ import annotations

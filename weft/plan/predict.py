@@ -444,8 +444,8 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound on the time of a run, in us: the bound of `_lanes_us`, or in mode "single" the CPU time of
-    all steps if it is longer.
+    """Return a lower bound on the time of a run, in us: the bound of `_lanes_us`. In mode "single", return the CPU time
+    of all steps if this is longer.
 
     For more than `_MANY_RANKS` ranks, if the CPU reads sizes, the CPU time of a run is another bound.
     """

@@ -143,8 +143,8 @@ def compare(
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the gradient of each table, [rows, columns], and the rest of `flat`, which begins with the flags of the rows of
-    all tables if there are flags. The gradients share memory with `flat`.
+    """Return (the gradient of each table, [rows, columns]; the rest of `flat`). If there are flags of rows that were read, the
+    rest begins with the flags of all tables. The gradients share memory with `flat`.
 
     flat: the result of `reduced`, or a tensor of the same layout.
     """

@@ -200,8 +200,8 @@ class _Probe:
         return self._share(time.perf_counter() - start)
 
     def copies(self) -> tuple[float, float]:
-        """Return two rates in bytes per microsecond: of copies to memory that was written before, and of copies to new
-        memory, which causes page faults.
+        """Return (rate of copies to memory that was written before, rate of copies to new memory, which causes page
+        faults) in bytes per microsecond.
 
         All ranks copy at the same time. A host's rate is the mean of its ranks' rates. The result is the rate of the
         slowest host.

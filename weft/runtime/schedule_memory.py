@@ -49,8 +49,8 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
-    """Raise `DisagreementError` if ranks have different schedules, and `ScheduleError` if a step needs memory of a rank on
-    another host, which is not mapped. All ranks must make this call, and all raise.
+    """Raise `DisagreementError` if ranks have different schedules. Raise `ScheduleError` if a step needs memory of a rank on
+    another host, because such memory is not mapped. All ranks must make this call, and all raise.
     """
     mine = (schedule.name, fingerprint(schedule))
     found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")
@@ -78,8 +78,8 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
 
 
 def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: bool = False) -> str:
-    """Return an error text for the first step of `rank` that needs memory of another rank that is not mapped; "" if there is
-    none.
+    """Return an error text for the first step of `rank` that needs memory of another rank, if that memory is not mapped on
+    `rank`. Return "" if there is no such step.
 
     hosts: the host of each rank, at least two different hosts.
     on_gpus: False for CPU ranks: memory is mapped within a host, and lanes send their signals to other hosts as messages.
@@ -94,8 +94,8 @@ def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: bool
 
 
 def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: bool) -> tuple[Lane, Step, int] | None:
-    """Return (lane, step, other rank) for the first step of `rank` that needs memory of a rank that is not mapped; None if
-    there is none.
+    """Return (lane, step, other rank) for the first step of `rank` that needs memory of another rank, if that memory is not
+    mapped on `rank`. Return None if there is no such step.
 
     hosts: the host of each rank. on_gpus: as for `needs_far`.
     """

@@ -123,7 +123,7 @@ def launches(
     alone: True if the rank has no other lane.
     held: the names of the buffers whose contents are known only at run time.
     dynamic_units: the number of compute units that a copy by kernel holds if its size depends on a buffer in `held`.
-    may_answer: a function that returns True for (first, end) if the sets in steps[first:end] may be delayed until the
+    may_answer: a function of (first, end). It returns True if the sets in steps[first:end] may be delayed until the
         last of these steps is issued. If so, the launch includes the waits after these sets.
     tiles_go_on: True to assume that a tile kernel also sets the signals after its step, and computes the tiles of the
         next step if `TileKernel.continues`. Only the simulator passes True: on GPUs each step has its own kernel, and
@@ -196,10 +196,10 @@ def launches(
 def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
-    Both copies must read the same columns of one buffer, and write buffers with equal row pitches: symmetric or scratch
-    buffers, or the same tensor of the caller. They must not accumulate, and must not write the buffer that they read. Their
-    sizes must be fixed and equal, or both sizes must depend on buffers in `held`, whose contents are known only at run time. In
-    the second case, the buffers that the copies write must have equal numbers of rows.
+    Both copies must read the same columns of one buffer. They must write buffers with equal row pitches: symmetric or scratch
+    buffers, or one tensor of the caller. They must not accumulate, and must not write the buffer that they read. Their sizes
+    must be fixed and equal, or both sizes must depend on buffers in `held`, whose contents are known only at run time. In the
+    second case, the buffers that the copies write must have equal numbers of rows.
     """
     if step.copies_by != "kernel":
         return False

@@ -6,9 +6,9 @@ handle only lanes and signals:
     the sender's lane   a `Post`: reads the rows, and passes the message to the process group
     the receiver        a lane for each lane that sends to it. A `Receive` waits for the message, and writes its rows
 
-After a lane has sent rows to a rank, the signals that the lane sets at this rank are messages too: the `Receive` sets
-the signal. A lane's messages to one rank arrive in order, so a signal arrives after the rows that were sent before it.
-Signals to ranks on other hosts are always messages.
+After a lane has sent rows to a rank, its later signals to this rank are messages too. The signal is set by the
+`Receive` at the receiver. A lane's messages to one rank arrive in order, so a signal arrives after the rows that were
+sent before it. Signals to ranks on other hosts are always messages.
 
 `verify` checks the schedule with its messages. Each message has a counter at the receiver, which the `Post` sets and
 the `Receive` waits for. Before a rank reads received rows, it must wait for a signal that the sending lane sent after

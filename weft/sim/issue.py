@@ -73,8 +73,8 @@ class _Turns:
     def _turn(self, lane: LaneProgram) -> int:
         """Issue the lane's next steps, and return how many.
 
-        Stop before a wait whose signal is not set yet. Otherwise stop after a step that occupies the lane (a copy, a
-        GEMM, or a `Read` by the CPU) and the sets that directly follow it.
+        Stop before a wait whose signal is not set yet. Otherwise issue one step that occupies the lane (a copy, a GEMM,
+        or a `Read` by the CPU) and the sets that directly follow it, and stop.
         """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):

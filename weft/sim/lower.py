@@ -347,8 +347,8 @@ class _Lowering:
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
-        """Return the first rank from which the topology looks the same as from `rank`, so that steps of both ranks cost
-        the same.
+        """Return the lowest rank from which the topology looks the same as from `rank`. Equal steps of these two ranks
+        cost the same.
         """
         return rank % self._topology.period
 

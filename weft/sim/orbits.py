@@ -66,8 +66,8 @@ class Folded(Topology):
 
 
 def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
-    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks to the rank that is
-    `by` ranks away.
+    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks, to the rank `by`
+    places ahead.
     """
     up, down = by, -by % size
     if up == down and up and size > 2:
@@ -245,8 +245,8 @@ class _Orbit:
 
 
 def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
-    """Return the problem with only three of its ranks: one rank and two peers, from whose steps those of all peers
-    follow (see the top of this file).
+    """Return the same problem for three ranks: one rank and two peers. The steps for any number of peers follow from
+    these (see the top of this file).
     """
     dims = [dim for _, dim in problem.slots[0]]
     width = sum(dims)

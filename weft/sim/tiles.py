@@ -58,7 +58,8 @@ class Tiled(NamedTuple):
 
 
 def is_uneven(step: Tiles) -> bool:
-    """True if an expression in the body depends on both the tile and the rank that executes the step.
+    """True if any expression in the tile's body depends on the tile's index and also on the rank that executes the
+    step.
 
     The rank of a peer is evaluated as a distance from the executing rank. So an expression for a peer always counts as
     dependent on the rank.

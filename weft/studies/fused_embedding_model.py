@@ -146,8 +146,10 @@ def slice_us(numbers: Numbers) -> tuple[float, float]:
 
 
 def with_message(setting: Setting, numbers: Numbers) -> Numbers:
-    """Return `numbers` with a time per message of the NIC (nic.message) that reproduces figure 12: the time that slices
-    of 64 vectors save relative to slices of 4. setting: the figure's configuration.
+    """Return `numbers` with a fitted time per message of the NIC (nic.message). With it the model reproduces figure 12:
+    the time that slices of 64 vectors save relative to slices of 4.
+
+    setting: the figure's configuration.
     """
 
     def saving(us: float) -> float:

@@ -25,8 +25,10 @@ def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
 
 
 def note_on_run(records: Sequence[Record], study: str, *, ranks: bool) -> str:
-    """Return a sentence for the report that describes the runs of `study` that it shows: the machine, and each commit with
-    the figures that it measured. ranks: True to mention the number of ranks.
+    """Return a sentence that describes the runs of `study` in the report: the machine, and the commits, each with the figures
+    that were measured at it.
+
+    ranks: True to mention the number of ranks.
     """
     rows = rows_of_study(records, study, study)
     figures: dict[str, list[str]] = {}

@@ -27,7 +27,8 @@ _ALONE = {"gemm": "the GEMM alone", "communication": "copies to the peer alone",
 
 
 class PowerRow(NamedTuple):
-    """The driver's counters during calls of a variant of operator `op`, or of one of its parts alone, such as the GEMM.
+    """The GPU driver's counters while one variant of operator `op` ran, or while one part of the operator, such as the
+    GEMM, ran alone.
 
     schedule: the schedule that ran; None for a part. counters: watts, and memory bytes per call. computed_bytes: the
     memory bytes per call that the simulator computes from the schedule; None if it cannot.
@@ -134,8 +135,8 @@ def claims(rows: Sequence[PowerRow]) -> list[Claim]:
 
 
 def _traffic(configs: Sequence[Mapping[str, PowerRow]]) -> list[Claim | None]:
-    """Return T3's claim that it saves memory accesses: once for the schedule that weft selects, and once for schedules
-    in which GEMM tiles signal copies ("tracked").
+    """Return T3's claim that overlap saves memory accesses, with two results of weft: for the schedule that weft
+    selects, and for schedules whose GEMM tiles signal copies ("tracked").
     """
 
     def saved(what: str, begin: str) -> Claim | None:

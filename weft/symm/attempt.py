@@ -19,7 +19,9 @@ from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _heard: set[tuple[int, str]] = set()
-"""Errors of other ranks that this rank has already raised: (this rank, name of the attempt that failed first)."""
+"""Errors of other ranks that this rank has already raised. An error is identified by (this rank, name of the attempt
+that failed first).
+"""
 
 
 class Attempt:

@@ -110,8 +110,8 @@ class Communicator:
 
     @property
     def failed_address(self) -> int:
-        """The address of an int64 of this process, which native waits read: 1 if the group has failed or this communicator is
-        closed, else 0.
+        """The address of an int64 in this process's memory: 1 if the group has failed or this communicator is closed, else 0.
+        Waits in C++ read it, so that they end.
         """
         return self._control.failed_address
 
@@ -380,12 +380,12 @@ def communicator(
 
     - `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
       rank.
-    - `RefusedError` if ranks have different versions of weft or torch, or different values of WEFT_CHECK_CALLS, or if a
-      variable of weft has an invalid value on any rank.
+    - `RefusedError` if ranks have different versions of weft or torch, or different values of WEFT_CHECK_CALLS. Also if
+      any rank has an invalid value in an environment variable of weft.
     - `PoisonedGroupError` if the group has failed before.
     - `DeadlineError` if a rank does not arrive in time, or cannot be reached.
-    - `PeerLostError` if a rank failed or died after it arrived, if another group knows that it has ended, or if the
-      process that served the group's store has died.
+    - `PeerLostError` if a rank has failed or died after it arrived, or has ended according to a communicator of another
+      group. Also if the process that served the group's store has died.
     - `WeftError` if this rank has no free file descriptor or thread.
     """
     if not isinstance(device, torch.device):

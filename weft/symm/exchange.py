@@ -3,8 +3,8 @@
 The epoch is the number of the exchange. Every rank writes its payload into its own memory and sets its own counter to the
 epoch. It reads each peer's payload when the peer's counter has reached the epoch.
 
-Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has
-read all payloads of epoch e. A rank writes its payload of epoch e + 2 over that of epoch e only after it has seen every
+Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has read
+all payloads of epoch e. The payload of epoch e + 2 overwrites that of epoch e. A rank writes it only after it has seen every
 counter at e + 1. By then, all ranks have read epoch e.
 """
 

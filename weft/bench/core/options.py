@@ -26,8 +26,8 @@ class BenchOptions:
     modes: the timing modes (`weft.bench.core.harness`).
     scale: for embeddings, the factor by which batch sizes and table rows are multiplied, above 0 and at most 1. None:
         the largest factors 1/2^k with which tables and outputs fit into memory (`fitting_scale`).
-    read_mib: for embeddings on CPU without `scale`, a further limit on the batch: the most MiB of table rows that a
-        thread reads in a call. The default keeps a variant's time near a second.
+    read_mib: a further limit on the batch, for embeddings on CPU without `scale`. A thread reads at most this many MiB
+        of table rows in a call. The default keeps a variant's time near a second.
     json: the file to which records are appended.
     seconds: the time to measure the slowest variant in each mode; None: 1 s, or 0.1 s with `quick`.
     quick: small inputs and few repetitions.

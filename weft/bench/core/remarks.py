@@ -1,5 +1,5 @@
-"""Remarks below tables: which differences are within their noise or compare a schedule with itself, and which features
-of other libraries were disabled.
+"""Remarks below tables. They name differences that are within their noise, or between two runs of one schedule, and
+features of other libraries that were disabled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """Return the speedup of record `one` over record `base`, such as "1.25x"; "" if either is None.
 
-    The text is in parentheses if the difference is within twice its noise, or if `same` is True: both ran the same
-    schedule. Records without noise count as exact.
+    The text is in parentheses if the difference is within twice its noise, or if both variants ran the same schedule
+    (`same`). Records without noise count as exact.
     """
     if not (one and base):
         return ""

@@ -10,8 +10,9 @@ differ in the bytes of table rows:
     once            each distinct row is read in forward, and read and written in the update
     per occurrence  for each id a row and a gradient are read; each distinct row is read and written in the update
 
-Both also count the bytes over the link, two reads of ids and offsets, one write of the pooled vectors and one read of their
-gradients. The update sorts ids. The bounds count only one pass of this sort, over pairs of a 4-byte key and a 4-byte index.
+In addition, each bound counts the bytes over the link, two reads of ids and offsets, one write of the pooled vectors, and one
+read of their gradients. The update sorts ids. The bounds count only one pass of this sort, over pairs of a 4-byte key and a
+4-byte index.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ against each other before a schedule is built. Errors name the chunk, the value 
     all_to_all       every rank computes every chunk, and stores it on the rank that owns it. Nothing is reduced
 
 Maps number chunks in the order of computation. This module uses the *place* of a chunk instead, which is the same on
-all ranks: `owner * per_rank + i` for chunk i of the rows of rank `owner`. A *node* is a pair (rank, place): a chunk as
-one rank computes or receives it.
+all ranks. Chunk i of the rows of rank `owner` has the place `owner * per_rank + i`. A *node* is a pair (rank, place): a
+chunk as one rank computes or receives it.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class Routes:
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place of a chunk from rank `source` on its receiver, which differs from its place on the sender
-        only in an all-to-all.
+        """Return the place at which the receiver stores a chunk that rank `source` sends.
+
+        place: the chunk's place on the sender, which is the same except in an all-to-all.
         """
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
@@ -157,7 +158,9 @@ class Routes:
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 
     def nth(self, source: int, rank: int, place: int) -> int:
-        """Return the index of rank `source` in `sources(rank, place)`."""
+        """Return the index of rank `source` in `sources(rank, place)`, which selects the receive buffer and the signal
+        for its chunk.
+        """
         if self.alike:
             source = (source - rank) % self.world
         node = self.representative(rank, place)
@@ -170,8 +173,8 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks from which `rank` must receive this chunk before it uses the chunk: in an all-gather it
-        forwards the chunk, in a reduce-scatter it adds the arrived sums.
+        """Return the ranks whose data for this chunk `rank` must await. In an all-gather it then forwards the chunk. In
+        a reduce-scatter it then adds the arrived sums to its own product.
         """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
@@ -208,7 +211,7 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return, for the chunks of `ranks`, the arguments of the function `_times`: {chunk: the chunks that it waits
+        """Return the two arguments of the function `_times` for the chunks of `ranks`: {chunk: the chunks that it waits
         for} and {chunk: its earliest time without waits}. A chunk is given as (rank, place). With `in_turn` (see
         `times`), a chunk also waits for the previous chunk of its rank.
         """
@@ -414,8 +417,8 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
     """Return {node: its earliest possible time}. Nodes in cycles are omitted.
 
     before: {node: the nodes that it waits for}, whose times are earlier.
-    least: {node: its earliest time if it waited for no other node}: the chunk's index in the order of computation, or 0
-        if the rank does not compute the chunk.
+    least: {node: the earliest time at which its rank has computed the chunk}: the chunk's index in the order of
+        computation. 0 if the rank does not compute the chunk.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():

@@ -15,8 +15,8 @@ from weft.words import counted
 class AllToAllMatmul(ExpertsProblem):
     """MoE dispatch: send every token to the rank of its expert, and multiply it there by the expert's weights.
 
-    exact: True if y has exactly as many rows as arrive, so that the CPU must read their number; False if y may have
-        more rows.
+    exact: True if y has exactly as many rows as arrive. The CPU must then read their number. False if y may have more
+        rows.
     return_x: True to return the arrived tokens too.
 
     Buffers. The last three are outputs (x only with return_x):

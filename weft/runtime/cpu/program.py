@@ -225,8 +225,8 @@ class Program:
 
 
 class _CallerTensor:
-    """An input or output buffer: the required shape and dtype of the caller's tensor, its address in the last run, and the
-    steps that use the buffer.
+    """A buffer for which the caller passes a tensor: the required shape and dtype, the tensor's address in the last run, and
+    the steps that use the buffer.
     """
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:

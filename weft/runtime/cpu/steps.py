@@ -80,8 +80,8 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the name (`kind`) of the base class from which the kernel of `step` would inherit its implementation; "" if there
-    is no such base class. A kernel that would inherit is refused, because the implementation may be wrong for it.
+    """Return the name (`kind`) of the base class whose registered implementation the kernel of `step` would inherit; "" if its
+    class has its own, or none. A kernel that would inherit is refused, because the implementation may be wrong for it.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""

@@ -68,8 +68,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Calls share the tables if their units have the same number of
-    features, and if their batches are divided evenly or have the same batch sizes.
+    """The units of work of a launch, as tables on the device. Two calls share the tables if their units have the same number of
+    features, and if both divide the batch evenly or both have the same batch sizes.
     """
 
     tables: Tables
@@ -206,8 +206,8 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return the units of work into which a sample is divided, int64 `[units, UNIT_FIELDS]` on the device, their
-        number, and the number of columns of the widest unit.
+        """Return (units of work into which a sample is divided, their number, columns of the widest unit). The units
+        are int64 `[units, UNIT_FIELDS]` on the device.
 
         slots_per_unit: the number of features (slots) that a unit pools. With 0, the units are the slices of transport
             "put".

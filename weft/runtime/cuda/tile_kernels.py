@@ -177,8 +177,8 @@ class GroupedMatmulCall(TilesCall):
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the slice of `t` along K that the step multiplies: columns of this rank's rows or of the rows from peers, or
-        rows of the weights.
+        """Return the slice of `t` along dimension K that the step multiplies. If `t` has rows to multiply, of this rank or from
+        peers, these are columns. If `t` has weights, these are rows.
         """
         return t if self._whole_k else t.narrow(1, *self._k)
 

@@ -176,7 +176,8 @@ class FarFirst:
         self._never_early.add(key)
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return the number of rows of each rank for the experts in `part`, with 0 for ranks of this host.
+        """Return, for each rank, the sum of `table` over the experts in `part`; 0 for ranks of this host, which
+        exchange no messages.
 
         table: the number of rows of each rank for each expert, [ranks, experts].
         """

@@ -101,8 +101,8 @@ class _Numbers:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor `received` of a dispatch or combine: its version counter, the splits with their version counter, and
-the copy of both tensors on the CPU.
+"""For each tensor `received` of a dispatch or combine: its version counter, the tensor of splits with its version
+counter, and the CPU's copy of these two tensors.
 """
 
 

@@ -263,8 +263,8 @@ def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
 
 
 def _source(step: Step) -> tuple[str, Index] | None:
-    """Return (buffer, rank of the buffer) that a copy by kernel reads; None for other steps, and for a copy that
-    accumulates.
+    """Return (buffer, its rank) from which `step` reads, if it is a copy by kernel that does not accumulate; otherwise
+    None.
     """
     if not isinstance(step, Copy) or step.by != "kernel" or step.accumulate:
         return None

@@ -117,8 +117,8 @@ def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> t
     """Simulate `runs` runs in which steps take no time. Return (events, stuck).
 
     events: all issued events, in a possible order.
-    stuck: {event at which a lane waits forever: progress}. For a wait, the progress is the number of sets that its
-        counter has received; for a collective, the number of ranks that have reached it.
+    stuck: {event at which a lane waits forever: progress}. If the event is a wait, its progress is the number of times
+        that its counter has been set. If it is a collective, its progress is the number of ranks that have reached it.
     moves: `Moves(ranks)`, if the caller has it already.
     """
     game = _Play(ranks, moves or Moves(ranks), runs)
