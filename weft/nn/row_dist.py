@@ -13,6 +13,7 @@ any rank would receive more than `max_ids`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -72,7 +73,8 @@ class RowDist:
             "placement": partition.shardings,
             **said,
         }
-        self._details = "\n".join(f"{name}: {value}" for name, value in named.items())
+        self._described = "\n".join(f"{name}: {value}" for name, value in named.items())
+        self._digest = hashlib.blake2b(self._described.encode(), digest_size=16).hexdigest()
 
     def send(
         self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
@@ -161,8 +163,11 @@ class RowDist:
         if self.world == 1:
             return send
         received = send.new_empty(sum(into), *send.shape[1:])
-        details = f"{self._details}\nexchanged: {send.dtype}, {tuple(send.shape[1:])} each"
-        turn = turn_on(self.group, send.device, self._what, self.deadline_s, details)
+        exchanged = f"{send.dtype}, {tuple(send.shape[1:])} each" if send.device.type == "cpu" else ""
+        turn = turn_on(
+            self.group, send.device, self._what, self.deadline_s, f"{self._digest}, {exchanged}",
+            lambda: f"{self._described}\nexchanged: {exchanged}",
+        )  # fmt: skip
         turn.run(f"all_to_all of {what}", all_to_all_single, received, send.contiguous(), into, out, group=self.group)
         return received
 

@@ -42,13 +42,16 @@ class Turns:
     call has a `Turn`, which uses this object.
 
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
+    described: a function that returns the text of `details` for errors, if `details` is a digest.
     arguments: the user's argument for each buffer, by the buffer's name, for error texts.
     """
 
     def __init__(
-        self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None
-    ) -> None:
+        self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None,
+        described: Callable[[], str] | None = None,
+    ) -> None:  # fmt: skip
         self.what, self.comm, self._details, self._arguments = what, comm, details, arguments or {}
+        self._described = described
         self._meeting = meeting_of(comm)
         self._topics: dict[str, Topic] = {}
 
@@ -121,9 +124,9 @@ class Turns:
         topic = self._topics.get(collective)
         if topic is None:
             said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
-            topic = self._topics[collective] = Topic(
-                f"{said} of {self.what}", self._details, difference=shown(self.comm, self._details)
-            )
+            comm, described = self.comm, self._described
+            difference = shown(comm, self._details) if described is None else lambda: shown(comm, described())()
+            topic = self._topics[collective] = Topic(f"{said} of {self.what}", self._details, difference=difference)
         return topic
 
 
@@ -254,17 +257,18 @@ STRAIGHT: Turn = _Straight()
 
 
 def turn_on(
-    group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None, details: str = ""
-) -> Turn:
+    group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None, details: str = "",
+    described: Callable[[], str] | None = None,
+) -> Turn:  # fmt: skip
     """Return a `Turn` for a call of an operator without its own `Turns`. On GPUs, and in a group of one rank, return
     `STRAIGHT`, which adds nothing to torch's calls.
 
-    what: the call, for error texts. details: further text that ranks compare, such as options.
+    what: the call, for error texts. details, described: further text that ranks compare, as for `Turns`.
     """
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):
-        return Turn(Turns(what, symm.communicator(group, device), details), deadline_s)
+        return Turn(Turns(what, symm.communicator(group, device), details, described=described), deadline_s)
 
 
 class Pending:
