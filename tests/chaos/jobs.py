@@ -118,8 +118,8 @@ class Job:
             except Failed:
                 self.errors += 1
                 self.work.failed()
-            except Injected:  # the program handles this exception
-                self.work.failed()
+            except Injected:  # the program handles this exception, and keeps what it has prefetched
+                pass
             time.sleep(self.injection.pace_s)
         if self.sabotage.last < self.injection.steps:
             self.sabotage.runs_out()
