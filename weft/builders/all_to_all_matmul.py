@@ -227,7 +227,7 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return an index into the flattened `counts`: that of the number of tokens from rank `source` for this rank's
+        """Return the index, in the flattened `counts`, of the number of tokens that rank `source` sends to this rank's
         first expert.
         """
         return source * self._all + RANK * self.p.experts

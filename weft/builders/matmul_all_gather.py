@@ -6,8 +6,8 @@
 
 Each rank computes its product in symmetric memory. Every rank copies all products, also its own, into its result
 (`weft.builders.fetched`). The copies also concatenate columns, so no permutation follows. All ranks get the same bits.
-The GEMM does not store into peers' memory as in T3, because every rank needs the product, and a GEMM has only one
-destination.
+In T3 the GEMM stores into a peer's memory. Here it does not, because a GEMM has only one destination, and every rank
+needs the product.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is
     configured like a reduce-scatter, without updates.

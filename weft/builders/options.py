@@ -1,5 +1,5 @@
-"""Options that only some operators have, such as gather_dim. They are the keyword arguments of the method `sized` of
-the operator's problem, except those that all operators have (M, N, K, ranks and dtype).
+"""Options that only some operators have, such as gather_dim. An operator's options are the keyword arguments of the
+method `sized` of its problem, without the arguments that all operators have (M, N, K, ranks and dtype).
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
 bench`). Both forms are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these

@@ -32,8 +32,8 @@ class CheckedInput(NamedTuple):
     key_of_slot: for each local slot s, the index of its feature in the input. The bag of sample b begins at
         `offsets[key_of_slot[s] * global_batch + b]`.
     batch_sizes: the number of samples of each rank, in rank order.
-    tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), by which later calls recognise
-        unchanged tables; None if not known.
+    tables: the layouts and addresses of this rank's tables (`weft.runtime.layouts`), or None. Later calls recognise
+        unchanged tables by them.
     """
 
     key_of_slot: tuple[int, ...]

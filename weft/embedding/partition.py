@@ -96,8 +96,8 @@ class TablePart:
     columns: int
 
     def name_in(self, table: EmbeddingBagConfig) -> str:
-        """Return the name of the part: the table's name, and if it is not the whole table, its ranges of rows and
-        columns.
+        """Return the name of the part. It is the table's name if the part is the whole table. Otherwise the part's
+        ranges of rows and columns follow the name.
         """
         rows = f"{self.row}:{self.row + self.rows}" if self.rows < table.num_embeddings else ":"
         columns = f", {self.column}:{self.column + self.columns}" if self.columns < table.embedding_dim else ""

@@ -1,8 +1,8 @@
 """Energy and traffic of a GPU while it works, from NVIDIA's driver (NVML). The module changes no setting of the GPU.
 
-Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters,
-which Hopper and later GPUs have, and which need no administrator rights. All values are means of the whole GPU,
-including other processes.
+Energy comes from the driver's total in millijoules. The traffic of memory and NVLink comes from NVML's GPM counters.
+Hopper and later GPUs have these counters, and reading them needs no administrator rights. All values are means of the
+whole GPU, including other processes.
 """
 
 from __future__ import annotations

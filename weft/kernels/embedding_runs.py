@@ -194,9 +194,8 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Cut long runs, which have more than SEGMENT occurrences, into numbered segments. Write for each long run the number of
-    its first segment (`first_segment`), for each segment its run (`run_of_segment`), and the list of the long runs
-    (`long_runs`).
+    """Cut long runs, which have more than SEGMENT occurrences, into numbered segments. Write the number of each long run's
+    first segment to `first_segment`, the run of each segment to `run_of_segment`, and the list of the long runs to `long_runs`.
 
     counters (results): the number of segments, and the number of long runs. Both are zero before the launch.
     """

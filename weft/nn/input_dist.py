@@ -432,8 +432,8 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the error text for lengths or offsets that the check on the device refused: a negative length, or a
-        mismatch with the number of values.
+        """Return the error text for lengths or offsets that the check on the device has refused. Either a length is
+        negative, or the lengths do not match the number of values.
         """
         negative = (local.lengths < 0).nonzero()
         if negative.numel():

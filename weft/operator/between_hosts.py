@@ -1,8 +1,8 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
 A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives, or on CPU
-by messages, run there. The first call of a problem family times the candidates in `Problem.between_hosts`, except
-candidates that cannot be clearly faster than serial with the measured links (`worth_timing`). Candidates are timed
+by messages, run there. The first call of a problem family times the candidates in `Problem.between_hosts`, except those
+that, at the measured rates of the links, cannot be clearly faster than serial (`worth_timing`). Candidates are timed
 again for a size that differs by more than a factor of two from all timed sizes. If no candidate is clearly faster than
 serial, calls run unfused.
 """

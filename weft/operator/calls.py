@@ -136,8 +136,8 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if `call`, made inside another call, does not run the serial schedule, or if its schedule has not been
-    chosen yet.
+    """True if `call`, made inside another call, would run with overlap, or if its schedule has not been chosen yet.
+    False if it would run the serial schedule.
     """
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
@@ -359,8 +359,8 @@ def gradients_of_call(
         (`Operator.beside`). Peers are notified if the function raises.
     saved: the tensors that `Operator.saved` returned in forward.
     grads: the gradients of the results.
-    number: the number of the forward call, by which CPU ranks check that they run the same backward
-        (`weft.runtime.meeting.Meeting.forward`).
+    number: the number of the forward call (`weft.runtime.meeting.Meeting.forward`). CPU ranks compare it, to check that
+        all run the backward of the same call.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

@@ -2,8 +2,9 @@
 raise.
 
 Autograd cannot differentiate a backward that calls collectives. `torch.autograd.function.once_differentiable` raises
-only for derivatives with respect to incoming gradients, not with respect to saved inputs. So this module connects the
-results of backward to both, with an autograd node that raises in its own backward.
+only for derivatives with respect to incoming gradients, not with respect to saved inputs. So this module adds an
+autograd node that connects the results of backward to the incoming gradients and to the saved inputs. The node's own
+backward raises.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return `grad` with the strides that the operator's fake kernel returns for a gradient of `like`.
 
-    Copy `grad` if the strides differ, or if it is one of the inputs (`given`): torch's operators must not return an
-    input.
+    Copy `grad` if the strides differ. Also copy it if it is one of the inputs (`given`), because torch's operators must
+    not return an input.
     """
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad

@@ -81,9 +81,9 @@ def matmul_all_reduce(
         ranks.
     group: a process group, or its name.
     op: "sum", or "avg" (the sum divided by the number of ranks).
-    bias, residual: [N] and [..., N] in x's dtype, added to the sum. They must be equal on all ranks, because one rank
-        adds them to the sum of a row and sends the row to the others. `WEFT_CHECK_CALLS=1` checks this. Not supported
-        with "avg".
+    bias, residual: [N] and [..., N] in x's dtype, added to the sum. Each must be equal on all ranks, because one rank
+        adds both to the sum of a row, and sends the result to all ranks. `WEFT_CHECK_CALLS=1` checks this. Not
+        supported with "avg".
     norm: [N] in x's dtype, the weight of an RMSNorm of the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, which is added to the mean square of a row.
     schedule: the name of a schedule for forward, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]".
@@ -119,8 +119,8 @@ def matmul_all_reduce(
     all-reduce.
 
     Backward first computes the gradient of the norm. Then it reduce-scatters the sum's gradient, and runs
-    `all_gather_matmul`. If x needs no gradient, or the ranks cannot get equal numbers of rows, backward instead runs
-    one all-reduce, and then one GEMM for each gradient.
+    `all_gather_matmul`. If x needs no gradient, or if the rows are not divisible by the number of ranks, backward
+    instead runs one all-reduce, and then one GEMM for each gradient.
 
     Raises:
 

@@ -1,8 +1,8 @@
 """Autotuning: run the most promising candidates, and choose the fastest by the slowest rank's times.
 
 Candidates run in turn, so that a GPU whose clock drops slows all of them equally. A candidate's time is its median.
-Times are cached in memory and on disk. They are used again only on the same machine, with the same versions of packages
-and driver, and with the same schedules of users' builders.
+Times are cached in memory and on disk. Cached times apply only to the same machine and the same versions of packages
+and driver, and only if the schedules of users' builders have not changed.
 
 Either all ranks measure, or no rank measures. So cached times are used only if all ranks have them.
 """

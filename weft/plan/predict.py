@@ -465,9 +465,10 @@ more simulation time than it costs. With fewer ranks, more candidates are simula
 def _lanes_us(built: _Built, model: Model) -> float:
     """Return a lower bound on the time of a run, in us: the time of rank 0's longest lane, with each step timed alone.
 
-    For more than `_MANY_RANKS` ranks, another bound is the time for which a resource of a rank, such as its links, is
-    busy. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses theirs. So all
-    uses by rank 0 count, also of peers' resources. Otherwise only rank 0's uses of its own resources count.
+    With more than `_MANY_RANKS` ranks there is a second bound: the time for which a rank's busiest resource, such as
+    its links, is in use. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses
+    theirs. So all uses by rank 0 count, also of peers' resources. Otherwise only rank 0's uses of its own resources
+    count.
     """
     assert built.schedule is not None
     world, longest = built.schedule.world_size, 0.0

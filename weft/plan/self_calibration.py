@@ -1,9 +1,9 @@
 """Self-calibration: measurements of up to two seconds, for GPUs with neither a machine file nor a calibration.
 
-A measured number is used only if it is between half and twice the number that `weft.hw.derived` computes from the
-properties of the GPU. Other numbers are dropped and reported, because on a busy machine a measurement may be many times
-too slow. `weft plan calibrate` drops nothing. `weft.operator.self_calibrate` runs the measurements when a group first
-chooses a schedule.
+`weft.hw.derived` computes each number from the properties of the GPU. A measured number is used only if it is between
+half and twice the computed number. Other numbers are dropped and reported, because on a busy machine a measurement may
+be many times too slow. `weft plan calibrate` drops nothing. `weft.operator.self_calibrate` runs the measurements when a
+group first chooses a schedule.
 """
 
 from __future__ import annotations

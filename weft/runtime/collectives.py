@@ -93,8 +93,8 @@ def all_to_all_single(
 def exchange_both_ways(
     ways: Sequence[dist.ProcessGroup], near: range, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
 ) -> list[dist.Work]:  # fmt: skip
-    """Begin an `all_to_all_single` in which no rows are sent to or received from the ranks in `near`, such as the ranks of this
-    host. Return the `dist.Work` objects to wait for, one for each group of `ways`.
+    """Begin an `all_to_all_single` that exchanges no rows with the ranks in `near`, for example the ranks of this host. Return
+    the `dist.Work` objects to wait for, one for each group of `ways`.
 
     ways: two gloo groups of the same ranks. Rows for ranks after `near` are sent in the first group, and rows for ranks
         before `near` in the second. In a single group, gloo may run the two directions one after the other.

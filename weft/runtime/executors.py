@@ -13,8 +13,8 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, Any]
-"""The tensors of a call, by buffer. In place of an output with a dynamic number of rows, there is a function that gets
-the number of rows and returns a tensor.
+"""The tensors of a call, by buffer. An output with a dynamic number of rows has a function instead of a tensor. The
+function gets the number of rows and returns the tensor.
 """
 
 

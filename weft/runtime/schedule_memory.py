@@ -119,7 +119,7 @@ def _instead(step: Step, other: int) -> str:
 def _touched(step: Step, on_gpus: bool) -> set[int]:
     """Return the ranks whose memory a step of fixed sizes reads or writes. Ignore collectives.
 
-    on_gpus: True to include the ranks to which the step sends data, and whose signals it sets.
+    on_gpus: True to include also the ranks to which the step sends data, and the ranks whose signals it sets.
     """
     leaves = step.meets or (isinstance(step, Send) and not on_gpus)  # without access to memory of other ranks
     parts = step.inner if step.tile_kernel else () if leaves else (step,)

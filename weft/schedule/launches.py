@@ -42,7 +42,7 @@ class Launch(NamedTuple):
     lane: the index of the lane among the rank's lanes.
     first: the position of the launch's first step in the lane.
     steps: all steps of the launch, in order.
-    units: the number of compute units that the launch holds while it polls; 0 if it does not poll.
+    units: the number of compute units that the launch holds while its kernel polls for signals; 0 for other launches.
     continues: True if the tiles of this launch run in the persistent kernel of the previous launch.
     """
 
@@ -295,9 +295,9 @@ def launches_of_rank(
     order: the rank's steps as (lane, step), in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: this rank's entry of `setters`.
 
-    A launch is issued at its last wait. So if it includes the waits after its sets, the sets are delayed. It includes
-    these waits only if `order` has no other lane's wait for a peer between the sets and these waits. Otherwise the
-    delayed sets could be stuck behind that wait on a shared hardware queue.
+    A launch is issued at its last wait, so waits after its sets delay the sets. It includes these waits only if, in
+    `order`, no other lane waits for a peer between the sets and these waits. Otherwise the delayed sets could be stuck
+    behind that wait on a shared hardware queue.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

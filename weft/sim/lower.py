@@ -69,7 +69,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
-"""The sets of one task: (counter, `SetBy`)."""
+"""The increments of counters by the tiles of one task, as pairs (number of the counter, `SetBy`)."""
 
 
 class _RankItems:

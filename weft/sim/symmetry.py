@@ -44,8 +44,8 @@ def _is_alike(item: NumberedStep) -> bool:
 
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
-    """Yield (signal, distance to the rank that has the signal, index of its counter) for each signal that `item` sets.
-    The distance must be the same on all ranks.
+    """Yield (name of the signal, distance to the rank that has it, index of the counter) for each signal that `item`
+    sets. The distance must be the same on all ranks.
     """
     if item.distance is not None:
         assert isinstance(item.distance, int)  # the same on all ranks
@@ -64,7 +64,8 @@ def _identity(place: ByRank) -> int:
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
     """True if the counters of one signal on different ranks differ only by a renaming.
 
-    sets: for each step that sets the signal: (distance to the rank that has it, index on each rank).
+    sets: for each step that sets the signal: (distance to the rank that has the signal, index of the counter for each
+        executing rank).
     waits: for each step that waits for the signal: its index on each rank.
     """
     if not sets:

@@ -94,8 +94,8 @@ class _Tiles(NamedTuple):
 
 
 class DifferentTiles:
-    """A search for representative tiles of a kernel. To know the values of given expressions, such as an operand's rows,
-    for all tiles, it is enough to evaluate them for the representative tiles.
+    """A search for representative tiles of a kernel. Callers ask for the values of some expressions, such as an operand's rows,
+    for all tiles. It is enough to evaluate these expressions for the representative tiles.
 
     Most expressions are periodic in the tile's index, so the tiles of one period represent all tiles. Otherwise, two
     tiles are equivalent if all subexpressions that do not depend on the rank have equal values for both.
@@ -202,8 +202,8 @@ class Tables:
         """Return, for each rank, a sorted list of (values of the expressions `numbers`, number of tiles with these
         values). If all ranks are equal, return one such list.
 
-        `numbers` has three expressions for each region: its rows, its columns and the rank that has it. In the result,
-        that rank is replaced by its distance from the executing rank.
+        `numbers` has three expressions for each region: its rows, its columns, and the rank that has the region. In the
+        result, this rank is replaced by its distance from the executing rank.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
         found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers

@@ -57,7 +57,7 @@ class NumberedStep(NamedTuple):
     distance: for a `Set` step, the distance to the rank that has the signal; otherwise None.
     awaited: for a `Wait` step, the number of sets that it waits for; otherwise None.
     previous: True if a `Wait` step waits for the sets of the previous run.
-    same: a number that is equal for items that differ only in their origin.
+    same: a number by which equal items are recognised: it is the same for items that differ only in their origin.
     carried: True if a kernel that starts at an earlier step also runs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
     """
@@ -100,8 +100,8 @@ class _Known:
 
 
 class Numbers:
-    """The steps of one schedule with their expressions evaluated for all ranks: sizes, and distances to the ranks whose
-    memory the steps access.
+    """The steps of one schedule, evaluated for all ranks: the sizes of each step, and the distances to the ranks whose
+    memory it accesses.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -157,8 +157,8 @@ def checked_times(
     """Check the variants `names` against float64, time them, and check their last timed outputs. Return the times, and
     {name: variant} for the variants that passed the first check.
 
-    beside: a function that receives these variants and returns other calls to time, such as pooling alone. Raise
-    `RuntimeError` if the baseline is wrong.
+    beside: a function that gets the variants that passed, and returns further calls to time, such as pooling alone.
+    Raise `RuntimeError` if the baseline is wrong.
     """
     step(f"{work.name}: checking every variant", 0)
     device = work.ranks.device
@@ -213,7 +213,7 @@ class Lines(NamedTuple):
     put: np.ndarray
     """The start of the copy of each slice to its peer; 0 without a copy."""
     waits: np.ndarray
-    """[programs, (start us, end us, program, multiprocessor)]"""
+    """For each program, its wait for its peers: [programs, (start us, end us, program, multiprocessor)]."""
 
     @property
     def end_us(self) -> float:

@@ -54,7 +54,9 @@ from weft.studies.embedding_measure import (
 STUDY = "fused_embedding_measured"
 DIM, ROWS = 256, 100_000
 LONG, SHORT = Bag(0, 140), Bag(1, 10)
-"""70 rows of a bag on average, as in the paper's table 2; and DLRM's default, `--num-indices-per-lookup=10`."""
+"""The bag lengths of the paper's table 2, 70 rows on average, and those of DLRM's default,
+`--num-indices-per-lookup=10`.
+"""
 SLICE = 32
 GRID = ((256, 256), (512, 64), (512, 256), (1024, 64), (1024, 256), (2048, 64), (2048, 256), (4096, 64), (4096, 256))
 """(global batch, tables of a rank). The paper's text names 1024|256, and batches of 256 and 512."""

@@ -112,7 +112,8 @@ def rows_of(records: Sequence[Record]) -> list[LossRow]:
 
 
 def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
-    """Return tables of the losses of GEMMs in pieces, of all-gathers in pieces, and of both when they run concurrently.
+    """Return tables of the losses of GEMMs in pieces, of all-gathers in pieces, and of a GEMM and an all-gather that
+    run concurrently.
 
     The last rows are geometric means, measured and in the paper. Columns that were not recorded are omitted.
     """

@@ -103,8 +103,8 @@ class _Pgas(MeasuredStudy):
 
 
 def components(built: Mapping[str, Variant]) -> dict[str, Call]:
-    """Return the calls whose times give the paper's breakdown of its baseline, and the pooling of variant `batched`,
-    one kernel for all tables.
+    """Return the calls whose times give the paper's breakdown of its baseline. Also return the pooling of variant
+    `batched`, which runs one kernel for all tables.
 
     computation: the baseline's pooling. phase: its all-to-all, wait and unpacking. one float: the same phase, but each
     rank sends a single float to each rank. exchange: the all-to-all alone.

@@ -59,8 +59,8 @@ class Attempt:
 
         - gave_up: the text of the error.
         - met: the names of all attempts whose entries this rank had read. The ranks of these attempts raise the error too.
-        - cause: the name of the attempt that failed first. It identifies the error, so that each other rank raises the error
-          only once, even a rank that arrives later. After a missed deadline or a lost peer, `cause` is empty, and only the
+        - cause: the name of the attempt that failed first. Ranks recognise the error by this name. So each other rank, even one
+          that arrives later, raises the error only once. After a missed deadline or a lost peer, `cause` is empty, and only the
           ranks in `met` raise.
         - refused: True for a `RefusedError`. Every rank finds such an error itself, because all ranks compare the same entries.
           All ranks then use the name of rank 0's attempt as `cause`, so that each rank raises the error only once.
@@ -73,8 +73,8 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
-        """Read the entry of `rank`, if there is one. If it says that `rank` gave up, raise the error in the entry. Do not raise
-        an error that this rank has already raised, or that concerns other ranks only (`last_words`).
+        """Read the entry of `rank`, if there is one. If it says that `rank` gave up, raise the error in the entry. Ignore an
+        error that this rank has already raised, and an error that concerns only other ranks (`last_words`).
         """
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return

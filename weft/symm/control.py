@@ -60,7 +60,7 @@ class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
     calls: the record of this rank's calls.
-    failed: a function that is called with the error as soon as the group fails, on the thread that detects the failure.
+    failed: a function that gets the error. The thread that detects a failure calls it as soon as the group fails.
     afterwards: a function that the watchdog thread calls after all callbacks of `on_failure`.
 
     If no file descriptor or thread is left for a watchdog, the constructor notifies the peers and raises `WeftError`.

@@ -86,8 +86,8 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 def member_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     """Return the group that `group_of` returns. Raise `ValueError` also if the group was destroyed.
 
-    The constructor of a layer calls this function. A layer stores only its group's name, so otherwise only a later call would
-    find out that the group was destroyed.
+    The constructor of a layer calls this function. A layer stores only its group's name. Without this check, the layer would be
+    constructed, and only its first call would fail.
     """
     found = group_of(group)
     require_member(found)
@@ -118,7 +118,7 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
 def backend_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device type that the group's backend uses: cuda for NCCL, cpu for other backends.
 
-    weft uses this device for a refused call whose arguments determine no device, for example because an argument is not a
+    weft uses this device for a call that is refused before its device is known, for example because an argument is not a
     tensor. The communicator on this device then sends the refusal to the peers.
     """
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -95,8 +95,8 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
     """Group `rows` by the recorded environment variables of other libraries.
 
-    Return (variables, how, rows) of each group. how: ", noted by hand" if a person added the variables to the records
-    after the run; "" if the run recorded them.
+    Return (variables, how, rows) of each group. how: a text for the remark: "" if the run itself recorded the
+    variables, ", noted by hand" if a person added them afterwards.
     """
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:

@@ -12,7 +12,7 @@ Tokens are sorted by expert, and each expert gets a random number of them. Weigh
     NAME-bounded     the variant NAME with max_rows, so that the CPU does not wait. max_rows is the largest number of rows that
               arrive at any rank, rounded up to a multiple of 128
 
-Also timed, each alone: torch's GEMMs on rows sorted by expert (grouped, and one per expert), and NCCL's all-to-all of
+Also timed, each alone: torch's grouped GEMM and one torch GEMM per expert (on rows sorted by expert), and NCCL's all-to-all of
 tokens with sizes known to the CPU.
 """
 
@@ -151,7 +151,7 @@ class ExpertVariants(GemmVariants):
     arrived: Sequence[torch.Tensor]
     """The rows at this rank's experts, [rows, k], by expert and then by source rank."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """(received, sent) tensors of the exchange alone."""
+    """For each input set, the tensors (received, sent) with which the exchange is timed alone."""
     most: int | None = None
     """The largest number of tokens of any call; None if all calls have the same number."""
 

@@ -4,9 +4,9 @@
 tables that have more than `SMALL_TABLE` rows. It keeps columns, bag lengths and the number of tables, which determine
 the access pattern.
 
-If ids are uniform, batch and rows have separate factors: the batch shrinks until a call is short enough, and the rows
-until tables fit into memory. If ids follow Zipf's law, batch and rows have the same factor, so that ids repeat as often
-as in the original.
+If ids are uniform, the batch and the rows have separate factors. The batch shrinks until a call is short enough, and
+the rows shrink until the tables fit into memory. If ids follow Zipf's law, batch and rows have the same factor, so that
+ids repeat as often as in the original.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class CombineVariants(ExpertVariants):
     ahead, sent_columns = BASELINE, "n"
 
     unread: Sequence[torch.Tensor]
-    """Copies of `received`, whose numbers the CPU has not read."""
+    """Copies of `received`, for variants in which the CPU must not know the sizes: it has never read these copies."""
 
     def draw_rows(self) -> None:
         self.arrived = [self.rows_at(which, self.ranks.rank) for which in range(self.input_sets)]

@@ -162,9 +162,8 @@ class OutputMap:
             add: how a reduce-scatter adds updates to a chunk. "gemm": the chunk's GEMM waits for them and accumulates
                 into them. "reduce": a kernel adds them, and GEMMs do not wait; required for gemm="tracked".
             by: how chunks of `dma_map` are copied: by copy engine ("dma") or by kernel ("kernel").
-            engines: the number of chunks that a rank sends concurrently, each to a different rank. Use 1 if a single
-                peer can receive at the GPU's full bandwidth (a switch), and world_size - 1 if there is a link to each
-                peer (a mesh).
+            engines: the number of chunks that a rank sends concurrently, each to a different rank. On a switch, copies to one
+                peer use the GPU's full bandwidth: use 1. On a mesh, which has a separate link to each peer, use world_size - 1.
 
         Raise `ValueError` for an impossible map. Raise `NotApplicableError` if there is nothing to compute, or there are fewer
         rows than chunks.

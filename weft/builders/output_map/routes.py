@@ -191,8 +191,8 @@ class Routes:
     def times(self, in_turn: bool = False) -> dict[Node, int]:
         """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
 
-        in_turn: True if GEMMs wait for the arriving chunks into which they accumulate, and so delay later GEMMs of
-            their rank.
+        in_turn: True if a GEMM waits for the arriving chunk into which it accumulates. The GEMM then also delays all
+            later GEMMs of its rank.
 
         Raise `ValueError` if chunks wait for each other.
         """
@@ -376,7 +376,7 @@ class Routes:
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
         """Raise `ValueError` for a cycle of waits.
 
-        waiting: {node: the nodes that it waits for}, only for nodes whose waits never end.
+        waiting: {node: the nodes that it waits for}, for the nodes that wait forever.
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
@@ -416,7 +416,7 @@ def _ranks(ranks: list[int]) -> str:
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
     """Return {node: its earliest possible time}. Nodes in cycles are omitted.
 
-    before: {node: the nodes that it waits for}, whose times are earlier.
+    before: {node: the nodes that it waits for}. A node's time is later than theirs.
     least: {node: the earliest time at which its rank has computed the chunk}: the chunk's index in the order of
         computation. 0 if the rank does not compute the chunk.
     """

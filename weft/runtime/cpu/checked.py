@@ -32,7 +32,7 @@ class Checked:
     - receiving: the number of lanes that receive messages.
     - setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
       twice.
-    - senders: for each counter that a message increases when it arrives, the ranks that send such messages.
+    - senders: for each counter that arriving messages increase, the ranks that send these messages.
     - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
     - rows: for each collective of this rank, in order, a tuple with the number of rows that each rank contributes.
     - shared: the names of buffers to which peers or several lanes add (`accumulate=True`).

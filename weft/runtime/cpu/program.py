@@ -101,7 +101,9 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps that use only the schedule's own buffers to the memory `mapped`, unless they are bound to it already."""
+        """Bind the steps that use only the schedule's own buffers to the memory `mapped`. Do nothing if they are already bound
+        to this memory.
+        """
         if self._version == mapped.version:
             return
         self.places.map(mapped)

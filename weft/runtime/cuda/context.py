@@ -44,9 +44,9 @@ class RankSchedule:
     def standing_word(self) -> int:
         """The index of the standing word, which follows the flags. It shows the watching thread how far a run has come.
 
-        Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0. In
-        some schedules (`Compiler._tells`) it is always 0. The watching thread then recognises a run in progress by the
-        flags of the previous run, which each run clears at its beginning.
+        Between a run's first and last wait, the word is 1 + the number of waits known to have ended. Otherwise it is 0. In some
+        schedules (`Compiler._tells`) it is always 0. There, the watching thread sees from the flags that a run is in progress:
+        each run clears the previous run's flags at its beginning.
         """
         return max(len(flags) for flags in self.flags)
 

@@ -91,7 +91,7 @@ class Shape:
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
         """Return the number of programs for a launch with at most `most` units of work.
 
-        warps: the number of warps of a program; by default that of the kernels that sum gradients.
+        warps: the number of warps of a program. Default: as in the kernels that sum gradients.
         """
         count = tma_and_multiprocessors(device)[1]
         return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))

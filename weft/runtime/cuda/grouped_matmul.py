@@ -154,8 +154,8 @@ class GroupedMatmulLauncher:
         `(n - 1) * slot_rows`.
     counts: the number of rows from each source for each local expert, int64 `[W, E]`. Any strides are allowed.
     splits: the number of this rank's rows for each global expert, int64 `[W * E]`.
-    first_source, n_sources: the sources to compute, counted from this rank: `n_sources` sources (default: up to the last)
-        from `(rank + first_source) % W` on.
+    first_source, n_sources: the sources to compute: `n_sources` consecutive ranks (default: up to the last source), the first
+        of which is `(rank + first_source) % W`.
     first_expert, n_experts: the local experts to compute: `n_experts` experts (default: up to the last) from `first_expert`
         on.
     spare: the number of multiprocessors left to other kernels.

@@ -63,7 +63,8 @@ class CopyLaunch:
         32 bits, when it begins, when `waits` have ended, and when it ends.
     sizes: for a dynamic size, the device address of three numbers: first row of the source, first row of the target, and
         number of rows. `shape.rows` is then the number of rows of the target. 0 for a fixed size.
-    early: True if the kernel may read the source before its waits end, because they do not wait for a write of the source.
+    early: True if the kernel may read the source before its waits end. This is allowed if no awaited signal stands for a write
+        to the source.
     programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
         otherwise "".
     """

@@ -76,7 +76,8 @@ class FarFirst:
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
         size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
-        early: the exchanges that this call may begin before its rendezvous has ended; None if it begins afterwards.
+        early: the exchanges with which this call may begin before its rendezvous has ended. None if the call begins
+            after the rendezvous.
         """
         if self._memory is None:
             return False, lambda: None

@@ -1,5 +1,5 @@
-"""A simulation of one HBM2 channel, DRAM command by DRAM command: its bandwidth for the accesses of a GEMM and of a
-ring.
+"""A simulation of one HBM2 channel, DRAM command by DRAM command. It gives the channel's bandwidth for the accesses of
+a GEMM and of a ring.
 
 The simulator of the memory controller (`run`) serves a channel's queue at one rate, derived from the paper's
 reduce-scatters. This module checks this rate, and the time of a near-memory update, against DRAM timings. It models
