@@ -217,7 +217,8 @@ def draw(
         (kind not in SIGNALS and not OPERATORS[operator].is_module) or kind not in (*SIGNALS, *_WHILE_MAKING)
     ):
         step = 0
-    most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
+    steady_s = _STEP_S[operator in TRAINING]
+    most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, steady_s) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
     steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
     if device == "cuda" and phase == SET_UP:
         steps, pace_s = 130, 0.02  # so that steps last as long as signals may arrive
@@ -229,6 +230,7 @@ def draw(
     )  # fmt: skip
 
 
+_STEP_S = (0.004, 0.015)  # the duration of a call, and of a training step
 _LONG = ("long stop", "long straggler", "never call", "fewer batches")
 _LONG_RUN = 250  # steps; enough of them for several pauses that coincide with calls
 _WHILE_MAKING = (
