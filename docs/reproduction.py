@@ -246,15 +246,16 @@ _HEAD = """<!-- Generated from benchmarks/results and docs/reproduction.toml by 
 
 # The four papers, claim by claim
 
-weft builds on four papers. Which of their numbers does it reproduce? Each row is a claim of a paper: a number from a figure, a
-table or the text. weft's numbers come from recorded runs. *Simulated* numbers come from a model of the paper's machine;
-`weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
+weft builds on four papers. Which of their numbers does it reproduce? Each row of the tables below is a claim of a paper: a number
+from a figure, a table or the text, or a statement. weft's numbers come from recorded runs. *Simulated* numbers come from a model of
+the paper's machine; `weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
-A claim counts as reproduced if the deviation is within a limit. The limit is {ratio:g}% of the number. For percentages it is
-{points:g} points, but at most half of the paper's percentage and at least {least:g} point. Only the study of T3's hardware sets
-other limits, for some claims (`weft reproduce t3` prints them in the column "allowed"). A claim without a number counts as
-reproduced if it also holds here. Values that would have to be read off a plot in a paper are not compared. "(Used to derive
-...)" marks a number of the paper from which the model derives one of its own numbers, so its agreement proves nothing."""
+A claim with a number counts as reproduced if weft's number deviates from the paper's by less than a limit. The limit is
+{ratio:g}% of the paper's number. For percentages it is {points:g} percentage points, but at most half of the paper's percentage
+and at least {least:g} point. Only the study of T3's hardware sets other limits, for some claims (`weft reproduce t3` prints them in
+the column "allowed"). A claim without a number counts as reproduced if it also holds in weft's run. Values that the paper shows
+only in a plot, without a number, are not compared. "(Used to derive ...)" marks a number of the paper from which the model derives
+one of its own numbers, so its agreement proves nothing."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:
