@@ -320,8 +320,9 @@ def conclusions(found: PgasRows) -> list[str]:
     made = claims(found)
     two = found.rows["weak", 2]
     rate = implied_gbps(two, SCALINGS[0].speedups[2])
+    met = sum(bool(claim.reproduced) for claim in made)
     return [
-        f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} of the paper's claims are reproduced. On two GPUs, weak scaling, the paper's baseline sends "
+        f"{met} of {len(made)} of the paper's claims are reproduced. In weak scaling on two GPUs, the paper's baseline sends "
         f"{two.sent / 1e6:.0f} MB from each GPU at {rate:.1f} GB/s, if its kernel is as fast as the model's. A link has "
         f"{1e-3 * two.sent / two.exchange:.0f} GB/s. At the links' rate no overlap gains more than {two.bound:.2f}x there."
     ]

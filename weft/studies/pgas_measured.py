@@ -263,9 +263,8 @@ def _inference_table(lines: Sequence[tuple[str, Record]]) -> ResultTable:
 
 def conclusions(rows: Rows) -> list[str]:
     made = claims(rows)
-    said = [
-        f"{sum(bool(claim.reproduced) for claim in made)} of {len(made)} of the paper's claims are reproduced on these GPUs (the first table)."
-    ]
+    met = sum(bool(claim.reproduced) for claim in made)
+    said = [f"{met} of {len(made)} of the paper's claims are reproduced on these GPUs (the first table)."]
     for scaling in _SCALINGS:
         one, two = rows.get((scaling.name, "1"), {}), rows.get((scaling.name, "2"), {})
         if {BASELINE, "direct"} <= one.keys():
