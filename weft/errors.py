@@ -26,7 +26,7 @@ class DeadlineError(WeftError):
 class PeerLostError(WeftError):
     """A rank of the group died or closed its connection during a call.
 
-    rank: the number of the lost rank in the group; None if several ranks are lost, or if it is unknown.
+    rank: the number of the lost rank in the group. None if several ranks are lost, or if the rank is not known.
     """
 
     def __init__(self, text: str = "", rank: int | None = None) -> None:

@@ -50,7 +50,9 @@ class GatheredGemm:
 
     @property
     def run_bytes(self) -> int:
-        """The bytes of memory that a rank needs to measure the GEMM: A, B, two results, two gathered A, and a shard of A."""
+        """The bytes of memory that a rank needs to measure the GEMM. They hold A, B, two results, two copies of the gathered A,
+        and a shard of A.
+        """
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> GatheredGemm:

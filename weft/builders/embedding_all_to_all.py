@@ -196,8 +196,9 @@ class _Slices(Draft):
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step that pools the bags of tile `t` into `out`. first: the index of the sample to which tile 0
-        belongs.
+        """Return the step with which tile `t` pools the bags of its slice into `out`.
+
+        first: the index of the sample to which tile 0 belongs.
         """
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(

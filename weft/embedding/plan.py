@@ -1,4 +1,5 @@
-"""The plan that all calls of one embedding_all_to_all share: its options, and the division of a rank's work into units.
+"""The plan that all calls of an embedding_all_to_all with the same tables and options share. It has the options, and
+the division of a rank's work into units.
 
 A **unit** consists of some vectors of one sample. All samples are divided into units in the same way. A Triton program
 takes one unit at a time. A CPU thread takes a block of samples. The transport determines what a unit is:

@@ -156,7 +156,8 @@ class EmbeddingBagConfig:
         return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
 
     def bytes_per_sample(self, rows_read: float | None = None) -> float:
-        """Return the bytes that pooling one sample moves: rows, ids, and per feature one offset and one output vector.
+        """Return the bytes that are read and written to pool one sample: table rows, ids, and for each feature one
+        offset and one output vector.
 
         rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per
             feature).

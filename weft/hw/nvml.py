@@ -2,7 +2,7 @@
 
 `weft.hw.here` derives the numbers of machines without a file from these numbers. The driver does not provide the
 datasheet's bf16 rate. So this rate is computed as number of multiprocessors x highest clock x FLOP per cycle of a
-multiprocessor, which depends on the compute capability.
+multiprocessor. The last factor depends on the compute capability.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def occurrences_kernel(
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     BAG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, places and scales of all occurrences. Grid: (blocks, layers).
+    """Write the sort key, the gradient's place and the gradient's factor (`scales`) of each occurrence (id of a bag). Grid:
+    (blocks, layers).
 
     The slots are divided into layers. A layer has at most one slot for each key of the input, so slots that read the same key
     are in different layers. Results have the occurrences of the first layer first.
@@ -136,7 +137,9 @@ def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "no_row"])
 def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Write the number of runs that begin in each block of sorted keys. Grid: one program per block."""
+    """Write the number of runs (sorted occurrences of one table row) that begin in each block of sorted keys. Grid: one
+    program per block.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, _ = _begins(keys, at, count, no_row, SPLIT)
     tl.store(counts + tl.program_id(0), tl.sum(begins.to(tl.int32), axis=0).to(tl.int64))
@@ -166,7 +169,8 @@ def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write the first occurrence and the key of each run, and the places and scales of all occurrences in sorted order.
+    """Write the first occurrence and the key of each run. Also write the places and scales of all occurrences (see the module),
+    in sorted order.
 
     order: for each sorted occurrence, its index before the sort. ends: for each block, the number of runs that begin in it or
         before it. starts (result): the first occurrence of each run, and the end of the last run.

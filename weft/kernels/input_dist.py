@@ -51,7 +51,8 @@ def header_kernel(
     counts, offsets, header_index, own, headers, keys, words, bits, batch, most,
     KEYS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's own header and a header for each destination. Grid: one program.
+    """Write this rank's own header (its numbers of ids, see the module) and a header for each destination. Grid: one
+    program.
 
     own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the number of ids of each key, and the index of the
         first id in `values`.
@@ -103,8 +104,8 @@ def pack_kernel(
     values, lengths, weights, own, key_of_piece, rank_of_piece, messages, pieces, keys, batch,
     PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the messages for all destinations. Grid: (pieces, programs that share a piece). Pieces are sorted by
-    destination.
+    """Write the messages for all destinations. A piece is the bags of one feature for one destination; pieces are
+    sorted by destination. Grid: (pieces, programs that share a piece).
 
     values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.
     PIECES, KEYS: powers of two, at least `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id.
@@ -167,11 +168,12 @@ def unpack_kernel(
     PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source.
+    """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source. Grid: (sources *
+    features, programs that share a piece).
 
-    headers `[sources, HEAD + features]`. PIECES: a power of two, at least `sources * features`. BAGS: the number of
-    lengths in one step of a prefix sum. SUM: the number of lengths in one step of a sum. Grid: (sources * features,
-    programs that share a piece).
+    headers `[sources, HEAD + features]`: the header that each source has sent.
+    PIECES: a power of two, at least `sources * features`.
+    BAGS, SUM: how many lengths a program loads at a time: BAGS for prefix sums, SUM for sums.
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)

@@ -120,7 +120,9 @@ def run_schedule(
 
 
 def _note_writes(outputs: Iterable[Any]) -> None:
-    """Increment the version counters of outputs, so that autograd finds tensors that were written after it saved them."""
+    """Increment the version counters of outputs. So autograd raises an error in backward if an output that it had saved was
+    overwritten.
+    """
     torch.autograd.graph.increment_version([t for t in outputs if isinstance(t, torch.Tensor)])
 
 

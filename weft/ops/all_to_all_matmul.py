@@ -75,8 +75,8 @@ def all_to_all_matmul(
         between ranks and between calls.
     return_received: True to return `received` too.
     capacity: the largest number of tokens T of any rank in any call, equal on all ranks. It determines the memory for
-        arriving tokens, which is enough even if every rank sends all its tokens to one peer. Default: slightly more
-        than the largest T at the first call of this shape.
+        arriving tokens. This memory is enough even if every rank sends all its tokens to one peer. Default: slightly
+        more than the largest T at the first call of this shape.
     schedule: the name of a schedule, such as "serial" or "dispatch[by=kernel,rest=together]". "autotune" times
         schedules at the first call of a shape, and caches the fastest (docs/planning.md). "heuristic" uses the schedule
         that FiCCO's static heuristic picks (the first paper in "Sources"). If this schedule cannot run, weft warns with

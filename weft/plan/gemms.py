@@ -9,9 +9,9 @@ times (`learn`). Choices for these weights, with any number of rows, then use a 
 schedules may be predicted to be fast, so their GEMMs are timed in a second round.
 
 Schedules are chosen for sustained work, in which the power limit lowers a GPU's clock after 10 to 20 ms. So if any GEMM
-is long, the longest GEMM is timed first, after a warm-up of 15 ms, and the others follow within a millisecond. In
-sustained work the clock is even lower. So the model multiplies the measured times of long GEMMs, and of the pieces into
-which they are cut, by `Model.sustained`.
+is long, a warm-up of 15 ms lowers the clock. Then the longest GEMM is timed, and the others follow within a
+millisecond. In sustained work the clock is even lower. So the model multiplies the measured times of long GEMMs, and of
+the pieces into which they are cut, by `Model.sustained`.
 """
 
 from __future__ import annotations

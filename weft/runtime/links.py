@@ -1,5 +1,5 @@
-"""Measurements for groups of ranks on several hosts: of the network, by an all-to-all of gloo or NCCL, and of copies in
-memory.
+"""Measurements for groups of ranks on several hosts: the rates of links between hosts, of all-to-alls (gloo on CPU, NCCL on
+GPUs), and of copies in memory.
 
     links       the rate and the round trip of each pair of hosts. The first ranks of two hosts exchange data. Pairs without a
                 common host are measured at the same time, in rounds as in a tournament

@@ -108,7 +108,7 @@ def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: boo
 
 
 def _instead(step: Step, other: int) -> str:
-    """Return, for error texts, the change that mends a step that needs memory of rank `other` on another host."""
+    """Return advice for an error text: how to change `step`, which needs memory of rank `other` on another host."""
     if any(access.region.at == other and not access.writes for access in step.accesses()):
         return f"let rank {other} send it, with lane.send(src, dst)"
     if step.copies_by:

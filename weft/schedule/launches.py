@@ -122,7 +122,8 @@ def launches(
     lane: the number of the lane.
     alone: True if the rank has no other lane.
     held: the names of the buffers whose contents are known only at run time.
-    dynamic_units: the number of compute units that a copy by kernel holds if its size depends on a buffer in `held`.
+    dynamic_units: the number of compute units that a copy by kernel holds if its size is dynamic (depends on a buffer
+        in `held`).
     may_answer: a function of (first, end). It returns True if the sets in steps[first:end] may be delayed until the
         last of these steps is issued. If so, the launch includes the waits after these sets.
     tiles_go_on: True to assume that a tile kernel also sets the signals after its step, and computes the tiles of the

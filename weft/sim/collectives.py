@@ -120,7 +120,7 @@ def _direct(world: int) -> Phase:
 
 
 def _halving(world: int) -> Iterator[Phase]:
-    """Yield the phases of a reduce-scatter by halving-doubling, the phase with the most bytes first."""
+    """Yield the phases of a reduce-scatter by halving-doubling (see the module), the phase with the most bytes first."""
     distances = [1 << i for i in range((world - 1).bit_length())]
     for distance in reversed(distances):
         shards = min(distance, world - distance)

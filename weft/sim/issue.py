@@ -32,7 +32,8 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 
 
 def _is_whole(program: LoweredSchedule) -> bool:
-    """True if the lanes of rank 0 determine the issue order, and every step that the CPU issues has a task in `program`.
+    """True if this module can compute the issue order from `program`. The lanes of rank 0 must determine the order, and every
+    step that the CPU issues must have a task in `program`.
 
     Steps whose size is 0 at run time have no task, but the CPU issues them.
     """

@@ -200,7 +200,7 @@ class _Lowering:
     # -- tasks
 
     def _set(self, item: NumberedStep, rank: int) -> int:
-        """Return the number of the counter that `rank` increments with the `Set` step `item`."""
+        """Return the number of the counter that `rank` increments with `item`, an evaluated `Set` step."""
         distance, place = item.distance, item.place
         if distance.__class__ is not int:
             distance = int(distance[rank])  # type: ignore[index]
@@ -313,7 +313,8 @@ class _Lowering:
         return work
 
     def _kind_of(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
-        """Return (kind, operands, distance) of an item on `rank`. Items with equal kind and distance have equal costs.
+        """Return (kind, operands, distance) of an item (evaluated step) on `rank`. Items with equal kind and distance
+        have equal costs.
 
         kind: the number of a class of items: equal steps with operands of equal sizes.
         distance: the distance to the peer whose memory has operands; 0 for no peer or several peers.

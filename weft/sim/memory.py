@@ -1,4 +1,4 @@
-"""The memory that a schedule needs on one rank, and the check that it fits in a GPU."""
+"""The memory that a schedule needs on one rank, and a check that a GPU has as much memory."""
 
 from __future__ import annotations
 

@@ -181,7 +181,9 @@ class _Orbit:
         return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
 
     def _task(self, item: NumberedStep, peer: int) -> Task:
-        """Return the task of rank 0 for the step `item`, with the peer at displacement `peer`."""
+        """Return the task of rank 0 for the step `item` (an evaluated step) with rank `peer`, whose number also is its
+        displacement from rank 0.
+        """
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
         if item.awaited is not None:
@@ -234,7 +236,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the opposite displacement d: seen from the rank at d, rank 0 is at displacement `peer`."""
+        """Return the rank that sees rank 0 at the displacement at which rank 0 sees rank `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:

@@ -21,7 +21,10 @@ from weft.sim.vectorised import ByRank, NumberedStep
 
 
 def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
-    """True if the steps of all ranks are rotationally symmetric (see the top of this file)."""
+    """True if the steps of all ranks are rotationally symmetric (see the top of this file).
+
+    items: all steps of the schedule, evaluated for all ranks.
+    """
     different = list({item.same: item for item in items}.values())
     if not all(map(_is_alike, different)):
         return False

@@ -282,8 +282,8 @@ def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
 
 
 def launched_kernels(call: Callable[[], object]) -> list[Record]:
-    """Run `call`, and return a record for each different kernel that it launches: name, registers, threads, theoretical
-    occupancy and number of launches.
+    """Run `call`, and return a record for each different kernel that it launches: name, registers per thread, threads
+    per block, theoretical occupancy and number of launches.
 
     torch's profiler (Kineto) records the launches. Raise `RuntimeError` if it records no kernels.
     """

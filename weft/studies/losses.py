@@ -77,7 +77,7 @@ class LossRow:
 
     ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both
         ran}.
-    varies: the spread of the undivided GEMM's time, as fractions of its median: (80th minus 20th percentile over
+    varies: the spread of the undivided GEMM's time, as two fractions of its median: (80th minus 20th percentile over
         repetitions, slowest minus fastest rank).
     """
 

@@ -238,8 +238,8 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks that have left, if no remaining rank can set the signal for which this rank waits. Otherwise
-        return [].
+        """Return the ranks that have left, if this rank now waits in vain: no remaining rank can set the signal.
+        Otherwise return [].
 
         peer: the rank that sets the signal; None if any rank may set it.
         """

@@ -65,7 +65,9 @@ class Region(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The part of a `Communicator` that allocators use: the ranks that share memory, and this rank's number."""
+    """The interface of a `Communicator` that allocators of memory use: the ranks that share memory, and this rank's
+    number.
+    """
 
     rank: int
     world_size: int

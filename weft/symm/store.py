@@ -1,7 +1,7 @@
 """Queries of a process group's store, with a deadline.
 
-A process, the launcher or rank 0, serves the store. If this process is stopped, torch waits for an answer forever,
-regardless of the store's timeout, in native code that Ctrl-C cannot interrupt. So a separate thread makes the queries.
+A process, the launcher or rank 0, serves the store. If this process is stopped (not ended), torch waits for its answer
+forever: it ignores the store's timeout, and Ctrl-C cannot interrupt the wait. So a separate thread makes the queries.
 """
 
 from __future__ import annotations

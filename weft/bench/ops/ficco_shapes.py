@@ -34,8 +34,8 @@ _USED = 0.9  # fraction of the free memory; libraries take the rest
 class GatherShape(GemmShape):
     """A shape of all_gather_matmul.
 
-    gemm: the name of the paper's GEMM, or "" for other shapes. over: the number by which M was divided; 0 lets `fitted`
-    find the smallest that fits.
+    gemm: the name of the paper's GEMM, or "" for other shapes. over: the number by which M was divided. 0: `fitted`
+    finds the smallest divisor with which the run fits into memory.
     """
 
     gemm: str = ""

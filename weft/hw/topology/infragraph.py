@@ -158,8 +158,8 @@ def _number(path: str, about: dict[str, Any], what: str) -> float:
 def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     """Return a topology as a JSON value of an InfraGraph `Infrastructure`: an instance for each rank and each switch.
 
-    Raise `ValueError` unless linked nodes have exactly one link in each direction, with the same bandwidth and latency: an
-    edge of InfraGraph has no direction.
+    An edge of InfraGraph has no direction. So raise `ValueError` unless linked nodes have exactly one link in each direction,
+    both with the same bandwidth and latency.
     """
     if not topology.links:
         raise ValueError("the topology has no links to write: use a topology of at least 2 ranks")

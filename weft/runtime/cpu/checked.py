@@ -34,7 +34,7 @@ class Checked:
       twice.
     - senders: for each counter that arriving messages increase, the ranks that send these messages.
     - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
-    - rows: for each collective of this rank, in order, a tuple with the number of rows that each rank contributes.
+    - rows: for each collective of this rank, in order: the number of rows that each rank contributes.
     - shared: the names of buffers to which peers or several lanes add (`accumulate=True`).
     """
 

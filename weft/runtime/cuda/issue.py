@@ -33,7 +33,9 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """The list of items, and the state that is needed to issue them. timed: True if each run must record time stamps."""
+    """The list of items (see the module), and the state that is needed to issue them. timed: True if each run must record time
+    stamps.
+    """
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
         self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps
@@ -57,7 +59,10 @@ class StreamItems:
         self.calls.append((lane, operation))
 
     def launch(self, lane: int, launch: Callable[[list[int], int], None]) -> None:
-        """Add a launch of a kernel. launch: a function that gets the base addresses of a run and a stream's handle."""
+        """Add an item that launches a kernel on the stream of `lane`.
+
+        launch: a function that gets the base addresses of a run and the stream's handle.
+        """
         self._add(_LAUNCH, launch, lane)
 
     def dynamic(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:

@@ -11,8 +11,9 @@ Below, such a launch is called open from the end of the previous step of its lan
 steps, copies by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all
 units.
 
-The check computes Y, the largest set of steps that may never run. A step y is in Y if launches that wait for steps in Y
-can together hold all compute units when y could begin. Only launches that may be open at this time count:
+The check computes Y, the largest set of steps that may never run. A step y is in Y if other launches can hold all
+compute units when y could begin, and each of these launches waits for steps in Y. Only launches that may be open at
+this time count:
 
     - they are in the same run and on the same rank as y, but on another lane
     - they do not always begin after y, and do not always end before y
