@@ -29,7 +29,8 @@ def mapped_sums(
 def direct_sums(
     o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
 ) -> list[Chunk]:
-    """Append a direct reduce-scatter with a GEMM for each chunk. Return (first row, number of rows) of each chunk.
+    """Append to the draft `o` a direct reduce-scatter with a GEMM for each chunk. Return (first row, number of rows) of
+    each chunk of a rank's rows.
 
     y: the buffer of this rank's rows of the sum.
     by, add: how chunks are sent, and how they are summed, as in `weft.builders.matmul_reduce_scatter.direct`.
