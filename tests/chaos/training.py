@@ -99,7 +99,7 @@ class Training(Collection, Differentiable):
         prefetch = rng.choice([None, None, "now", "ahead" if batches == 1 else "now"])
         drawn = {
             **super().drawn(rng, device), "backward": True, "batches": batches, "prefetch": prefetch, "optimizer": rule,
-            "gradients": rng.choice(["sum", "mean"]), "restores": rng.random() < 0.5,
+            "gradients": rng.choice(["sum", "mean"]), "restores": rng.random() < 0.5, "max_ids": rng.choice([None, 10**6]),
         }  # fmt: skip
         if rule is not None:
             drawn["nonfinite"] = rng.choice(["propagate", "raise"])
@@ -109,8 +109,8 @@ class Training(Collection, Differentiable):
     @classmethod
     def other_makings(cls, world: int, options: Given) -> list[Given]:
         rules = [{"optimizer": rule} for rule in (None, *RULES) if rule != options["optimizer"]]
-        sums = {"gradients": "sum" if options["gradients"] == "mean" else "mean"}
-        return [*rules, sums, *cls._other_placements(world, options), *cls._other_settings(options)]
+        others = [{"gradients": "sum" if options["gradients"] == "mean" else "mean"}, {"max_ids": 10**5}]
+        return [*rules, *others, *cls._other_placements(world, options), *cls._other_settings(options)]
 
     @classmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
@@ -156,7 +156,8 @@ class Training(Collection, Differentiable):
             optimizer = RULES[rule](lr=_LR, **given, **({} if rule == "SGD" else {"eps": _EPS}))
         return self._module(
             tables=self.tables, group=group, placement=placement, device=self.device, optimizer=optimizer,
-            gradients=self.options["gradients"], deadline_s=self.options["deadline_s"], **self._settings(),
+            gradients=self.options["gradients"], max_ids=self.options["max_ids"], deadline_s=self.options["deadline_s"],
+            **self._settings(),
         )  # fmt: skip
 
     def _placement(self) -> list[Any]:

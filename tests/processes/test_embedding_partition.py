@@ -360,10 +360,12 @@ def test_a_table_too_large_for_its_rank_is_named(pool: Pool) -> None:
     assert elsewhere.startswith("RefusedError: tables could not be filled: rank 0: table 'huge' has 32768.0 TiB")
 
 
-def bad_input(group: dist.ProcessGroup, how: str, name: str, nonfinite: Any) -> tuple[str, str, bool]:
+def bad_input(
+    group: dist.ProcessGroup, how: str, name: str, nonfinite: Any, max_ids: int | None
+) -> tuple[str, str, bool]:
     module = ShardedEmbeddingBagCollection(
         TABLES[torch.float32], group=group, placement=placements(2)[name], optimizer=weft.SGD(lr=0.1, nonfinite=nonfinite),
-        deadline_s=30.0, bounds_check="fatal",
+        deadline_s=30.0, bounds_check="fatal", max_ids=max_ids,
     )  # fmt: skip
     before = copy.deepcopy(module.state_dict())
     features, upstream = batch(0, 8, group.rank(), 2)
@@ -389,10 +391,18 @@ def bad_input(group: dist.ProcessGroup, how: str, name: str, nonfinite: Any) -> 
     ],
 )
 @pytest.mark.parametrize(
-    ("name", "nonfinite"), [("mixed", "propagate"), ("replicated", "propagate"), ("replicated", "raise")]
+    ("name", "nonfinite", "max_ids"),
+    [
+        ("mixed", "propagate", None),
+        ("mixed", "propagate", 1000),
+        ("replicated", "propagate", None),
+        ("replicated", "raise", None),
+    ],
 )
-def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str, name: str, nonfinite: str) -> None:
-    for _, said, trains in pool.run(bad_input, how, name, nonfinite, ranks=2, timeout_s=60):
+def test_bad_input_is_refused_on_every_rank(
+    pool: Pool, how: str, text: str, name: str, nonfinite: str, max_ids: int | None
+) -> None:
+    for _, said, trains in pool.run(bad_input, how, name, nonfinite, max_ids, ranks=2, timeout_s=60):
         assert any(one in said for one in text.split("|")), said
         assert trains
 

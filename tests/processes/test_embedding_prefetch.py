@@ -164,6 +164,10 @@ def errors(group: dist.ProcessGroup) -> dict[str, Any]:
     bounded = module_on(group, CPU, max_ids=1)
     bounded.prefetch(one)
     found["bound"] = error_of(lambda: bounded(one))
+    roomy = module_on(group, CPU, max_ids=1000)
+    roomy.prefetch(one)
+    found["another on one rank"] = error_of(lambda: roomy(two if rank == 1 else one))
+    roomy.cancel_prefetch()
     whole = module_on(group, CPU, input="global_batch")
     found["global"] = error_of(lambda: whole.prefetch(one))
     for name, options in (("mixed", MIXED), ("bounded", MIXED | {"max_ids": 1000})):
@@ -193,6 +197,7 @@ def test_errors_on_every_rank(pool: Pool) -> None:
         for name, kind, text in (
             ("second", "RefusedError", "prefetch: another batch is already prefetched"),
             ("another", "RefusedError", "pass the same object to prefetch"),
+            ("another on one rank", "RefusedError", "rank 1: the module is called with a batch other than"),
             ("bad", "RefusedError", "rank 1: "),
             ("bound", "RefusedError", "max_ids=1"),
             ("global", "RefusedError", "exchange no ids"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single
+from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
 
 
@@ -55,6 +56,8 @@ def totals_of_ranks(
     if group.size() == 1:
         return leaving
     if device.type == "cpu":
+        # The exchange is no rendezvous. A rank that refuses its call before it would wait in vain for ranks in the exchange.
+        turn_on(group, device, "embeddings with max_ids", deadline_s).meet("numbers of ids")
         lines = symm.communicator(group, device).all_gather(leaving, what="numbers of ids", deadline_s=deadline_s)
     else:
         gathered = torch.empty(group.size(), group.size(), dtype=torch.int64, device=device)
