@@ -104,7 +104,7 @@ def splits_table(record: Record) -> ResultTable:
         "speedup": lambda line: beside(line[3], PAPER_SPLITS[line[0]][2], ".2f"),
     }
     return table(
-        "Units split between GEMM and all-reduce, geometric means, and the paper's in brackets (figure 6)",
+        "Compute units split between a GEMM and an all-reduce: geometric means, with the paper's in brackets (figure 6)",
         lines,
         columns,
     )
@@ -218,7 +218,11 @@ def more_units_readings_table(record: Record) -> ResultTable:
         "FC-2 layers that gain more, ideal": lambda line: "{} of {}".format(*line[1]["ideal"]),
         "OP layers that gain more, T3-MCA": lambda line: "{} of {}".format(*line[1]["OP"]),
     }
-    return table("Twice the units, and also faster memory or links (figure 20)", record["readings"], columns)
+    return table(
+        "Which sub-layers gain more with twice the compute units, also with faster memory or links (figure 20)",
+        record["readings"],
+        columns,
+    )
 
 
 def more_units_table(record: Record) -> ResultTable:
@@ -231,7 +235,9 @@ def more_units_table(record: Record) -> ResultTable:
         "T3-MCA, 160 units": lambda pair: f"{pair[1][2]:.2f}x",
         "gains": lambda pair: "more" if pair[1][2] > pair[0][2] else "less",
     }
-    return table("Twice the units (figure 20, GPU-2X-CU)", list(zip(once, twice, strict=True)), columns)
+    return table(
+        "Speedups with twice the compute units (figure 20, GPU-2X-CU)", list(zip(once, twice, strict=True)), columns
+    )
 
 
 def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
@@ -309,7 +315,9 @@ def stagger_table(record: Record) -> ResultTable:
         "slower": lambda line: f"{line[2] / line[1] - 1:.0%}",
     }
     return table(
-        "Staggered chunks (section 4.4): GEMM and reduce-scatter by T3-MCA, the slowest rank", record["lines"], columns
+        "Chunks in staggered order (section 4.4): the slowest rank's time of GEMM and reduce-scatter by T3-MCA",
+        record["lines"],
+        columns,
     )
 
 
@@ -340,7 +348,7 @@ def stages_table(gpu: TrackingGpu) -> ResultTable:
         "stages": lambda line: str(line[3]),
         "MFLOP of a work-group": lambda line: f"{line[4]:.0f}",
     }
-    return table("T-NLG's FC-2 cut in k (figure 5)", lines, columns)
+    return table("Work-groups of T-NLG's FC-2 if its k is divided by the number of ranks (figure 5)", lines, columns)
 
 
 def step_table() -> ResultTable:
@@ -391,7 +399,9 @@ def sensitivity_table(record: Record) -> ResultTable:
         "T3-MCA": lambda line: f"{line[3]:.3f}x",
         "ideal": lambda line: f"{line[4]:.3f}x",
     }
-    return table("Geometric means on T-NLG with one assumed or derived number changed", record["lines"], columns)
+    return table(
+        "Geometric means of speedups on T-NLG with one assumed or derived number changed", record["lines"], columns
+    )
 
 
 ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {

@@ -251,7 +251,9 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
     columns["collectives"] = lambda line: f"{line[1].collectives / line[1].total():.0%}"
     for part in lines[0][1].rest:
         columns[part] = lambda line, part=part: f"{line[1].rest[part] / line[1].total():.0%}"  # type: ignore[misc]
-    return table("Shares of an iteration, sequential; the last three by a roofline", lines, columns)
+    return table(
+        "Shares of an iteration without overlap; the last three columns are roofline estimates", lines, columns
+    )
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:

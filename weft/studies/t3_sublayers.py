@@ -283,7 +283,7 @@ def memory_table(rows: Sequence[HardwareRow]) -> ResultTable:
             milliseconds(row.moved[which][kind] / 1e6) for which in ("sequential", "t3-mca")
         )
     columns["saved"] = lambda row: f"{row.saved:.0%}"
-    return table("Accesses to memory, MB, sequential > T3-MCA (figure 18)", rows, columns)
+    return table("Accesses to memory in MB, as: sequential execution > T3-MCA (figure 18)", rows, columns)
 
 
 def draw_speedups(directory: Path, rows: Sequence[HardwareRow], title: str, name: str) -> Path:
