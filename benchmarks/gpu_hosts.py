@@ -3,9 +3,9 @@
     python benchmarks/gpu_hosts.py --json FILE
 
 NCCL connects the ranks by sockets on loopback (`NCCL_HOSTID` differs, no peer access, no shared memory), at a few GB/s.
-The variants alternate. In each turn a variant is called twice, and the second call is timed. "weft" is the unpinned
-call, whose schedule weft chose by measurement. A line has the slowest rank's median, and the median over all turns of
-the speed relative to serial. The result of each variant is compared with serial's.
+Each turn calls all variants, in another order. A variant is called twice, and the second call is timed. "weft" is the
+unpinned call, whose schedule weft chose by measurement. A line has the slowest rank's median, and the median over all
+turns of the speed relative to serial. The result of each variant is compared with serial's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATHERS = [f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for 
 SHAPES = [
     (op, rows, 4096, other)
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-    for rows, other in ((256, 4096), (4096, 28672), (4096, 114688), (8192, 114688))
+    for rows, other in ((256, 4096), (4096, 28672), (4096, 114688), (4096, 229376))
 ]
 
 
@@ -96,8 +96,10 @@ def measured(
         assert error < 0.02, f"{about}, {name}: differs from serial by {error:.3g}"
     comm = symm.communicator(group, "cuda")
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(calls):
-        for name, call in variants.items():
+    order = list(variants)
+    for turn in range(calls):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            call = variants[name]
             call()  # the variant before may use another NCCL communicator
             torch.cuda.synchronize()
             comm.meet(b"", name="a turn")  # without NCCL
