@@ -38,7 +38,7 @@ GATHERS = [f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for 
 SHAPES = [
     (op, rows, 4096, other)
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-    for rows, other in ((256, 4096), (4096, 28672), (4096, 114688), (4096, 229376))
+    for rows, other in ((256, 4096), (4096, 28672), (4096, 114688), (8192, 114688))
 ]
 
 
