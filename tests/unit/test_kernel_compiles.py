@@ -33,8 +33,7 @@ if env.triton_interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
-from weft.runtime.cuda import add_up, grouped_matmul, move, tracked_matmul  # noqa: E402
+from weft.runtime.cuda import add_up, grouped_config, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 from weft.schedule import kernels as schedule_kernels  # noqa: E402
 from weft.sim import model as sim_model  # noqa: E402
@@ -223,7 +222,7 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
     ],
     ids=str,
 )
-@pytest.mark.parametrize("config", mostly(grouped_code.CONFIGS, grouped_code.CONFIGS[0]), ids=str)
+@pytest.mark.parametrize("config", mostly(grouped_config.CONFIGS, grouped_config.CONFIGS[0]), ids=str)
 def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
     """Loads and stores use TMA, products use the tensor cores, and as many programs fit on an SM as the configuration
     says.
@@ -250,18 +249,18 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     """The simulator imports no kernels, so it has copies of their constants."""
-    least_k = {grouped_code.LEAST_STEPS * config.block_k for config in grouped_code.CONFIGS}
+    least_k = {grouped_config.LEAST_STEPS * config.block_k for config in grouped_config.CONFIGS}
     ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
-    assert ours == (grouped_code.FEW_ROUNDS, grouped_code.MAX_SPLITS, least_k)
-    assert schedule_kernels.FEW_ROWS == grouped_code.FEW_ROWS
-    tiles = {(config.block_m, config.block_n) for config in grouped_code.CONFIGS}
+    assert ours == (grouped_config.FEW_ROUNDS, grouped_config.MAX_SPLITS, least_k)
+    assert schedule_kernels.FEW_ROWS == grouped_config.FEW_ROWS
+    tiles = {(config.block_m, config.block_n) for config in grouped_config.CONFIGS}
     assert set(zip(*(sizes.tolist() for sizes in sim_model._GROUPED_TILES), strict=True)) <= tiles
 
 
 @pytest.mark.parametrize(
     "key", [{}, slow({"transposed": True}), slow({"back": True}), slow({"back": True, "merged": True})], ids=str
 )
-@pytest.mark.parametrize("config", [grouped_code.LARGE, *map(slow, grouped_code.CONFIGS[1:])], ids=str)
+@pytest.mark.parametrize("config", [grouped_config.LARGE, *map(slow, grouped_config.CONFIGS[1:])], ids=str)
 def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
     """Both loops over K are pipelined, without spilled registers."""
     config = replace(config, parts=2) if key.get("merged") else config
@@ -281,10 +280,10 @@ def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 def test_grouped_matmul_with_pointers(dtype: torch.dtype, key: dict[str, Any], tmp_path: Path) -> None:
-    built = grouped("sm_90", dtype, grouped_code.PLAIN, **key)
+    built = grouped("sm_90", dtype, grouped_config.PLAIN, **key)
     assert registers_and_stack(built.asm["cubin"], tmp_path)[1] <= 32  # bytes; some versions of Triton spill a few
     assert ("cp.async.cg" in built.asm["ptx"]) == key.get("aligned", True)  # 16 bytes at a time
-    assert grouped("gfx942", dtype, grouped_code.PLAIN, **key).asm["hsaco"]
+    assert grouped("gfx942", dtype, grouped_config.PLAIN, **key).asm["hsaco"]
 
 
 def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:

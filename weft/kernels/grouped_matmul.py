@@ -48,144 +48,18 @@ hardware masks rows outside the segment. Without TMA, masked loads and stores ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import to_ragged_indices
 
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """The tile sizes and other compile-time parameters of the kernel.
-
-    parts: the number of pieces in which a tile is stored, 1 or 2. Two pieces leave more shared memory for pipeline stages.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group: int
-    warps: int
-    stages: int
-    parts: int = 1
-    per_sm: int = 1  # resident programs per multiprocessor
-    splits: int = 1  # the largest number of programs that share a tile of the last round
-
-
-MAX_SPLITS = 8
-"""Largest number of programs that share a tile. The last program reads all partial sums."""
-LEAST_STEPS = 16
-"""Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
-"""
-FEW_ROUNDS = 4
-"""Largest number of rounds of tiles for which sharing the last round is faster."""
-FEW_ROWS = 192
-"""Up to this number of rows in a segment, tiles of 64 rows are faster than larger tiles, and MERGED tiles are faster
-still.
-"""
-LARGE = Config(128, 256, 64, 8, 8, 3)
-# Configurations for 16-bit types that a benchmark compares, sorted from many rows per segment to few.
-CONFIGS = (
-    LARGE,
-    Config(128, 256, 64, 16, 8, 4, parts=2),
-    Config(256, 128, 64, 8, 8, 3),
-    Config(128, 128, 64, 8, 4, 3, parts=2, per_sm=2),
-    Config(64, 256, 64, 16, 4, 4),
-    Config(64, 128, 64, 16, 4, 4, per_sm=2),
+from weft.kernels.grouped_rows import (
+    expert_of_tile,
+    least_count,
+    place_in_expert,
+    rows_of_tile,
+    table_of_counts,
+    tiled_rows,
 )
-_SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
-# Without tensor maps, addresses and masks need registers, so tiles are smaller.
-PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
-
-
-def choose_config(
-    itemsize: int,
-    rows_per_segment: float,
-    n: int,
-    k: int,
-    segments: int = 0,
-    multiprocessors: int = 0,
-    *,
-    merged: bool = False,
-) -> Config:
-    """Return the fastest configuration for a launch, by the following rules. A segment is a (source, expert) pair; with
-    `merged`, it is an expert.
-
-    - Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. So for segments of less
-      than about two tiles, use tiles of 64 rows.
-    - With `merged` there are fewer segments, and fewer partly empty tiles, so use tiles of 128 rows for segments of more than
-      64 rows. Store these tiles in two pieces: with BACK, addresses of a whole tile would not fit in the registers.
-    - If at most half of the multiprocessors would have a tile, use narrow tiles, which occupy more multiprocessors.
-    - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
-      H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
-    - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
-      more stage of operands.
-
-    itemsize: the number of bytes of an element. rows_per_segment: the average number of rows of a segment. segments: the
-        number of segments of the launch; 0 if unknown. merged: True if tiles have rows of all sources.
-    """
-    if itemsize == 4 or (n | k) * itemsize % 16:
-        return PLAIN
-    if n <= 128:
-        best = _MEDIUM if rows_per_segment > 192 else _NARROW
-    elif rows_per_segment <= (_SMALL.block_m if merged else FEW_ROWS):
-        tiles = _tiles(_SMALL, rows_per_segment, n, segments)
-        few, many = 2 * tiles <= multiprocessors, tiles > FEW_ROUNDS * multiprocessors
-        best = _NARROW if segments and (few or (many and rows_per_segment <= _SMALL.block_m)) else _SMALL
-    else:
-        best = LARGE if k >= 768 and not merged else _SHORT_K
-    best = replace(best, parts=2) if merged else best
-    rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
-    splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
-    return replace(best, splits=splits) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
-
-
-def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:
-    """Return the expected number of tiles of a launch."""
-    return int(segments * -(-rows_per_segment // config.block_m) * -(-n // config.block_n))
-
-
-@triton.jit
-def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    """Load `counts` as int32 `[W_P2, E_P2]`, with each count clamped to `0 .. most`, and zeros beyond W and E."""
-    source = tl.arange(0, W_P2)[:, None]
-    expert = tl.arange(0, E_P2)[None, :]
-    rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
-    return tl.minimum(tl.maximum(rows, 0), most).to(tl.int32)
-
-
-@triton.jit
-def _tiled(table, sources, rank, most, MERGED: tl.constexpr):
-    """Return the number of rows of each segment, `[W_P2, E_P2]`, from which the tiles are counted. With MERGED an expert has
-    one segment, with the rows of all sources. It is in the line of source `rank`, and the other lines are 0.
-    """
-    if MERGED:
-        rows = tl.minimum(tl.sum(table, 0), most)
-        return tl.where(sources[:, None] == rank, rows[None, :], 0)
-    return table
-
-
-@triton.jit
-def _of_sources(table, expert, experts, block_first):
-    """Return two vectors, (ends, places), to find the rows of an expert in the blocks of their sources. Both have an entry for
-    each source, and refer to the list of all rows of the expert, ordered by source.
-
-    In this list, the rows of source s end at index ends[s]. The row of source s at index i of this list is row i + places[s] of
-    the source's block.
-    """
-    rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
-    earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
-    ends = tl.cumsum(rows, 0)
-    return ends, block_first + earlier - (ends - rows)
-
-
-@triton.jit
-def _least(counts, counts_stride, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    source = tl.arange(0, W_P2)[:, None]
-    expert = tl.arange(0, E_P2)[None, :]
-    rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
-    return tl.min(tl.min(rows, 1), 0)
+from weft.kernels.grouped_stores import store_result, store_to_sources
 
 
 @triton.jit
@@ -195,88 +69,6 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
         for first in range(0, N, 128):
             nan = tl.full([128], float("nan"), tl.float32).to(DTYPE)
             tl.store(y + row * stride + first + columns, nan, mask=first + columns < N)
-
-
-@triton.jit
-def _pick(here, of_segment):
-    """Return the element of the vector `of_segment` at the one index where the mask `here` is True."""
-    return tl.sum(tl.where(here, of_segment, 0), 0)
-
-
-@triton.jit
-def _of_expert(
-    row_tile, table, ends, is_source, block_first, experts, sources, rank, most,
-    MERGED: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Return the expert of a row tile of the launch, and values that all tiles of the expert share:
-
-    - first, end: the number of row tiles of the launch before this expert, and up to and including it.
-
-    The other results are vectors, with an entry for each source:
-
-    - segment_first, segment_end: the source's first row tile of this expert, and the end of its row tiles.
-    - by_source: the tile's first row in the source's block is by_source + row_tile * BLOCK_M.
-    - in_whole: the tile's first row in `whole` is in_whole + row_tile * BLOCK_M.
-    - left_of: from the tile's first row on, the source has left_of - row_tile * BLOCK_M rows of this expert.
-    - row_ends, places: see `_of_sources`; zeros unless MERGED and BACK.
-    """
-    before = ends <= row_tile
-    expert = tl.sum(before.to(tl.int32), 0)
-    first = tl.max(tl.where(before, ends, 0), 0)
-    row_ends, places = tl.zeros_like(sources), tl.zeros_like(sources)
-    if MERGED and BACK:
-        row_ends, places = _of_sources(table, expert, experts, block_first)
-    table = _tiled(table, sources, rank, most, MERGED)
-    earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
-    rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
-    row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
-    end = first + tl.sum(row_tiles_of, 0)
-    segment_end = tl.cumsum(row_tiles_of, 0)
-    segment_first = segment_end - row_tiles_of
-    by_source = block_first + earlier - segment_first * BLOCK_M
-    in_whole = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
-    left_of = rows + segment_first * BLOCK_M
-    return expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places
-
-
-@triton.jit
-def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (row tile, first column) of an expert's tile number `number`. Tiles are ordered by group of row tiles, then by
-    column.
-    """
-    group = number // (GROUP * N_TILES)
-    group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
-    number -= group * (GROUP * N_TILES)
-    return group * GROUP + number % group_rows, (number // group_rows) * BLOCK_N
-
-
-@triton.jit
-def _rows_of(
-    row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
-    own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, MERGED: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile.
-
-    is_own: True if this rank itself is the source of the rows.
-    row_tile: the number of the tile among the expert's row tiles. segment_first .. left_of: results of `_of_expert`.
-    turn: the position of each source after this rank, `(source - rank) % W`.
-    """
-    here = (row_tile >= segment_first) & (row_tile < segment_end)
-    is_own = _pick(here, sources) == rank
-    if BACK:
-        x_row = _pick(here, in_whole) + row_tile * BLOCK_M
-        y_row = _pick(here, by_source) + row_tile * BLOCK_M
-        end_of_slot = tl.minimum(_pick(here, turn) * slot_rows, slots_rows)
-        y_end = tl.where(is_own, own_rows, end_of_slot)
-    else:
-        x_row = _pick(here, by_source) + row_tile * BLOCK_M
-        y_row = _pick(here, in_whole) + row_tile * BLOCK_M
-        y_end = whole_rows
-    if MERGED and BACK:  # `_store_to_sources` finds each row's place
-        return is_own, x_row, y_row, tl.maximum(_pick(here, left_of) - row_tile * BLOCK_M, 0)
-    # The caller reports rows beyond y. Sums of invalid counts may have overflowed.
-    left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
-    return is_own, x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
 
 @triton.jit
@@ -291,74 +83,6 @@ def _there(
         rows = tl.multiple_of(rows, [16, 16])  # bytes
     there = tl.load(rows + columns[None, :], mask=(in_tile < left)[:, None] & (columns < N)[None, :], other=0.0)
     return there.to(tl.float32)
-
-
-@triton.jit
-def _store_rows(y, first, count, column, tile):
-    """Store the first `count` rows of a tile to `y`, from row `first` on. `y` is a ragged tensor map, with which the hardware
-    masks the other rows.
-    """
-    a, b, c = to_ragged_indices(first, count, 0)
-    y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
-
-
-@triton.jit
-def _store_result(
-    own, slots, whole, is_own, y_row, left, column, acc,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """Store the first `left` rows of the tile `acc` to the result, from row `y_row` on. The result is `whole`, or with BACK
-    `own` or `slots`. All three are ragged tensor maps.
-    """
-    if BACK:
-        if is_own:
-            y = own
-        else:
-            y = slots
-    else:
-        y = whole
-    if PARTS == 2:
-        halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
-        left_half, right_half = tl.split(halves)
-        _store_rows(y, y_row, left, column, left_half.to(DTYPE))
-        _store_rows(y, y_row, left, column + BLOCK_N // 2, right_half.to(DTYPE))
-    else:
-        _store_rows(y, y_row, left, column, acc.to(DTYPE))
-
-
-@triton.jit
-def _store_to_sources(
-    own_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
-    row_ends, places, row, left, column, acc,
-    N: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Store a tile with rows of several sources, each row into the block of its source.
-
-    row: the tile's first row among its expert's rows. left: the number of rows to store. row_ends, places: see
-    `_of_sources`.
-    """
-    in_tile = tl.arange(0, BLOCK_M)
-    at = row + in_tile
-    source = tl.sum((row_ends[None, :] <= at[:, None]).to(tl.int32), 1)
-    is_source = sources[None, :] == source[:, None]
-    to = tl.sum(tl.where(is_source, places[None, :], 0), 1) + at
-    is_own = source == rank
-    end_of_slot = tl.sum(tl.where(is_source, tl.minimum(turn * slot_rows, slots_rows)[None, :], 0), 1)
-    is_row = (in_tile < left) & (to >= 0) & (to < tl.where(is_own, own_rows, end_of_slot))
-    ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    pitch = tl.where(is_own, own_stride, slots_stride) * ITEM_BYTES
-    rows = (tl.where(is_own, own_address, slots_address) + to.to(tl.int64) * pitch)[:, None].to(tl.pointer_type(DTYPE))
-    if ALIGN > 1:
-        rows = tl.multiple_of(rows, [16, 16])  # bytes
-    columns = column + tl.arange(0, BLOCK_N // PARTS)
-    if PARTS == 2:
-        left_half, right_half = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
-        tl.store(rows + columns[None, :], left_half.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
-        columns += BLOCK_N // 2
-        tl.store(rows + columns[None, :], right_half.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
-    else:
-        tl.store(rows + columns[None, :], acc.to(DTYPE), mask=is_row[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
@@ -453,14 +177,14 @@ def grouped_matmul_kernel(
     is_source = (sources < W) & (turn >= first_source) & (turn < first_source + n_sources)
     is_expert = (experts >= first_expert) & (experts < first_expert + n_experts)
 
-    if _least(counts, counts_stride, W, E, W_P2, E_P2) < 0:
+    if least_count(counts, counts_stride, W, E, W_P2, E_P2) < 0:
         if BACK:
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), own_rows, own_stride, N, DTYPE)
         else:
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), whole_rows, whole_stride, N, DTYPE)
     # The number of row tiles up to and including each expert. Experts before the first of the launch have no tiles.
-    table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-    table = _tiled(table, sources, rank, whole_rows, MERGED)
+    table = table_of_counts(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
+    table = tiled_rows(table, sources, rank, whole_rows, MERGED)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
     before_me = tl.arange(0, SPLITS_P2)
@@ -481,36 +205,38 @@ def grouped_matmul_kernel(
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # number of row tiles before this expert, and including it
     end = tl.full([], 0, tl.int32)
-    # Per source, for this expert: see `_of_expert`.
+    # Per source, for this expert: see `expert_of_tile`.
     segment_first = tl.zeros([W_P2], tl.int32)
     segment_end = tl.zeros([W_P2], tl.int32)
     by_source = tl.zeros([W_P2], tl.int32)
     in_whole = tl.zeros([W_P2], tl.int32)
     left_of = tl.zeros([W_P2], tl.int32)
-    row_ends = tl.zeros([W_P2], tl.int32)  # MERGED and BACK: see `_of_sources`
+    row_ends = tl.zeros([W_P2], tl.int32)  # MERGED and BACK: see `rows_of_sources`
     places = tl.zeros([W_P2], tl.int32)
     # One loop over tiles and K: the next tile's operands arrive while this tile is stored. Reading a stored tile first
     # would end the pipeline, and a large table of counts needs registers.
     ONE_LOOP: tl.constexpr = TMA and not ADDS and W_P2 * E_P2 <= 512
     for tile in tl.range(program, tiles - shared_tiles, programs, flatten=ONE_LOOP):
         if tile >= end * N_TILES:
-            table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-            expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = _of_expert(
-                tile // N_TILES,
-                table,
-                ends,
-                is_source,
-                block_first,
-                experts,
-                sources,
-                rank,
-                whole_rows,
-                MERGED,
-                BACK,
-                BLOCK_M,
+            table = table_of_counts(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
+            expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = (
+                expert_of_tile(
+                    tile // N_TILES,
+                    table,
+                    ends,
+                    is_source,
+                    block_first,
+                    experts,
+                    sources,
+                    rank,
+                    whole_rows,
+                    MERGED,
+                    BACK,
+                    BLOCK_M,
+                )
             )
-        row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
-        is_own, x_row, y_row, left = _rows_of(
+        row_tile, column = place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
+        is_own, x_row, y_row, left = rows_of_tile(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
             own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
         )  # fmt: skip
@@ -524,12 +250,12 @@ def grouped_matmul_kernel(
                 own, slots, w, whole, expert, column, is_own, x_row, acc, 0, K_STEPS, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED
             )  # fmt: skip
             if MERGED and BACK:
-                _store_to_sources(
+                store_to_sources(
                     y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
                     row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
                 )  # fmt: skip
             else:
-                _store_result(
+                store_result(
                     own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
                 )  # fmt: skip
         else:
@@ -569,7 +295,7 @@ def grouped_matmul_kernel(
                 else:
                     w_at += BLOCK_K * w_step
             if MERGED and BACK:
-                _store_to_sources(
+                store_to_sources(
                     y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
                     row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, 1,
                 )  # fmt: skip
@@ -580,8 +306,8 @@ def grouped_matmul_kernel(
     if SPLITS > 1 and program < shared_tiles * sharers:
         shared, part = program % shared_tiles, program // shared_tiles
         tile = tiles - shared_tiles + shared
-        table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-        expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = _of_expert(
+        table = table_of_counts(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
+        expert, first, end, segment_first, segment_end, by_source, in_whole, left_of, row_ends, places = expert_of_tile(
             tile // N_TILES,
             table,
             ends,
@@ -595,8 +321,8 @@ def grouped_matmul_kernel(
             BACK,
             BLOCK_M,
         )
-        row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
-        is_own, x_row, y_row, left = _rows_of(
+        row_tile, column = place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
+        is_own, x_row, y_row, left = rows_of_tile(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
             own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
         )  # fmt: skip
@@ -613,9 +339,9 @@ def grouped_matmul_kernel(
             tl.store(arrived + shared, tl.full([], 0, tl.int32))
             acc = _sum_of_parts(first_part, sharers, stride)
             if MERGED and BACK:
-                _store_to_sources(
+                store_to_sources(
                     y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
                     row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
                 )  # fmt: skip
             else:
-                _store_result(own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK)
+                store_result(own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK)

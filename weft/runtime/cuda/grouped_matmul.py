@@ -14,7 +14,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels import grouped_matmul as device_code
-from weft.kernels.grouped_matmul import Config, choose_config
+from weft.runtime.cuda.grouped_config import Config, choose_config
 from weft.runtime.cuda.kernel_call import loaded
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors

@@ -1,0 +1,98 @@
+"""The tile sizes of `weft.kernels.grouped_matmul`, and their choice for a launch. The choice needs no GPU, and does not import
+Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The tile sizes and other compile-time parameters of the kernel.
+
+    parts: the number of pieces in which a tile is stored, 1 or 2. Two pieces leave more shared memory for pipeline stages.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    warps: int
+    stages: int
+    parts: int = 1
+    per_sm: int = 1  # resident programs per multiprocessor
+    splits: int = 1  # the largest number of programs that share a tile of the last round
+
+
+MAX_SPLITS = 8
+"""Largest number of programs that share a tile. The last program reads all partial sums."""
+LEAST_STEPS = 16
+"""Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
+"""
+FEW_ROUNDS = 4
+"""Largest number of rounds of tiles for which sharing the last round is faster."""
+FEW_ROWS = 192
+"""Up to this number of rows in a segment, tiles of 64 rows are faster than larger tiles, and MERGED tiles are faster
+still.
+"""
+LARGE = Config(128, 256, 64, 8, 8, 3)
+# Configurations for 16-bit types that a benchmark compares, sorted from many rows per segment to few.
+CONFIGS = (
+    LARGE,
+    Config(128, 256, 64, 16, 8, 4, parts=2),
+    Config(256, 128, 64, 8, 8, 3),
+    Config(128, 128, 64, 8, 4, 3, parts=2, per_sm=2),
+    Config(64, 256, 64, 16, 4, 4),
+    Config(64, 128, 64, 16, 4, 4, per_sm=2),
+)
+_SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
+# Without tensor maps, addresses and masks need registers, so tiles are smaller.
+PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
+
+
+def choose_config(
+    itemsize: int,
+    rows_per_segment: float,
+    n: int,
+    k: int,
+    segments: int = 0,
+    multiprocessors: int = 0,
+    *,
+    merged: bool = False,
+) -> Config:
+    """Return the fastest configuration for a launch, by the following rules. A segment is a (source, expert) pair; with
+    `merged`, it is an expert.
+
+    - Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. So for segments of less
+      than about two tiles, use tiles of 64 rows.
+    - With `merged` there are fewer segments, and fewer partly empty tiles, so use tiles of 128 rows for segments of more than
+      64 rows. Store these tiles in two pieces: with BACK, addresses of a whole tile would not fit in the registers.
+    - If at most half of the multiprocessors would have a tile, use narrow tiles, which occupy more multiprocessors.
+    - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
+      H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
+    - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
+      more stage of operands.
+
+    itemsize: the number of bytes of an element. rows_per_segment: the average number of rows of a segment. segments: the
+        number of segments of the launch; 0 if unknown. merged: True if tiles have rows of all sources.
+    """
+    if itemsize == 4 or (n | k) * itemsize % 16:
+        return PLAIN
+    if n <= 128:
+        best = _MEDIUM if rows_per_segment > 192 else _NARROW
+    elif rows_per_segment <= (_SMALL.block_m if merged else FEW_ROWS):
+        tiles = _tiles(_SMALL, rows_per_segment, n, segments)
+        few, many = 2 * tiles <= multiprocessors, tiles > FEW_ROUNDS * multiprocessors
+        best = _NARROW if segments and (few or (many and rows_per_segment <= _SMALL.block_m)) else _SMALL
+    else:
+        best = LARGE if k >= 768 and not merged else _SHORT_K
+    best = replace(best, parts=2) if merged else best
+    rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
+    splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
+    return replace(best, splits=splits) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
+
+
+def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:
+    """Return the expected number of tiles of a launch."""
+    return int(segments * -(-rows_per_segment // config.block_m) * -(-n // config.block_n))
