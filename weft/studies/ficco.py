@@ -25,6 +25,7 @@ from dataclasses import replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from weft.bench.core.records import last_runs
@@ -364,4 +365,4 @@ def _draw_means(axis: Any, rows: Sequence[GemmRow]) -> None:
     heights = {
         what: [float(cell or 0) for cell in cells] for what, cells in zip(means.columns[1:], columns, strict=True)
     }
-    bars(axis, [kind.replace(" ", "\n", 1) for kind in kinds], heights, _COLOURS)
+    bars(axis, [fill(kind, 14) for kind in kinds], heights, _COLOURS)
