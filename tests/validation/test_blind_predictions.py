@@ -101,7 +101,7 @@ def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100:
         assert statistics.fmean(map(abs, errors)) < most, machine
 
 
-@pytest.mark.parametrize(("machine", "most"), [("h100", 0.07), ("h200", 0.12)])
+@pytest.mark.parametrize(("machine", "most"), [("h100", 0.10), ("h200", 0.12)])
 def test_serial_combines_take_about_as_long_as_predicted(machine: str, most: float) -> None:
     """In queued calls. The CPU knows the sizes, so it does not wait.
 
