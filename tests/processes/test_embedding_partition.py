@@ -407,6 +407,18 @@ def test_bad_input_is_refused_on_every_rank(
         assert trains
 
 
+def hashed_on_one_rank(group: dist.ProcessGroup) -> str:
+    group = dist.new_group(list(range(group.size())))
+    given: dict[str, Any] = {"group": group, "placement": placements(2)["rows"], "deadline_s": 30.0}
+    modules = [ShardedEmbeddingBagCollection(TABLES[torch.float32], hash=hash, **given) for hash in (False, True)]
+    return told(lambda: modules[group.rank()](batch(0, 8, group.rank(), 2)[0]))
+
+
+def test_ranks_cannot_hash_ids_of_row_wise_tables_alone(pool: Pool) -> None:
+    for error in pool.run(hashed_on_one_rank, ranks=2, timeout_s=60):
+        assert error.startswith("DisagreementError")
+
+
 def skewed(group: dist.ProcessGroup, placement: Any, max_ids: int) -> str:
     tables = [EmbeddingBagConfig(20, 4, "t", ("f",)), EmbeddingBagConfig(20, 4, "other", ("g",))]
     module = ShardedEmbeddingBagCollection(tables, group=group, placement=placement, max_ids=max_ids, deadline_s=30.0)

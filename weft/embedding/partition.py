@@ -193,11 +193,12 @@ class Partition:
         return [number for number, part in enumerate(self.parts) if part.table == table]
 
     def feature_of_part(self, part: TablePart, feature: str) -> str:
-        """Return the name of the input feature that `part` reads for the table's `feature`."""
+        """Return the name of the input feature that `part` reads for the table's `feature`. Ranks compare it, so it tells
+        hashed ids from others.
+        """
         table = self.tables[part.table]
-        if isinstance(self.shardings[part.table], RowWise):
-            return f"{feature} in {part.name_in(table)}"
-        return f"{feature} hashed to {table.num_embeddings} rows" if self.hashes_input else feature
+        read = f"{feature} hashed to {table.num_embeddings} rows" if self.hashes_input else feature
+        return f"{read} in {part.name_in(table)}" if isinstance(self.shardings[part.table], RowWise) else read
 
     @cached_property
     def hashes_input(self) -> bool:
