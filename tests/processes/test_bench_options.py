@@ -70,9 +70,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
             ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
             (
                 {"variants": ("dispatch[by=kernel,rest=together]",)},
-                r"supports none of these shapes \(first shape: with 2 ranks all "
-                "other tokens come from one rank, so "
-                "rest=together is the same as rest=each",
+                r"supports none of these shapes \(first shape: with 2 ranks there is only one peer, so rest=together would be "
+                "the same as rest=each",
             ),
             ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
             ({"scale": 0.5}, r"scale=0\.5: .* only tables can: name a smaller shape"),

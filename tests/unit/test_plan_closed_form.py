@@ -65,10 +65,12 @@ def test_the_sweep_reaches_what_a_dense_grid_of_thresholds_reaches() -> None:
         row("g2", 2000, 10, "hetero-fused-1D"),
         row("g3", 3000, 10, "hetero-unfused-1D"),
     ]
-    found = {(s.form[:3], s.among): s.near["all"] for s in choosers.sweep(rows, {"all": "g"})}
-    assert found["one", "all eight"] == 1
-    assert found["the", "all eight"] == 2  # 2 MNK of g3 is less than five times that of g2
-    assert found["any", "all eight"] == 3
+    one, of_paper, any_thresholds = (
+        swept.near["all"] for swept in choosers.sweep(rows, {"all": "g"}) if swept.among == "all eight"
+    )
+    assert one == 1
+    assert of_paper == 2  # 2 MNK of g3 is less than five times that of g2
+    assert any_thresholds == 3
 
 
 def test_an_assumed_number_moves_what_depends_on_it_and_others_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
