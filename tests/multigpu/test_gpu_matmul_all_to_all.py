@@ -23,7 +23,6 @@ from support.operators.experts import Experts, MatmulAllToAllCall
 import weft
 from weft.builders import AllToAllMatmul, MatmulAllToAll
 from weft.launch import Pool
-from weft.runtime.unfused.sizes import sizes_of
 
 pytestmark = gpu_ranks.MARKS
 DMA, KERNEL, STORE = (f"combine[chunks=1,by={by}]" for by in ("dma", "kernel", "store"))
@@ -83,25 +82,6 @@ def test_sizes_that_the_cpu_reads_in_the_dispatch_are_known(
     for known in pair.run(ranks.sizes_are_known, schedule, with_gradients, timeout_s=60):
         assert known.pop("the same")
         assert not any(known.values())
-
-
-def combined_alone(group: dist.ProcessGroup) -> list[bool]:
-    """Return True if the CPU knows the sizes: before a combine without a dispatch, and after it."""
-    rank, here = group.rank(), torch.device("cuda", torch.cuda.current_device())
-    h, w = torch.ones(4, 8, device=here), torch.ones(2, 8, 3, device=here)
-    received, splits = (torch.ones(*shape, dtype=torch.int64, device=here) for shape in ((2, 2), (4,)))
-    found = [sizes_of(splits, received).is_fetched]
-    for _ in range(2):
-        y = weft.matmul_all_to_all(h, w, received, splits, group=group, schedule="serial")
-        assert torch.equal(y, torch.full_like(y, 8.0)), rank
-        found.append(sizes_of(splits, received).is_fetched)
-    received += 1
-    return [*found, sizes_of(splits, received).is_fetched]
-
-
-def test_a_combine_without_a_dispatch_reads_its_sizes_once(pair: Pool) -> None:
-    for known in pair.run(combined_alone, timeout_s=60):
-        assert known == [False, True, True, False]
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "h", "weights"])

@@ -308,6 +308,7 @@ def not_the_same(group: dist.ProcessGroup, placement: str, first: dict[str, Any]
         ("mixed", {"dedup": True}, "dedup is 'False' on rank 0 and 'True' on rank 1"),
         ("whole", {"optimizer": weft.Adam(lr=0.1)}, "optimizer is "),
     ],
+    ids=["tables", "dedup", "optimizer"],
 )
 def test_ranks_cannot_call_different_collections(pool: Pool, placement: str, other: dict[str, Any], text: str) -> None:
     for error in pool.run(not_the_same, placement, {}, other, ranks=2, timeout_s=60):

@@ -28,7 +28,7 @@ from weft.runtime.unfused import experts
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
-from weft.runtime.unfused.sizes import Sizes, remember, sizes_of, total_of
+from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
 from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import counted
@@ -80,7 +80,8 @@ def matmul_all_to_all(
         earlier call of `all_to_all_matmul` has read it for the same tensor object splits. Otherwise the CPU waits to
         read the number from the GPU. Pass rows on all ranks or on none. The schedule "serial" needs all sizes on the CPU.
         It has them if the tensor objects received and splits come from a call of `all_to_all_matmul` without max_rows,
-        outside of `torch.inference_mode`. Otherwise the CPU waits for them, also with a number of rows.
+        outside of `torch.inference_mode`. Otherwise the CPU waits for them, also with a number of rows. On GPUs do not
+        overwrite these two objects by collectives or custom kernels, which torch does not notice: pass new tensors.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
     schedule: the name of a schedule for forward, such as "serial" or "combine[chunks=1,by=store]". "autotune" times
@@ -216,11 +217,7 @@ class _MatmulAllToAll(Operator[_Call]):
                 "capture: pass rows"
             )
         sizes = sizes_of(splits, received)
-        if h.is_cuda or sizes.is_fetched:  # on GPUs, read both tables at once, for the serial schedule and for backward
-            tokens = sum(sizes.host.sent)
-            remember(sizes)
-        else:
-            tokens = int(splits.sum())
+        tokens = sum(sizes.host.sent) if sizes.is_fetched else int(splits.sum())
         return call._replace(tokens=tokens)
 
     # --- the call and its problem ---

@@ -101,7 +101,7 @@ class _Numbers:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor `received` of a dispatch or combine: its version counter, the tensor of splits with its version
+"""For each tensor `received` of a dispatch: its version counter, the tensor of splits with its version
 counter, and the CPU's copy of these two tensors.
 """
 
@@ -118,6 +118,8 @@ def remember(sizes: Sizes) -> None:
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
     """Return the `Sizes` of these tables. If the CPU has a copy (`remember`), and neither table has changed since, use this
     copy. Never reuse it while a graph is being captured.
+
+    Version counters miss changes by collectives and by NumPy, so tensors on the CPU are compared with the copy.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -126,7 +128,11 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
         or (received.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         numbers = None
-    return Sizes(splits, received, numbers)
+    made = Sizes(splits, received, numbers)
+    if numbers is None or received.is_cuda:
+        return made
+    tables = np.stack((splits.view(received.shape).numpy(), received.numpy()))
+    return made if np.array_equal(made.tables, tables) else Sizes(splits, received)
 
 
 _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -144,8 +150,11 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has, or if `splits` has changed
-    since.
+    """Return the sum of `splits` that a dispatch has remembered; None if there is none, or if `splits` has changed since.
+
+    The version counter misses changes by collectives and by NumPy, so the sum is computed again if `splits` is on the CPU.
     """
     version, tokens = _totals.get(splits, (None, 0))
-    return tokens if version is not None and version == splits._version else None
+    if version is None or version != splits._version or (not splits.is_cuda and int(splits.sum()) != tokens):
+        return None
+    return tokens
