@@ -201,7 +201,8 @@ class ScheduleMemory:
         seconds: the deadline.
         """
         if self.own_group is not None:
-            self._collectives_stand_still(seconds)
+            if self._begun[2]:
+                self._fail(seconds, "collectives")
             return
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
@@ -223,19 +224,16 @@ class ScheduleMemory:
             run = f", which has not arrived in {'the previous' if waits[0][1].previous else 'this'} run"
         else:
             return
+        self._fail(seconds, waited, run)
+
+    def _fail(self, seconds: float, waited: str, run: str = "") -> None:
+        """Make the group fail, because this rank has waited too long.
+
+        waited: what it waited for. run: further words about the run, for the error text.
+        """
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "
             "Check that all ranks made the same call"
-        )
-        self.run.failure = DeadlineError(text)
-        self.comm.poison(text)
-
-    def _collectives_stand_still(self, seconds: float) -> None:
-        if not self._begun[2]:
-            return
-        text = (
-            f"rank {self.rank} waited {seconds:.3g} s for collectives of schedule {self.name}. Check that all ranks made the "
-            "same call"
         )
         self.run.failure = DeadlineError(text)
         self.comm.poison(text)
