@@ -150,11 +150,8 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of `splits` that a dispatch has remembered; None if there is none, or if `splits` has changed since.
-
-    The version counter misses changes by collectives and by NumPy, so the sum is computed again if `splits` is on the CPU.
+    """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has, or if `splits` has changed
+    since.
     """
     version, tokens = _totals.get(splits, (None, 0))
-    if version is None or version != splits._version or (not splits.is_cuda and int(splits.sum()) != tokens):
-        return None
-    return tokens
+    return tokens if version is not None and version == splits._version else None
