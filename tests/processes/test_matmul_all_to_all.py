@@ -191,21 +191,21 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
             )
 
 
-def overwritten(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Dispatch, and overwrite the sizes by collectives, which do not change the tensors' version counters. Return the numbers
-    of rows that a combine returns and should return.
+def overwritten(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Dispatch, and overwrite the sizes by collectives, which do not change the tensors' version counters. Return the rank
+    that each row of a combine comes from, and the rank that it should come from. The totals of all ranks stay equal.
     """
-    rank, w = group.rank(), torch.ones(1, 4, 4)
+    rank, w = group.rank(), torch.ones(1, 4, 1)
     splits = torch.tensor([[3, 3], [2, 4]][rank])
     _, received = weft.all_to_all_matmul(torch.ones(6, 4), w, splits, group=group, return_received=True, capacity=16)
-    now = [torch.tensor([5, 2]), torch.tensor([1, 4])]
-    dist.scatter(splits, now if rank == 0 else None, src=0, group=group)
+    now = torch.tensor([[4, 2], [1, 5]])
+    dist.scatter(splits, list(now) if rank == 0 else None, src=0, group=group)
     dist.all_to_all_single(received.view(-1), splits, group=group)
-    h = torch.ones(int(received.sum()), 4)
+    h = torch.full((int(received.sum()), 4), rank / 4)
     y = weft.matmul_all_to_all(h, w, received, splits, group=group, capacity=16, schedule="serial")
-    return len(y), int(now[rank].sum())
+    return y.flatten().int().tolist(), torch.arange(2).repeat_interleave(now[rank]).tolist()
 
 
 def test_sizes_that_collectives_overwrite_are_read_again(pool: Pool) -> None:
-    for rows, right in pool.run(overwritten, ranks=2):
-        assert rows == right
+    for senders, right in pool.run(overwritten, ranks=2):
+        assert senders == right
