@@ -9,8 +9,8 @@ weights' gradients overlap with the reduce-scatter of x's gradient.
               single weight, a rank computes its own rows last, by a GEMM that accumulates into the arrived parts, so that
               no reduction kernel is needed
 
-There is one GEMM for the rows of each rank, which is not cut into chunks. Each rank's rows of x's gradient are reduced
-as in a reduce-scatter (`weft.builders.partial_products`).
+The rows of each rank have one GEMM: they are not cut into chunks. Each rank's rows of x's gradient are reduced as in a
+reduce-scatter (`weft.builders.partial_products`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Append the GEMMs that compute this rank's contribution to rows (first, count) of x's gradient; to all rows if
-        `rows` is None.
+        """Append the GEMMs that compute this rank's contribution to `rows` (first, count) of x's gradient. None: all
+        rows.
 
         add: True to accumulate into `out`.
         """

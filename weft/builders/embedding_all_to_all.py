@@ -167,7 +167,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 class _Slices(Draft):
     """A `Draft` (a schedule under construction) whose tiles are the slices of all samples.
 
-    The slice that a tile pools (sample, tables and columns) is given by expressions of the tile's index `t`.
+    Expressions of a tile's index `t` give the slice that the tile pools: its sample, tables and columns.
     """
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
@@ -190,8 +190,8 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """Return an expression of the tile's index `t`: the entry of `numbers` for the slice that the tile pools.
-        `numbers[rank][i]` is the entry for slice i of each sample on `rank`, such as its first column.
+        """Return an expression of the tile's index `t`, for a property of the slice that the tile pools, such as its
+        first column. `numbers[rank][i]` is the value for slice i of every sample on `rank`.
         """
         return _formula(numbers, RANK, self._unit)
 

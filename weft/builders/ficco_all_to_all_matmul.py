@@ -45,7 +45,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     """Cut tokens by expert.
 
     steps: the number of pieces into which a rank's experts are divided; 0 stands for the number of ranks. The planner
-        tries only 0; to use another number, pin it.
+        tries only 0. To use another number, pin a schedule with this number.
     start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
     """
     _require_peers(p)

@@ -2,8 +2,8 @@
 its output.
 
     serial    if columns were concatenated, a copy that stacks them along rows; NCCL's reduce-scatter; then both GEMMs
-    direct    each rank gets one part of the sum of the gradients g: copy engines send it that part of every g, chunk by chunk,
-              into slots. The rank then reduces and multiplies its part
+    direct    each rank owns one part of the result's gradient, summed over all ranks. Copy engines of all ranks send their
+              values of this part into slots of its owner, chunk by chunk. The owner then reduces and multiplies its part
 
 `own` is this rank's part of the reduced gradient. It is cut by rows, because rows of x's gradient need only the same
 rows of `own`. The weight's gradient needs all rows, and is computed by one GEMM when `own` is complete. Accumulating

@@ -66,7 +66,8 @@ class Result:
 
         source, target: functions that return a chunk's region in its owner's memory, and in y.
         by: copy with copy engines ("dma") or kernels ("kernel").
-        pieces: a function that returns the regions of y that chunk c covers, for the norm.
+        pieces: a function from a chunk's index to the regions of y that the chunk covers. Each region gets a step that
+            computes its norm.
         """
         if self._eps is None:
             fetched.fetch(source, target, by)

@@ -1,8 +1,8 @@
 """GEMM + MoE combine: after a dispatch, multiply each row by its expert's weights and send it back to the rank of its token.
 
     h         the rows that a rank has received, sorted by local expert, then by source rank
-    counts    two tables, [ranks, experts] each, one below the other: the number of rows of h from each rank for each local expert;
-              the number of this rank's tokens for each expert of each rank
+    counts    two tables [ranks, experts], one below the other. The first has the number of rows of h from each rank for each
+              local expert. The second has the number of this rank's tokens for each expert of each rank
     y         the results for this rank's tokens, sorted by global expert, so that the results from each rank are adjacent
 
 Each rank computes all sizes from its own two tables: the number of rows that it sends to each rank, and the place of
@@ -139,14 +139,14 @@ class _Combine(Draft):
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of rows of h from rank `source` for the local experts first .. first + count - 1; for all
-        from `first` on if `count` is None.
+        """Return the number of rows of h from rank `source` for the local experts first .. first + count - 1. If
+        `count` is None, the range ends at the last expert.
         """
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Return the number of this rank's tokens for the experts first .. first + count - 1 of rank `rank`; for all
-        from `first` on if `count` is None.
+        """Return the number of this rank's tokens for the experts first .. first + count - 1 of rank `rank`. If `count`
+        is None, the range ends at the last expert.
         """
         return self._of_row(self.world_size + rank, first, count)
 
@@ -303,9 +303,9 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Return the first row of a slot. In the buffer of rows to send, this is the slot for the rank `distance`
-        places after this rank in the ring.
+        """Return the first row of slot number `distance`.
 
-        In the buffer of received rows, the same slot is for rows from the rank `distance` places before this rank.
+        In the outbox, the slot has rows for the rank `distance` places after this rank in the ring. In the inbox, it
+        has rows from the rank `distance` places before this rank.
         """
         return (distance - 1) * self.p.most

@@ -84,8 +84,8 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows of `chunk` that rank `owner` really owns; of all its rows if `chunk` is None. The
-        last ranks may own fewer rows than the others.
+        """Return the number of rows in `chunk` (first, count) of rank `owner`'s rows. None: all its rows. The last
+        ranks may own fewer rows, and then have fewer rows in a chunk, or none.
         """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:
@@ -94,8 +94,8 @@ class PartialProducts:
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def first_row(self, owner: Index, chunk: tuple[Index, Index] | None = None) -> Index:
-        """Return the index of the first row of x that contributes to the rows `chunk` (first, count) of rank `owner`;
-        to any row of `owner` if `chunk` is None.
+        """Return the index of the first row of x that contributes to `chunk` (first, count) of rank `owner`'s rows. If
+        `chunk` is None, return the first row that contributes to any of these rows.
         """
         first = chunk[0] if chunk else 0
         return first if self._own_rows else owner * self.m + first

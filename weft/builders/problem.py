@@ -78,8 +78,9 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size) for choices by measurement. Problems with equal keys share measurements of similar `size`, even
-        if they also differ in sizes that `family` compares, such as the rows of single ranks.
+        """(key, size), like `family`, but for choices by measured times. Problems with equal keys and similar `size`
+        share measured times. The key may omit sizes that the key of `family` contains, such as the number of rows of
+        each rank.
 
         By default the same as `family`.
         """
@@ -103,8 +104,8 @@ class Problem:
 
     @property
     def evened(self) -> tuple[Problem, float] | None:
-        """(problem, ratio): a similar problem in which all ranks do the same work, which is faster to simulate; None if
-        unknown.
+        """(problem, ratio): a similar problem in which all ranks do the same work. One rank is then enough for a
+        simulation. None if there is no such problem.
 
         ratio: the rows of the similar problem, divided by the rows of this problem.
         """

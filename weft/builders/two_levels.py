@@ -24,7 +24,7 @@ other. So each byte crosses the network once per host. With H hosts of L ranks:
     add         when all ranks of this host have multiplied a chunk: add their products of the part that this rank owns
     rail        with two hosts: send this sum along the rail. With more: cut it into a piece per host, and send each host its piece
     add         add the arrived sums or pieces, with bias and residual
-    back, take  with more than two hosts: send the total of this host's piece along the rail; receive those of the other pieces
+    back, take  with more than two hosts: send the total of this host's piece along the rail; receive the totals of other pieces
     from peers  copy the parts that the other ranks of this host own
 
 Sums are rounded to the result's dtype once per level.
@@ -53,7 +53,7 @@ from weft.schedule.steps import Buffer, Region
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The ranks of `hosts` hosts with `near` consecutive ranks each.
+    """The division of the ranks into `hosts` hosts. Each host has `near` consecutive ranks.
 
     host: the host of this rank.
     others: the other hosts, in the order in which this rank sends to them.
@@ -113,7 +113,7 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     rail, near, compute = d.lane("rail", "copy"), d.lane("near", "copy"), d.lane("compute")
 
     def rows(owner: Index, chunk: int | None) -> tuple[Index, Index]:
-        """Return (first, count) of chunk number `chunk` of `owner`'s shard; of the whole shard if None."""
+        """Return the rows (first, count) of chunk number `chunk` in the shard of rank `owner`. None: the whole shard."""
         if chunk is None:
             return 0, lookup(p.rows, owner)
         ends = [[count * end // chunks for count in p.rows] for end in (chunk, chunk + 1)]
@@ -221,7 +221,8 @@ class _Owned:
     """The division of an all-reduce's rows among ranks: each rank owns a part of each chunk of rows, cut into `pieces`
     pieces.
 
-    The ranks of a rail own the same rows. The last parts and pieces of a chunk may have fewer rows than the others.
+    Ranks with the same index on their hosts own the same rows. The last parts and pieces of a chunk may have fewer rows
+    than the others.
 
     chunks: (first, count) of the rows of each chunk.
     rows: the number of rows of a buffer that holds one piece of each chunk.
@@ -261,9 +262,7 @@ class _Owned:
         return self.chunks[c][0] + (owner % self._near * self._pieces + number) * self._sizes[c]
 
     def _count(self, c: int, owner: Index, number: Index | None = None) -> Index:
-        """Return the number of rows of piece `number` of `owner`'s rows of chunk c; of all its pieces if `number` is
-        None.
-        """
+        """Return the number of rows in piece `number` of the rows of chunk c that rank `owner` owns. None: all pieces."""
         size, count, pieces = self._sizes[c], self.chunks[c][1], 1
         if number is None:
             size, number = size * self._pieces, 0

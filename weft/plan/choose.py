@@ -251,8 +251,8 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 
     Usually this is a fraction of serial's time (`_clearly`). If serial makes the CPU wait for sizes, the device is idle
     after the wait until the CPU has issued more work. This took 7% of serial's time on H100s (1204x14336x30336, 32
-    experts). A schedule without such a wait also saves this time. So the result is then smaller by serial's CPU time,
-    but at least `CLEARLY_US`.
+    experts). If `row` has no such wait, it avoids this idle time, which its predicted time does not show. The idle time
+    is estimated by serial's CPU time, and subtracted. The result is at least `CLEARLY_US`.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -306,9 +306,8 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    Return False in two cases in which a wrong prediction could cost much. Either serial's time is short: the fraction
-    `SPARED` of it is less than `CLEARLY_US`. Or weft's kernels compute the GEMMs, and serial's CPU time is at most half
-    of its device time.
+    Return False in two cases in which a wrong prediction could cost much: if serial takes less than `CLEARLY_US` /
+    `SPARED`, or if weft's kernels compute the GEMMs and serial's CPU time is at most half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None

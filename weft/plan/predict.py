@@ -271,7 +271,9 @@ def _built(
 
 
 def _quick_key(schedule: Schedule) -> tuple:
-    """Return a cheap hash key: equal schedules have equal keys, and different schedules rarely do."""
+    """Return a hash key that is cheap to compute. Equal schedules have equal keys, and different schedules rarely have
+    equal keys.
+    """
     ends = tuple(
         (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
     )

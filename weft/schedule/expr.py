@@ -60,7 +60,7 @@ class Expr:
         return self._compiled
 
     def variables(self) -> frozenset[str]:
-        """Return the names of all variables. A sum over a buffer has the buffer's name as a variable."""
+        """Return the names of all variables. For a sum over a buffer, the variable is the buffer's name."""
         return _names_in(self.text)
 
     def evaluate(self, values: Values) -> int:

@@ -27,15 +27,15 @@ MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 <<
 
 
 class PrefixSums:
-    """The contents of a buffer, row by row, from which the sum of any slice takes constant time."""
+    """Prefix sums of a buffer's contents, flattened row by row. The sum of any slice then takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """Return the sum of the slice `part`, not its elements, so that `sum(buffer[first:end])` in a compiled
-        expression is fast.
+        """Return the sum of the elements in the slice `part`. A compiled expression with `sum(buffer[first:end])` calls
+        this method, so the expression reads no elements.
         """
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)

@@ -71,9 +71,9 @@ class GroupedMatmul(TileKernel):
     slot_rows: the number of inbox rows that are reserved for each peer.
     first_source, n_sources: the ranks whose rows are multiplied: `n_sources` consecutive ranks. The first is
         `first_source` ranks after this rank.
-    first_expert, n_experts: the local experts whose rows are multiplied, as (first, number).
-    first_k, n_k: the part of the inner dimension k that is multiplied, as (first, number): columns of tokens, and rows
-        of weights.
+    first_expert, n_experts: the range of local experts whose rows are multiplied, as (first, number).
+    first_k, n_k: the range of the inner dimension that is multiplied, as (first, number). It selects columns of the
+        tokens, and rows of the weights.
     adds: True to accumulate into y.
     """
 
@@ -151,8 +151,8 @@ class TrackedMatmul(TileKernel):
     """A GEMM that signals finished tiles while it runs. It may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).
 
-    The body of the `Tiles` step is one matmul or addmm, followed by sets. If several tiles set the same signal, the kernel sets
-    the signal as soon as the last of these tiles is stored.
+    The body of the `Tiles` step is one matmul or addmm, followed by `Set` steps. If several tiles set the same signal,
+    the kernel sets the signal as soon as the last of these tiles is stored.
 
     rows, cols: the maximum size of a tile; powers of two.
     least_part: if there are fewer tiles than compute units, several units share a tile, and each multiplies a part of k. This

@@ -146,7 +146,7 @@ def launches(
         """Return the launch of the copy `steps[body]`.
 
         at: the position in `steps` of the launch's first step.
-        waits: the position in `steps` of its first wait, or `body` if no wait precedes the copy.
+        waits: the position in `steps` of the launch's first wait, or `body` if no wait precedes the copy.
         """
         like = _fixed(steps[body], buffers, held)
         parts_end = body + 1
@@ -266,7 +266,7 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 
 
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
-    """Return the number of compute units that one copy by kernel of dynamic size may hold.
+    """Return the number of compute units that a copy by kernel may hold if its size is dynamic (known only at run time).
 
     resource: the resource of the copy's lane. All copy lanes together get `DYNAMIC_COPY_UNITS`, because they run
         concurrently with GEMMs. A copy on a compute lane gets `COPY_UNITS`.

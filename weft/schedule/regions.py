@@ -74,8 +74,8 @@ class Norm:
     out: the region of the result.
     weight: the factor of each column, `[1, cols]`.
 
-    The norm reads the rounded rows, computes in fp32 (fp64 for fp64), and rounds once. Raises `ValueError` unless eps
-    is finite and at least 0.
+    The norm reads the rows after they are rounded to their buffer's dtype. It computes in fp32 (fp64 for fp64), and
+    rounds the result once. Raises `ValueError` unless eps is finite and at least 0.
     """
 
     out: Region
@@ -103,7 +103,7 @@ def checked_eps(eps: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The expected contents of a buffer on which sizes depend at run time: for each rank, the numbers row by row.
+    """The expected contents of a buffer that determines sizes at run time: for each rank, its numbers row by row.
 
     Simulation, verification and printing use them in place of the actual contents.
     """

@@ -32,9 +32,9 @@ no cost in time, except the pages for a rank's own rows. For buffers of 32 MiB a
 (mallopt(3), M_MMAP_THRESHOLD), so all pages are mapped again. Smaller buffers are reused, so for smaller matrices fresh
 is 0.
 
-NCCL's reduce-scatter sends half as much in half as many rounds, like its all-gather. The rates of copies are not measured
-on GPUs, and copies are assumed to take no time. NCCL may use several streams and network cards of a host, so its
-collectives may be faster than predicted.
+NCCL's reduce-scatter sends half of the bytes of gloo's, in half of the rounds, as an all-gather does. The rates of
+copies are not measured on GPUs, and copies are assumed to take no time. NCCL may use several streams and network cards
+of a host, so its collectives may be faster than predicted.
 
 The prediction assumes that nothing computes at the same time.
 """

@@ -167,8 +167,8 @@ class _Export:
 
         The send node is (rank of the peer, node) if the step copies data from a peer, otherwise None.
 
-        number: the index of the step's `task` in the lane. copied: {peer: receive nodes of the copies sent to it since the
-        last signal}, to which a copy to a peer is added.
+        number: the index of the step's `task` in the lane. copied: {peer: receive nodes of the copies sent to it since
+        the last signal}. If the step copies to a peer, this method adds the copy's receive node.
         """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}

@@ -62,8 +62,8 @@ class Algorithm:
     latency_us: the sum of the latencies of all rounds.
     us_per_byte: the time in us per byte, in addition to the latency.
     links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance, time
-        in us per byte for which the data occupy the link). distance: from the rank to the rank to which the topology
-        assigns the link (`Link.at`).
+        in us per byte for which the data occupy the link). Each link belongs to a rank (`Link.at`), at this distance
+        from the rank that sends.
     sent: the bytes that a rank sends per byte.
     """
 

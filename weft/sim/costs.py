@@ -35,8 +35,7 @@ class Use(NamedTuple):
 
         share    concurrent steps divide the resource max-min fairly
         hold     the step has this fraction for itself, even if other resources slow the step down
-        disturb  the step slows the other steps on this resource, but is not slowed itself: they share the rest of the
-                 resource, without this fraction
+        disturb  the other steps on this resource share only the rest of the resource, but do not slow this step down
     """
 
     how: How
@@ -475,7 +474,7 @@ def _part(amount: float, us: float, per_us: float) -> float:
 def merged_cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Return a `Cost` whose `uses` have one entry for each resource and kind of use (`Use.how`): the sum of `uses`.
+    """Return a `Cost`, in which entries of `uses` for the same resource and kind of use (`Use.how`) are added up.
 
     sent_bytes: the bytes that the step sends to peers or gets from a peer.
     joins: True for a collective, which begins when all ranks have reached it.

@@ -5,8 +5,8 @@
                     fastest undivided communication
     contention      the time of steps in the schedule / the time of the same steps alone
     exposed         the time in which a rank does not compute
-    ideal           the time with perfect overlap: that of the undivided GEMMs, or that of the undivided communication if it is
-                    longer
+    ideal           the time with perfect overlap: the longer of the times of the undivided GEMMs and the undivided
+                    communication
 
 The operator's serial schedule defines the undivided GEMMs and communication.
 

@@ -3,7 +3,7 @@
 Each resource is divided equally among its users, but no user gets more than it needs. For example, if a link has
 bandwidth 100, a copy that can use 10 gets 10, and a copy that can use 100 gets 90. A step has the same relative speed
 on all its resources. So every step below full speed has a bottleneck: a fully used resource of which no other step
-takes more.
+takes more than this step.
 
 Each resource has a limit, the most that one step may take of it. The solver adjusts one limit after another to the
 speeds that the other limits allow, until no limit changes. For flows over links this converges in as many rounds as
@@ -39,7 +39,7 @@ LEAST = MAX_MIN_LEAST
 
 class Load(NamedTuple):
     """The resources that one step uses at full speed. Each kind of use (`weft.sim.costs.Use`) has a field, which lists
-    (number of a resource, amount).
+    (index of a resource, fraction that the step uses).
 
     A simulated rank may represent several ranks. If the step uses the links of several of these ranks, the list has an
     entry for each of them, although all entries name the same resource.

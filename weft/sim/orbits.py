@@ -3,9 +3,11 @@
 A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and send to peers in
 the order of displacement (columns, rows), all ranks do the same at the same time:
 
-    flows     if rank 0 sends to a displacement, every rank sends to this displacement. If the route has n links in one direction,
-              n flows share each link of that direction. So these n links are replaced by one link with 1 / n of the bandwidth
-    signals   a signal that rank 0 sends to a displacement arrives on rank 0 from the opposite displacement
+    flows     when rank 0 sends to the rank at a displacement, every rank sends to the rank at this displacement from it. If the
+              route has n links in one direction, n flows share each link of that direction. So these n links are replaced by
+              one link with 1 / n of the bandwidth
+    signals   when rank 0 sets a signal of the rank at a displacement, the rank at the opposite displacement sets this signal
+              of rank 0
     steps     a schedule for three ranks, the fewest with two peers, is built. Its steps for the first peer include the launch.
               Its steps for the second peer are repeated for all other peers
 
@@ -181,8 +183,8 @@ class _Orbit:
         return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
 
     def _task(self, item: NumberedStep, peer: int) -> Task:
-        """Return the task of rank 0 for the step `item` (an evaluated step) with rank `peer`, whose number also is its
-        displacement from rank 0.
+        """Return the task of rank 0 for the evaluated step `item`, in which rank 0 communicates with rank `peer`. The
+        number of a rank is also its displacement from rank 0.
         """
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
@@ -236,7 +238,7 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the rank that sees rank 0 at the displacement at which rank 0 sees rank `peer`."""
+        """Return the rank at the opposite displacement of rank `peer`. From this rank, rank 0 has the displacement of `peer`."""
         return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
 
     def _counter(self, signal: str, source: int) -> int:

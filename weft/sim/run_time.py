@@ -7,9 +7,9 @@
 The added costs are:
 
     tile_signal_us    for each signal that tiles set
-    2 launch_us       for each kernel that computes the order of rows, if torch sorts them
+    2 launch_us       for each kernel that computes the order of rows, if torch sorts the rows
     lanes_run_us      for the synchronisation of the caller's stream with several lanes
-    graph_run_us      for the same in a CUDA graph, in addition to lanes_run_us
+    graph_run_us      for this synchronisation in a CUDA graph, in addition to lanes_run_us
     CPU times         in runs in which the CPU reads sizes
 """
 

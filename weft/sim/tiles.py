@@ -147,7 +147,7 @@ class DifferentTiles:
 
 
 def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Return a label for each of `count` rows, which is equal for rows that are equal in all columns."""
+    """Return a label for each of `count` rows. Rows that are equal in all `columns` get equal labels."""
     found = np.zeros(count, np.int64)
     for column in columns:
         if (column == column[0]).all():

@@ -269,8 +269,8 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
     """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
 
-    registers: per thread. threads: per block. shared_bytes: shared memory per block; 0 if it does not limit the
-    occupancy.
+    registers: the number per thread. threads: the number per block. shared_bytes: shared memory per block; 0 if it does
+    not limit the occupancy.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)

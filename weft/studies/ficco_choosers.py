@@ -107,8 +107,8 @@ def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
     """Yield the best result of each form of heuristic. The forms are: one schedule for all GEMMs; the paper's thresholds,
     times a factor; and freely chosen thresholds.
 
-    A result is the number of GEMMs that take about as long as with the fastest schedule: the fastest of the paper's four
-    schedules, then the fastest of all eight.
+    A result is the number of GEMMs that take about as long as with the fastest schedule. Results come first for the
+    fastest of the paper's four schedules, then for the fastest of all eight.
 
     tables: {title of a table of GEMMs: first letter of its GEMMs' names}.
     """

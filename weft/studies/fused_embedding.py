@@ -231,7 +231,7 @@ def claims(rows: Mapping[str, Record]) -> list[Claim]:
 
 def _where(surface: Record, gain: float) -> str:
     """Return the smallest DLRMs for which fusion saves at least the fraction `gain` of an iteration, as text "samples x
-    tables". For each batch size, this is the smallest number of tables per node.
+    tables". For each number of samples, the text has the smallest number of tables per node.
     """
     found = []
     for i, samples in enumerate(surface["samples"]):

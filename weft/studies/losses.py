@@ -476,7 +476,7 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
         return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Show the result of one GEMM, but only if no summary of several follows."""
+        """Show the result of one GEMM. Show nothing if a summary of several GEMMs follows."""
         if len(self.presets(options)) == 1:
             self.show_summary(found.records, options)
 

@@ -219,7 +219,7 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
 
 
 def _names(record: Record) -> list[tuple[Network, str]]:
-    """Return the (network, layer) pairs of a record: those that it names, or else all with its sizes.
+    """Return the (network, layer) pairs that a record names. If it names none, return all pairs with the sizes of the record.
 
     Layers of equal sizes are one pair, such as (network, "FC-1, FC-2").
     """

@@ -1,9 +1,9 @@
 """T3's claims except those on the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
 
-Claims with a figure are about communication's share of an iteration (4), sliced GEMMs (5), compute units split between
-operations (6), and accesses of a ring step (10). Others are about the reduce-scatter alone (14), traffic over time
-(17), iterations (19), and more compute units (20). Two are about the tracker's size, and direct reduce-scatters
-(section 7.1).
+Most claims belong to a figure: communication's share of an iteration (figure 4), sliced GEMMs (5), compute units split
+between operations (6), accesses of a ring step (10), the reduce-scatter alone (14), traffic over time (17), iterations
+(19), and more compute units (20). Two claims have no figure: the tracker's size, and direct reduce-scatters (section
+7.1).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1,
 6.3 to 7.5.
@@ -111,7 +111,7 @@ def _traffic(record: Record) -> Claim:
 
 
 def _worst(rows: Sequence[HardwareRow]) -> Claim:
-    """Return the claim on which sub-layer T3-MCA is furthest from the ideal speedup."""
+    """Return the claim that names the sub-layer in which T3-MCA is furthest from the ideal speedup."""
     lost = {row.name: row.speedup("ideal") / row.speedup("t3-mca") for row in rows}
     worst = max(lost, key=lambda name: lost[name])
     target = "T-NLG FC-1, 16 ranks"

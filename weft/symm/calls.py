@@ -174,8 +174,9 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's digest of the calls up to a number with this rank's digest of the same calls. Return an error text
-        if they differ, else "". If this rank has not made all of these calls yet, keep the message for `heard_early`.
+        """Compare a peer's digest with this rank's digest of the same calls. The message has the digest and the number
+        of the last call that it covers. Return an error text if the digests differ, else "". If this rank has not made
+        all of these calls yet, keep the message for `heard_early`.
         """
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")

@@ -79,7 +79,7 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """True if any two ranks have recorded different options. records: `Noted.records` of each rank; empty ones are ignored."""
+    """True if any two ranks have recorded different options. records: `Noted.records` of each rank. Empty records are ignored."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 

@@ -155,8 +155,8 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots to the nodes of each rank. A slot has space for all chunks of one owner, so these
-        chunks share the slot.
+        """Assign consecutive slots to the nodes of each rank. A slot has `m` rows, as many as a rank owns. So all
+        chunks of one owner fit into a slot, and share it.
 
         Return ({node: its first slot}, the largest number of slots of a rank).
 

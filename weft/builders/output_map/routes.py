@@ -143,7 +143,7 @@ class Routes:
     def landing(self, source: int, place: int) -> int:
         """Return the place at which the receiver stores a chunk that rank `source` sends.
 
-        place: the chunk's place on the sender, which is the same except in an all-to-all.
+        place: the chunk's place on the sender. The receiver's place differs from it only in an all-to-all.
         """
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
@@ -445,14 +445,13 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return how far `number` is ahead of the evaluating rank in a ring of `count` positions; the distance is 0 if it
-    is the rank's own.
+    """Return the distance from this rank's own number to `number`, in a ring of `count` numbers.
 
     Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 
     number: a rank or a chunk's place, as an expression of `rank`.
-    count: the world size if `number` is a rank, the number of all chunks if `number` is a place. A rank's own place is
-        that of its first chunk.
+    count: the world size if `number` is a rank, the number of all chunks if `number` is a place. A rank's own number is
+        the rank itself, or the place of its first chunk.
     """
     ranks = np.arange(world)
     try:

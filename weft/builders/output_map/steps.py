@@ -47,8 +47,8 @@ def write(
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
-    fetched: an all-gather by which all ranks copy the sums from `y` (for an all-reduce). The signals of this all-gather
-        also release the slots.
+    fetched: for an all-reduce, the all-gather by which all ranks copy the sums from `y`. A rank that has copied the
+        sums may then fill the slots of received chunks again.
     gemm, add, by, engines: as in `OutputMap.schedule`.
 
     Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError`

@@ -30,8 +30,8 @@ def require_multiple(name: str, size: int) -> None:
 class Scaled:
     """fp8 operands with fp32 scales: ys[i] = (x * x_scale) @ (ws[i] * w_scale[i]) + bias[i].
 
-    by: "tensor": one scale for each matrix; each rank applies its own x_scale to all of x. "row": a scale for each row
-        of x and each column of a weight.
+    by: "tensor": one scale for each matrix. The scales of x are not gathered: each rank multiplies all of x by its own
+        x_scale. "row": a scale for each row of x and each column of a weight.
     out: the dtype of each y.
     biased: for each y, True if it has a bias.
     fast: for each y, True for cuBLAS's fast accumulation, which is less accurate.

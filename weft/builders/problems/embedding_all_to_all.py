@@ -34,8 +34,8 @@ class EmbeddingAllToAll(Problem):
     Buffers:
 
         bags     in, [sum(batch_sizes), tables]: an element represents all ids of one bag; a rank has the bags of its own tables
-        tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. A step that
-                 pools a bag reads the first rows: as many as a bag reads on average, because the real rows are not known
+        tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. The rows that
+                 a bag will read are not known. Its step reads the first rows instead, as many as a bag reads on average
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
@@ -130,8 +130,8 @@ class EmbeddingAllToAll(Problem):
         """Cache hit rates of reads of table rows, one for each cache size (`weft.builders.row_reuse`); () if ids are
         unknown.
 
-        The slowest rank determines the time. So the rates of all ranks are 1 - (most bytes that any rank reads from
-        memory) / (most bytes that any rank reads).
+        All ranks get equal rates, chosen so that the predicted time is that of the slowest rank: 1 - (most bytes that
+        any rank reads from memory) / (most bytes that any rank reads).
         """
         if not self.ids:
             return ()

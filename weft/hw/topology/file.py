@@ -53,7 +53,7 @@ def shape_of(name: str | Path) -> tuple[str, tuple[int, ...]]:
 
 def ranks_of(name: str | Path) -> int | None:
     """Return the number of ranks that a topology requires, such as 128 for `torus:16x8`; None if any number is allowed.
-    An InfraGraph file requires a rank for each of its xpus.
+    An InfraGraph file requires a rank for each of its components of type `xpu`.
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks

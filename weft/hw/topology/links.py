@@ -116,8 +116,8 @@ class Topology:
         """The smallest p such that the topology is unchanged if each rank r is renamed to r + p; `ranks` if there is no
         smaller p.
 
-        p is 1 if the topology looks the same from all ranks. Unchanged means that each route is renamed to the route
-        between the renamed ranks, over equally fast links of the same kinds.
+        p is 1 if the topology looks the same from all ranks. Unchanged means: the route between two renamed ranks is
+        the renamed route, and its links have the same speeds and kinds as before.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)

@@ -75,7 +75,9 @@ class Step:
         return _NOTHING_SET
 
     def only_sets(self) -> Step | None:
-        """Return a step that only makes the sets of this step; None if this step has no sets."""
+        """Return a step that increments the same counters as this step, and does no other work; None if this step
+        increments none. A CPU rank needs to know only these steps of its peers.
+        """
         return self if self.sets() else None
 
     @property
@@ -123,8 +125,8 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The positions, in `accesses()`, of the regions that decide if the step is empty: it does nothing if one of
-        them has no elements.
+        """The indices in `accesses()` of some regions, by default those that the step writes. If one of these regions
+        has no elements, the step does nothing (`is_empty`).
         """
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 

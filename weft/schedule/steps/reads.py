@@ -28,7 +28,7 @@ class Read(Step):
                    sizes to copy engines
         meanwhile  kernels and the CPU, which does not wait. Outputs of these sizes are allocated with rows to spare, and narrowed
                    when the CPU has the numbers
-        known      as `host`. The planner assumes that the CPU has the numbers from an earlier call, and does not wait
+        known      in a run, the same as `host`. The planner assumes no wait, because an earlier call has read the numbers
     """
 
     kind: ClassVar[str] = "read"

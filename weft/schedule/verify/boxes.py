@@ -52,7 +52,7 @@ def _beginning_in(boxes: np.ndarray, others: np.ndarray, axis: int, side: str) -
 
 
 def _pairs(candidates: _Candidates) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all pairs (box, candidate) as pairs of arrays, with about `_PAIRS` pairs at a time."""
+    """Yield the indices of all pairs (box, candidate), as two arrays of about `_PAIRS` elements at a time."""
     first, counts, order = candidates
     ends = np.cumsum(counts)
     begin = 0

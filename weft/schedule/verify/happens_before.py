@@ -18,10 +18,10 @@ The ancestors of a step are the step itself and all steps that happen before it:
 The solution is the greatest fixed point: the computation starts with all steps as ancestors, and applies the equation,
 which removes steps, until nothing changes.
 
-If a step is an ancestor, so are all earlier steps of its lane. So ancestors are stored as a vector clock: for each lane of all
-ranks, the number of its steps that are ancestors, counted over all runs. The union of several sets of
-ancestors is the maximum of their clocks, lane by lane. The k-th largest number of each lane gives the steps that are in at
-least k of these sets.
+If a step is an ancestor, so are all earlier steps of its lane. So ancestors are stored as a vector clock: for each lane
+of all ranks, the number of its steps that are ancestors, counted over all runs. The ancestors of either of two steps
+are the maximum of both clocks, lane by lane. Given the clocks of several steps, the k-th largest number of each lane
+gives the ancestors of at least k of these steps.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class HappensBefore:
         return int(self._clocks.sum(dtype=np.int64)) < total
 
     def _clock_of_wait(self, event: Event, move: Move) -> np.ndarray | None:
-        """Return, as a clock, the steps without which a wait cannot end; None if the wait needs no set."""
+        """Return the steps without which a wait cannot end, as a vector clock; None if the wait needs no set."""
         assert move.counter
         assert move.wait
         sets = self._sets[move.counter]

@@ -18,11 +18,10 @@ from weft.schedule.verify.happens_before import HappensBefore
 
 
 class Instance(NamedTuple):
-    """A buffer of one rank, as the unit in which accesses are compared. A buffer that each run replaces, such as an
-    input, is a different instance in each run.
+    """A buffer of one rank. Races are found between accesses to the same instance. An input or output is a different
+    instance in each run, because the caller may pass another tensor.
 
-    run: the number of the run for inputs and outputs, which are the caller's tensors; 0 for buffers that persist
-        between runs.
+    run: the number of the run for an input or output; 0 for a buffer that persists between runs.
     """
 
     rank: int
@@ -99,8 +98,8 @@ def races(found: Accesses, happened: HappensBefore) -> list[tuple[int, int]]:
 
 
 def unwritten(found: Accesses, happened: HappensBefore) -> Iterator[tuple[int, Box]]:
-    """Yield (index of the access, box of some of the elements) for each access to elements that no step has written
-    earlier in the same run.
+    """Yield (index of the access, a box of unwritten elements) for each access that reads elements that no step has
+    written earlier in the same run.
 
     A write counts as earlier unless it certainly happens after the read. If the order of a write and a read is not
     determined, `races` reports the pair, and this function does not. An update also reads its elements. For an update,

@@ -80,7 +80,9 @@ def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """Yield an error text for each fault of a step with numbers in place of expressions. Not for `Tiles` steps."""
+    """Yield an error text for each fault of a step, which must have numbers in place of expressions, and must not be a
+    `Tiles` step.
+    """
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:

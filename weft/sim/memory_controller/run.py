@@ -124,11 +124,11 @@ def fused(
 ) -> ControllerRun:  # fmt: skip
     """Simulate a GEMM fused with a reduce-scatter, on one of `world` identical GPUs.
 
-    A tile that the map sends with `remote_map` goes over the link. The GPU's memory adds all other tiles to the partial
-    sums there. If a tile has a `dma_map`, the tracker counts the updates of each piece (`weft.sim.memory_controller`),
-    and the last update starts the copy. The peer sends the same bytes as this GPU at the same time, and they arrive
-    after the link's latency. If the map has several targets, there is a link to each target, and the links share
-    `link.bandwidth`.
+    A tile that the map sends with `remote_map` goes over the link. All other tiles are stored in the GPU's own memory,
+    which adds them to the partial sums that it has. If a tile has a `dma_map`, the tracker counts the updates of each
+    piece (`weft.sim.memory_controller`), and the last update starts the copy. The peer sends the same bytes as this GPU
+    at the same time, and they arrive after the link's latency. If the map has several targets, there is a link to each
+    target, and the links share `link.bandwidth`.
 
     output: the reduce-scatter's map, which defines the destination of each tile (`weft.builders.output_map`).
     arbitration: the order of the GEMM's and the ring's accesses: alternating ("round_robin"), the GEMM's first
