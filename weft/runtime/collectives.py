@@ -1,12 +1,11 @@
-"""torch's collectives, under names that are the same for all torch versions, and waits for them on CPU.
+"""Wrappers of torch's collectives, with the same names for all torch versions. On CPU a wait for a collective has a deadline.
 
 Synchronous collectives call methods of the process group directly. This skips the checks and the log of
 `torch.distributed`, which in small calls on GPUs take as long as NCCL's launch.
 
-gloo cannot cancel a collective, and its timeout is half an hour by default. So `finish` raises at the call's deadline, or
-when the group fails, although the collective still runs. From then on, weft keeps the tensors and the process group until
-the process ends. gloo's threads may still write to the tensors, and the destructor of the group would wait for these
-threads.
+gloo cannot cancel a collective, and its timeout is half an hour by default. So at the call's deadline, or when the group fails,
+`finish` raises an error while the collective still runs. From then on, weft keeps the tensors and the process group until the
+process ends. gloo's threads may still write to the tensors, and the destructor of the group would wait for these threads.
 """
 
 from __future__ import annotations
@@ -96,8 +95,9 @@ def exchange_both_ways(
     """Begin an `all_to_all_single` that exchanges no rows with the ranks in `near`, for example the ranks of this host. Return
     the `dist.Work` objects to wait for, one for each group of `ways`.
 
-    ways: two gloo groups of the same ranks. Rows for ranks after `near` are sent in the first group, and rows for ranks
-        before `near` in the second. In a single group, gloo may run the two directions one after the other.
+    near: the consecutive ranks to leave out.
+    ways: two gloo groups of the same ranks. The first sends rows to ranks with higher numbers than those in `near`, the second
+        to ranks with lower numbers. In a single group, gloo may run the two directions one after the other.
     received, sent: the numbers of rows from and to each rank. The entries of ranks in `near` are ignored.
     """
     size, (start, stop) = len(sent), (near.start, near.stop)
@@ -139,11 +139,11 @@ def finish(
     work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object,
     absent: Callable[[], list[int]] | None = None,
 ) -> None:  # fmt: skip
-    """Wait for `work`, a collective on CPU that all ranks have begun.
+    """Wait for `work`, a collective that this rank has begun on CPU.
 
     what: the collective's name, for error texts.
     held: objects that gloo's threads may use, such as the collective's tensors. After an error they are never freed.
-    absent: a function that returns the ranks that have not reached the collective, for error texts.
+    absent: for error texts, a function that returns the ranks that have not begun the collective.
 
     Raise `DeadlineError` after `deadline_s` seconds, or the group's error if the group fails meanwhile. After an error the
     group is unusable.

@@ -12,7 +12,9 @@ import torch
 
 
 class Elementwise(NamedTuple):
-    """Two torch functions for one operation. call: returns a new tensor. into: writes into its argument `out=`."""
+    """Two torch functions for one elementwise operation: `call` returns a new tensor, and `into` writes into its argument
+    `out=`.
+    """
 
     call: Callable[..., torch.Tensor]
     into: Callable[..., torch.Tensor]

@@ -13,7 +13,7 @@ _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 
 def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
-    """Return all executors of embedding_all_to_all on `comm`, by plan. Some may be closed."""
+    """Return all executors of embedding_all_to_all on `comm`, by plan. Some executors may be closed."""
     return of_communicator(_executors, comm, lambda _: {})
 
 

@@ -53,6 +53,7 @@ def gradients(
 
     With an optimizer, update the tables, and return None in place of their gradients.
 
+    turn: runs the exchange of gradients, with the deadline.
     jagged: the input of the forward call. weights: the weights of this rank's tables.
     grad: the gradient of the forward call's output, [local batch, all columns].
     wanted: two booleans: True to compute the gradients of the tables (or to update the tables), and True to compute the
@@ -85,7 +86,9 @@ def gradients(
 
 
 def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype` if it has one, else their own `dtype`."""
+    """Return the dtype in which gradients are sent: the optimizer's `gradient_dtype` if it has one, else `dtype`, the dtype of
+    the gradients.
+    """
     wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
     return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
 
@@ -109,7 +112,8 @@ def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     transport: Transport = "auto", dtype: torch.dtype | None = None,
 ) -> Iterator[Received]:  # fmt: skip
-    """Send `grad` to the owners of its columns. Yield the gradients that this rank received.
+    """Send `grad`, the gradient of this rank's output, to the ranks that own the tables of its columns. Yield the gradients
+    that this rank received.
 
     CPU ranks must have synchronised. Peers write gradients into memory that is valid only inside this context manager,
     unless `Received.is_kept`.
@@ -139,8 +143,8 @@ def received(
 
 @contextlib.contextmanager
 def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
-    """Yield a list, in which backward collects the gradients of several calls for one update of the tables
-    (`update_collected`). Inside this context manager, backward does not update the tables of `update`.
+    """Collect the gradients of several backward calls in the list that this context manager yields, for one update of the
+    tables (`update_collected`). Inside this context manager, backward does not update the tables of `update`.
     """
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
@@ -214,7 +218,7 @@ def _require_tables(of: ForwardCall, tables: Tables) -> None:
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables of `call`, which the caller has checked, with its gradients.
+    """Update the tables of `call` with the gradients of `call`. The caller has checked the tables.
 
     ok: a tensor on the device, 0 if gradients have not arrived. The tables then stay unchanged.
     """
@@ -238,8 +242,8 @@ def _update(
 def scale_of_norm(
     squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
 ) -> torch.Tensor:
-    """Return the factor, float64 [], that scales the gradients of all ranks together to a norm of at most `clip_norm`. All
-    ranks must make this call.
+    """Return the factor, float64 [], by which to multiply all gradients, so that their norm over all ranks is at most
+    `clip_norm`. All ranks must make this call.
 
     squares: the sum of squares of this rank's gradients. The sums of all ranks are added in the order of ranks. As in
         `torch.nn.utils.clip_grad_norm_`, the factor is NaN if a gradient is NaN.
@@ -295,8 +299,8 @@ def to_owners(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Send `grad` to the owners of its columns. Return the gradients of the vectors that this rank pooled, [global batch,
-    columns of its tables], as `dtype`.
+    """Send `grad`, the gradient of this rank's output, to the ranks that own the tables of its columns. Return the gradients of
+    the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`.
     """
     world = sharding.world_size
     if world == 1:

@@ -87,7 +87,8 @@ def needs_flags(of: ForwardCall) -> bool:
 
 
 def gradients_of_rows(of: ForwardCall, given: Sequence[RowGradients]) -> torch.Tensor:
-    """Return gradients and flags like `local_gradients`, for lookups without pooling.
+    """Return this rank's gradients of all tables, and flags of the rows that it has read, in the layout of `local_gradients`.
+    This function is for lookups without pooling.
 
     given: for each table, the gradient of each id that this rank has looked up.
     """
@@ -104,7 +105,7 @@ def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
-    """Return the sum of `flat` over all ranks, with the same bits on every rank. All ranks must make this call.
+    """Return the sum of the gradients `flat` over all ranks, with the same bits on every rank. All ranks must make this call.
 
     flat: the result of `local_gradients` or `gradients_of_rows`, which this function may overwrite.
     """
@@ -143,8 +144,9 @@ def compare(
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return (the gradient of each table, [rows, columns]; the rest of `flat`). If there are flags of rows that were read, the
-    rest begins with the flags of all tables. The gradients share memory with `flat`.
+    """Split `flat`, the gradients of all tables. Return (the gradient of each table, [rows, columns]; the rest of `flat`). If
+    `flat` has flags of the rows that were read, the rest begins with the flags of all tables. The gradients share memory with
+    `flat`.
 
     flat: the result of `reduced`, or a tensor of the same layout.
     """
@@ -158,7 +160,9 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> tuple[list[tor
 
 
 def _are_read(flags: torch.Tensor, sharding: EmbeddingSharding) -> tuple[torch.Tensor, ...]:
-    """Return for each table a flag for each row: True if any rank has read the row. flags: from `of_tables`."""
+    """Return, for each table, a tensor with True for each row that any rank has read. flags: the flags of the rows of all
+    tables, as numbers.
+    """
     rows = _layout_of(sharding).rows
     return (flags[: sum(rows)] > 0).split(rows)
 

@@ -62,8 +62,8 @@ def update_rows(
 
 
 def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
-    """Group tables with similar numbers of ids, so that one call can update a group. Return the groups, as lists of indices
-    into `given`.
+    """Divide the tables into groups with similar numbers of ids. One call then updates all tables of a group. Return the
+    groups, as lists of indices into `given`.
 
     A call allocates, for each of its tables, space for the number of ids of its largest table. So tables with very different
     numbers of ids in one call would waste memory. With stochastic rounding each table is a group of its own, because its random
@@ -136,7 +136,8 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return the tables with the indices `places` in `tables` and in `given`.
+    """Return only the tables with the indices `places`. These are indices into both `tables` and `given`, which list the same
+    tables.
 
     For a single table, add its `RowGradients.number` to the optimizer's seed. Otherwise single tables would have the same
     random bits in stochastic rounding, because each has index 0 in its call.

@@ -6,12 +6,13 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the
-samples of this host (`FarFirst`). In rails (`weft.runtime.rails`), few vectors travel with the rendezvous, after pooling.
+CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the samples
+of this host (`FarFirst`). If the vectors are few, such ranks may instead send them with the messages of the rendezvous, after
+pooling (`weft.runtime.rails`).
 
-Results are ordinary tensors, because no symmetric memory is used. Otherwise CPU ranks synchronise before pooling, as with
-other transports, and on one host again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's deadline. On
-GPUs, NCCL's timeout and errors apply to the exchange.
+Results are ordinary tensors, because no symmetric memory is used. CPU ranks synchronise before pooling, as with other
+transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's
+deadline. On GPUs, NCCL's timeout and errors apply to the exchange.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class EmbeddingAllToAllUnfused(Executor):
     def _in_turn(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pool all samples, then exchange the vectors. Return the output, and a function that warns of bad indices, or
-        None.
+        """Pool all samples, then exchange the vectors. Return the output, and a function that warns of bad indices (None if no
+        index is bad).
         """
         pooled, warn = self._pooled(weights, jagged, checked, turn)
         return self._exchanged(pooled, checked.batch_sizes, turn), warn
@@ -134,7 +135,9 @@ class EmbeddingAllToAllUnfused(Executor):
     def _in_rails(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pool all samples, then exchange the vectors with the rendezvous. Return the same values as `_in_turn`."""
+        """Pool all samples, then send the vectors with the messages by which CPU ranks of several hosts synchronise. Return the
+        same values as `_in_turn`.
+        """
         rails, sizes = turn.rails, checked.batch_sizes
         assert rails is not None
         pooled, warn = self._pooled(weights, jagged, checked, turn)
@@ -157,13 +160,15 @@ class EmbeddingAllToAllUnfused(Executor):
         return self._unpacked(parts, sizes, turn), warn
 
     def _rides(self, global_batch: int) -> bool:
-        """True if the vectors travel with the rendezvous. Equal on all ranks with equal batch sizes."""
+        """True if the vectors are few enough to be sent with the messages by which ranks synchronise. Equal on all ranks with
+        equal batch sizes.
+        """
         rails = None if self._turns is None else self._turns.rails
         most = global_batch * max(self._columns) * self.plan.output_dtype.itemsize
         return rails is not None and most <= min(_MOST_BYTES, rails.rows_bytes)
 
     def _numbers(self, batch_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Return how many elements arrive from each rank, and leave to each rank."""
+        """Return two lists: the number of elements received from each rank, and the number sent to each rank."""
         rank = self.comm.rank
         return [batch_sizes[rank] * columns for columns in self._columns], [
             size * self._columns[rank] for size in batch_sizes
@@ -179,7 +184,9 @@ class EmbeddingAllToAllUnfused(Executor):
         return self._unpacked(received.split(arriving), batch_sizes, turn)
 
     def _unpacked(self, parts: Sequence[torch.Tensor], batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
-        """Return the output. parts: the elements that arrived from each rank."""
+        """Copy the received vectors into the columns of the output, and return the output. parts: the elements that arrived
+        from each rank.
+        """
         rank, columns = self.comm.rank, self._columns
         own = batch_sizes[rank]
         sent = (sum(batch_sizes) - own) * columns[rank] * parts[rank].itemsize

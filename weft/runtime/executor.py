@@ -58,7 +58,7 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the error of an earlier run, if a device or a peer has reported an error since. Do not wait for the device."""
+        """Raise the error of an earlier run, if a device or a peer has reported one. Do not wait for the device."""
 
     @abstractmethod
     def close(self) -> None:
@@ -71,7 +71,9 @@ class Executor(ABC):
 
     @property
     def stale(self) -> bool:
-        """True if the group's memory has grown after this executor was made. A new executor should then replace this one."""
+        """True if the memory that executors of the group share has grown since this executor was made. A new executor should
+        then replace this one.
+        """
         return False
 
     @property

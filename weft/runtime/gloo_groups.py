@@ -25,7 +25,7 @@ _LOOK_S, _GRACE_S = 0.05, 0.5
 
 
 class Membership(NamedTuple):
-    """This rank's number in a new group. rank: the number. size: the number of ranks in the group.
+    """This rank's place in a new group. rank: this rank's number in the group. size: the number of ranks in the group.
 
     part: the name of the group, equal on all of its ranks. If one call makes several groups, their names differ.
     """

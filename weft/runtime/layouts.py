@@ -23,7 +23,8 @@ READER = _made()
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return a key that is equal for lists of tensors with equal layouts and addresses.
+    """Return a key of a list of tensors. Lists with equal layouts and addresses have equal keys, and need not be validated
+    again.
 
     Return None if a tensor requires a gradient, has no memory, or is of a subclass. Also return None if the native reader
     does not support this version of torch.

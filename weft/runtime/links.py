@@ -47,7 +47,7 @@ def network_of(comm: Communicator) -> HostNetwork | None:
 
 
 def is_settled(comm: Communicator) -> bool:
-    """True if `settle` has been called for `comm`, with a known or an unknown network."""
+    """True if the planner's network for `comm` has been set by `settle`, be it known or unknown."""
     return comm in _networks
 
 
@@ -59,7 +59,9 @@ def settle(comm: Communicator, network: HostNetwork | None) -> None:
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Divide all pairs of hosts into rounds, as in a tournament. In a round each host occurs at most once."""
+    """Divide all pairs of hosts into rounds, as in a tournament, so that the pairs of a round can be measured at the same time.
+    In a round each host occurs at most once.
+    """
     circle: list[str | None] = [*hosts, *[None] * (len(hosts) % 2)]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -168,7 +170,7 @@ class _Probe:
         return [before, (size, min(found, key=max))]
 
     def exchange_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        """Send `nbytes` from the first to the second rank of each pair. Return the times of all ranks, in seconds."""
+        """Send `nbytes` from the first to the second rank of each pair. Return each rank's time, in seconds."""
         return self._timed([(pairs, nbytes)])
 
     def answered_s(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
@@ -226,8 +228,8 @@ class _Probe:
         return [torch.ones(nbytes, dtype=torch.uint8, device=self._comm.device) for _ in range(2)]
 
     def _share(self, mine_s: float) -> list[float]:
-        """Send `mine_s`, a time of this rank in seconds or in seconds per byte, to all ranks. Return the times of all ranks,
-        and update `elapsed_s`.
+        """Send `mine_s`, a measured time of this rank in seconds or in seconds per byte, to all ranks. Return the times of all
+        ranks. Also update `elapsed_s`.
         """
         mine = struct.pack("<2d", mine_s, time.perf_counter() - self._start)
         both = [struct.unpack("<2d", one) for one in self._comm.meet(mine, name=_WHAT, deadline_s=self._deadline_s)]

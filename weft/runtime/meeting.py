@@ -122,9 +122,9 @@ class Meeting:
 
         extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
         cargo: a collective whose data travel with this rendezvous (`weft.runtime.rails`). The collective is complete on return.
-            Pass it only if the attribute `rails` is not None.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are done on
-            return if the attribute `rails` is not None; otherwise none is done.
+            Pass it only if the attribute `rails` is not None, as between several hosts.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute `rails`
+            is not None, all steps are done on return; otherwise no step is done.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -173,7 +173,8 @@ class Meeting:
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
-        """Publish `payload`. Return the payloads of all ranks, and the data for `Cargo.unpack`, by host.
+        """Publish `payload`, the bytes that describe this rank's call. Return the payloads of all ranks, and the data that
+        `cargo` received, by host.
 
         agree: a function that gets the payloads of some ranks, and returns True if these ranks make the same call. If it
             returns False, no data of `cargo` are sent.
@@ -239,7 +240,8 @@ def _forward_of(payload: bytes) -> int:
 def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
     """True if all ranks run forward, or if all ranks run backward of the same forward call.
 
-    mine: the bytes of this rank's payload that contain the number of its forward call, 0 in forward.
+    payloads: the bytes that each rank has published. mine: the part of this rank's bytes with the number of the forward call
+        whose backward it runs; 0 in forward.
     """
     if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
         return True

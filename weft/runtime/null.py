@@ -18,7 +18,7 @@ from weft.words import counted
 
 
 class Ranked(Protocol):
-    """The part of a communicator (`weft.symm`) that this executor needs."""
+    """The part of a communicator's interface (`weft.symm`) that the null executor needs."""
 
     rank: int
     world_size: int
@@ -67,7 +67,7 @@ class NullSchedule(Executor):
         return {}
 
     def check(self) -> None:
-        """Do nothing: this executor has no errors."""
+        """Do nothing: this executor reports no errors of earlier runs."""
 
     def close(self) -> None:
         """Do nothing: this executor has no memory."""

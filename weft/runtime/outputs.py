@@ -30,8 +30,8 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """The owner of a lent tensor's storage, which keeps the memory mapped. When torch frees the storage, the buffer's index
-    `slot` is appended to the list `free`.
+    """The owner of the storage of a result that was lent to the user. It keeps the memory mapped. When torch frees the storage,
+    it appends `slot`, the index of the result's buffer, to the list `free`.
     """
 
     __slots__ = ("free", "memory", "slot")
@@ -44,7 +44,9 @@ class _Lease:
 
 
 class OutputPool:
-    """A pool of `count` output buffers on each rank. `reserve` allocates the buffers."""
+    """A pool of `count` output buffers on each rank, which peers write and which are lent to the user as tensors. `reserve`
+    allocates the buffers.
+    """
 
     def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
@@ -118,7 +120,7 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return the result in buffer `slot`, for the user, as a tensor [shape] over the buffer's memory.
+        """Return the result in buffer number `slot` to lend it to the user, as a tensor of this shape over the buffer's memory.
 
         The buffer becomes free when the user has dropped the tensor and all its views, unless a graph has `captured` the
         call. If this was the last free buffer, return a copy instead, unless `count` is 1.
@@ -166,7 +168,7 @@ class LendingExecutor(Executor):
 
     @property
     def shared(self) -> bool:
-        """True: calls with any batch sizes use the same memory."""
+        """True: calls with any batch sizes use the same memory, so a cache may keep this executor at little cost."""
         return True
 
     @property

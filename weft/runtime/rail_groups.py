@@ -1,8 +1,8 @@
 """The gloo groups of rails, for CPU ranks on several hosts.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host. If data for another host travel along
-rails, each byte crosses the network once per host. In a ring all-gather of H hosts of L ranks, each host would send H L - 1
-shards of a rank instead of L for each other host.
+rails, each byte crosses the network once per host. So in an all-gather, a host with L ranks sends L shards to each other host.
+A ring would instead pass the shards of almost all ranks through every host.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Cho et al.,
     "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", 2019, section 3.
@@ -25,15 +25,15 @@ _known: dict[Communicator, RailGroups] = {}
 
 
 def rail_groups_on(comm: Communicator) -> RailGroups:
-    """Return the groups of this rank's rail. The ranks of `comm` must form rails (`ranks_per_host`). All ranks must make the
-    first call together.
+    """Return the gloo groups of this rank's rail: the ranks with the same index on their hosts, one on each host. All hosts
+    must have the same number of ranks (`ranks_per_host`). All ranks must make the first call together.
     """
     per_host = ranks_per_host(comm.hosts)
     return of_communicator(_known, comm, lambda made: RailGroups(made, per_host, setup_deadline_s(None)))
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return the number of ranks on each host if the ranks form rails, else 0.
+    """Return the number of ranks on each host if the ranks form rails (groups with one rank on each host), else 0.
 
     Ranks form rails if there are several hosts, and each has the same number of consecutive ranks, at least two.
 
@@ -69,9 +69,9 @@ class RailGroups:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
     ) -> list[dist.Work]:  # fmt: skip
-        """Begin an all-to-all of rows along the rail, without this host's own rows. Return the `dist.Work` objects to wait
-        for.
+        """Begin an all-to-all of rows between this rank and the ranks with the same index on other hosts (its rail). Rows for
+        this host are not sent. Return the `dist.Work` objects to wait for.
 
-        came, leaving: for each host, the number of rows received from its rank of this rail, and sent to it.
+        came, leaving: for each host, the number of rows received from this rail's rank there, and sent to it.
         """
         return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)

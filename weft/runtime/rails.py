@@ -61,14 +61,15 @@ class Cargo(Protocol):
         """Write to `memory`, this rank's shared memory, the data that the other ranks of this host need."""
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> dict[int, int] | None:
-        """Write the messages to other hosts. Return their sizes in bytes, by host; None if each has `far_bytes`.
+        """Write the messages to other hosts. Return their sizes in bytes, by host; None if each message has `far_bytes`, the
+        size that this collective reserves for a message.
 
         near: the shared memory of each rank of this host, which `load` has written.
         far: far[h] is the message to write for this rail's rank on host h.
         """
 
     def go_on(self) -> None:
-        """Do work that does not need the messages from other hosts, while they are in transit."""
+        """Do work that does not need the messages from other hosts, while these messages are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
         """Compute the result. received: received[h] is the message from this rail's rank on host h."""
@@ -110,7 +111,9 @@ class Rails:
                 self.rows_bytes = nbytes
 
     def _reserve(self, near_bytes: int, far_bytes: int) -> None:
-        """Reserve memory for collectives (`Cargo`) with up to `near_bytes` and `far_bytes`."""
+        """Reserve memory for collectives (`Cargo`) that write up to `near_bytes` to this rank's shared memory, and send up to
+        `far_bytes` to each other host.
+        """
         self.near.reserve(self._slot + near_bytes + _ALIGNMENT)
         capacity = self._head_bytes + aligned(far_bytes) + _ALIGNMENT
         if capacity > self._capacity:
@@ -203,7 +206,7 @@ class Rails:
         return sizes
 
     def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
-        """Begin to exchange bytes along the rail. Return the `dist.Work` objects to wait for.
+        """Begin to exchange bytes with the ranks of the same index on other hosts. Return the `dist.Work` objects to wait for.
 
         room: the size of the receive buffer for each host, in bytes. sizes: the number of bytes to send to each host.
         """
@@ -247,8 +250,8 @@ class _Still:
 
 
 class _Gather(_Still):
-    """An all-gather. The ranks of each rail, which have the same index on their hosts, exchange their rows. Then the
-    ranks of a host read each other's results from shared memory.
+    """An all-gather. First, ranks with the same index on different hosts exchange their rows. Then the ranks of a host read
+    each other's results from shared memory.
     """
 
     near_bytes = 0
@@ -300,9 +303,10 @@ class _GatherSmall(_Still):
 
 
 class _Sum(_Still):
-    """The base class of reductions, which sum a matrix over all ranks. Each rail computes a part of the sum.
+    """The base class of reductions, which sum a matrix over all ranks. Each rail (the ranks with the same index on their hosts)
+    computes a part of the sum.
 
-    parts: this rank's matrix, split into one part for each rail. Rail i consists of the i-th rank of each host.
+    parts: this rank's matrix, split into one part for each rail, in the order of ranks on a host.
     """
 
     _mine: torch.Tensor
@@ -324,7 +328,7 @@ class _Sum(_Still):
         return like(part, memory[begin:end], part.shape)
 
     def _of_near(self, near: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the matrices of this host's ranks, cut to this rail's part, in the order of ranks."""
+        """Return the rows that this rank sums, from the matrix of each rank of this host, in the order of ranks."""
         index = self.rails.levels.index
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
@@ -378,8 +382,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum the slice `of` of this rail's part over the ranks of this host. Write the sum into each message of `far`. Return
-        the sum as a view of the first message.
+        """Sum a slice (`of`) of the part that this rank reduces over the ranks of its host. Write the sum into `far`, the
+        message to each other host. Return the sum as a view of the first message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [like(parts[0], memory, parts[0].shape) for memory in far]
@@ -424,7 +428,9 @@ class _AllReduceSmall(_Sum):
 
 
 def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the cargo of an all-gather over W ranks, of src [n, columns] into whole [W n, columns]. Both are contiguous."""
+    """Return an all-gather whose data travel with a rendezvous. It gathers src [n, columns] of W ranks into whole [W n,
+    columns]. Both are contiguous.
+    """
     return (
         _GatherSmall(rails, src, whole)
         if whole.nbytes <= _SMALL_BYTES
@@ -433,7 +439,9 @@ def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: flo
 
 
 def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return the cargo of an all-reduce of `whole`, which is contiguous, in place. All ranks get the same bits."""
+    """Return an all-reduce whose data travel with a rendezvous. It replaces `whole`, a contiguous tensor, by its sum over
+    ranks. All ranks get the same bits.
+    """
     return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
 
 
@@ -468,7 +476,7 @@ def _joined(payloads: Sequence[bytes]) -> bytes:
 
 
 def _split(data: memoryview, count: int) -> list[bytes]:
-    """Return the first `count` payloads in `data`, in which each payload follows its length."""
+    """Return the first `count` payloads in `data`. In `data`, each payload is preceded by its length."""
     found, at = [], 0
     for _ in range(count):
         begin = at + _LENGTH.size

@@ -9,7 +9,7 @@ So a rank sends one message to each other host, and needs no separate rendezvous
 
 A rank need not know the number of rows that it receives, because receive buffers have space for the largest message: each rank
 sends up to `Rails.rows_bytes` bytes. If a rank has more, only the numbers of rows travel, and the caller must exchange the rows
-afterwards. The caller learns this from the bytes of all ranks, which the rendezvous exchanges too.
+afterwards. The caller sees this from the number of bytes of each rank, which the rendezvous exchanges too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Counts: TypeAlias = np.ndarray[Any, Any]
 
 
 class AllToAll:
-    """An all-to-all of rows, a `weft.runtime.rails.Cargo`.
+    """An all-to-all of rows whose data travel with the rendezvous of ranks (a `weft.runtime.rails.Cargo`).
 
     rows: the rows that this rank sends, [n, columns], contiguous, and ordered by the rank that receives them.
     counts: the number of rows for each rank and expert, int64 [W, experts].
@@ -84,7 +84,7 @@ class AllToAll:
         return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
 
     def _rank_on(self, host: int) -> int:
-        """Return the rank of this rank's rail on a host: the rank with the same index there."""
+        """Return the rank on a host that has the same index there as this rank has on its own host."""
         return host * self._levels.per_host + self._levels.index
 
     def _of_host(self, host: int) -> Counts:
@@ -92,8 +92,8 @@ class AllToAll:
         return self.counts[host * self._levels.per_host :][: self._levels.per_host]
 
     def _rows_for(self, host: int) -> list[torch.Tensor]:
-        """Return, for each rank of this host, its rows for the rank of this rank's rail on `host`. The rows are in
-        shared memory.
+        """Return, for each rank of this host, its rows for one rank on `host`: the rank with the same index as this rank. The
+        rows are in shared memory.
         """
         if not self._has_rows:
             return []

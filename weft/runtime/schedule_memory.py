@@ -1,4 +1,6 @@
-"""The layout of a schedule's own memory: symmetric buffers and counters, at the same offsets on every rank."""
+"""The layout of the memory that weft allocates for a schedule: symmetric buffers and counters, at the same offsets on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The byte offset of each symmetric buffer in one region, and the index of each signal array's first counter."""
+    """The layout of a schedule's symmetric memory: the byte offset of each buffer, and for each array of signals the index of
+    its first counter.
+    """
 
     buffers: dict[str, int]
     buffer_bytes: int

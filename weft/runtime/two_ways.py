@@ -57,10 +57,10 @@ class TwoWays:
             self._ruled_out.add(bucket)
 
     def takes_other(self, size: int, is_faster: bool = False) -> bool:
-        """True if the next call of this size must use the second implementation.
+        """True if the next call of this size must use the second of the two implementations.
 
-        is_faster: True if the second implementation is known to be faster. Unless ruled out, it is then used without a
-            measurement. Equal on all ranks.
+        is_faster: True if the second implementation is known to be faster. It is then used without a measurement, unless
+            `rule_out` has excluded it. Equal on all ranks.
         """
         bucket = size.bit_length()
         if is_faster:
@@ -88,7 +88,9 @@ class TwoWays:
 
 
 def _is_clear(first_s: float, other_s: float) -> bool:
-    """True if `other_s`, a time of the second implementation, is clearly less than `first_s`."""
+    """True if `other_s`, a time of the second implementation, is clearly less than `first_s`, a time of the first. Both are in
+    seconds.
+    """
     return first_s - other_s > max(_CLEARLY * first_s, _CLEARLY_S)
 
 

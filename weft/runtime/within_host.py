@@ -57,7 +57,9 @@ class WithinHost:
         return self.of(self.ranks.index(self.comm.rank), like, *shape)
 
     def of(self, index: int, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Return the memory of the rank with index `index` on this host, as a tensor [shape] with the dtype of `like`."""
+        """Return the shared memory of another rank on this host, as a tensor [shape] with the dtype of `like`. index: the
+        rank's index on this host.
+        """
         nbytes = torch.Size(shape).numel() * like.itemsize
         return self._flat[index][:nbytes].view(like.dtype).view(shape)
 
@@ -73,7 +75,7 @@ class WithinHost:
         self._await(deadline_s, what)
 
     def release(self) -> None:
-        """Notify peers that this rank has read their memory, so that they may write to it again."""
+        """Notify the peers on this host that this rank has read their memory, so that they may write to it again."""
         self._advance()
 
     def exchange(
@@ -132,7 +134,7 @@ class WithinHost:
         _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if the counter of a rank of this host shows that the rank has not reached this rank's round."""
+        """True if a rank of this host has not begun the round (exchange) in which this rank is. The rank's counter shows it."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:

@@ -20,7 +20,7 @@ from weft.words import counted
 
 
 class Checked:
-    """The steps of `schedule` on one rank, checked, with numbers in place of expressions of the rank. The constructor
+    """The checked steps of `schedule` on one rank. Numbers replace the expressions that depend on the rank. The constructor
     raises `ScheduleError` for a step that the executor cannot run, or that does not match its buffers.
 
     known: True to skip the checks, because a schedule that differs only in sizes has passed them.
@@ -33,7 +33,8 @@ class Checked:
     - setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
       twice.
     - senders: for each counter that arriving messages increase, the ranks that send these messages.
-    - channels: the channels over which any rank sends messages, each as (sender, number of its lane, receiver).
+    - channels: the channels over which any rank sends messages, each as (sending rank, index of the sending lane, receiving
+      rank).
     - rows: for each collective of this rank, in order: the number of rows that each rank contributes.
     - shared: the names of buffers to which peers or several lanes add (`accumulate=True`).
     """
@@ -94,8 +95,8 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return a copy of `schedule` with only its collectives and the steps that set signals. A rank needs to know no other steps
-    of its peers.
+    """Return a copy of `schedule` with only its collectives and the steps that set signals. Of its peers' steps, a rank needs
+    only these.
     """
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())

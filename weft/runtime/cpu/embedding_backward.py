@@ -22,7 +22,10 @@ _GRADIENT, _SQUARES = 0, 6  # codes of rules: write gradients, or sums of their 
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
-    """Return all occurrences of ids in the batch that read this rank's tables, sorted by table and row."""
+    """Return the ids of the batch that read this rank's tables, sorted by table and row. An id that occurs twice is listed
+    twice.
+    of: the forward call.
+    """
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
     weights = 0 if jagged.weights is None else jagged.weights.data_ptr()
     return _core.SortedRows(slots=slots, tables=tables, per_sample_weights=weights, **_input(of, jagged))
@@ -96,7 +99,7 @@ def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of the row gradients that `update` would apply, as a float64 scalar tensor.
 
-    received: as for `update`.
+    received: the gradients, [global batch, columns of this rank's tables].
     """
     squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
@@ -113,7 +116,7 @@ def gradients_of_tables(
 ) -> list[torch.Tensor]:
     """Return the gradient of each table, [rows, columns]: dense, or with `of.sparse` a coalesced sparse COO tensor.
 
-    received: the gradients of the pooled vectors, as for `update`.
+    received: the gradients of the pooled vectors, [global batch, columns of this rank's tables].
     dtype: the dtype of the result; by default the tables' dtype.
     """
     sharding = of.plan.sharding
@@ -171,7 +174,7 @@ def gradients_of_weights(
 ) -> torch.Tensor:
     """Return the gradients of per-sample weights, float32 [number of ids].
 
-    received: the gradients of the pooled vectors, as for `update`.
+    received: the gradients of the pooled vectors, [global batch, columns of this rank's tables].
     """
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
     out = torch.empty(jagged.values.numel(), dtype=torch.float32)

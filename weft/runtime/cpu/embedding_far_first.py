@@ -6,9 +6,8 @@ in the call's rendezvous, and then run the same exchanges in the same order. The
 call without pieces.
 
 More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that it takes a time L to pool the
-samples of other hosts, and as long to send their vectors, and that each exchange has a latency of t. Then p pieces take L +
-L / p + p t, which is least for p = sqrt(L / t). So there are 4 pieces if L / t is at least 16 by the measured links, else
-2.
+samples of other hosts, and as long to send their vectors, and that each exchange has a latency of t. Then p pieces take L + L /
+p + p t, which is least for p = sqrt(L / t). So there are 4 pieces if the measured links give an L / t of at least 16, else 2.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """
@@ -38,9 +37,10 @@ _MANY = 4  # pieces of large transfers
 
 
 class FarFirst:
-    """embedding_all_to_all with the samples of other hosts first.
+    """embedding_all_to_all for CPU ranks on several hosts. It pools and sends the samples of other hosts first.
 
-    plan: the plan of the calls. alone: a plan for one rank, with only this rank's tables; None if this rank has no tables.
+    plan: the plan of the calls. alone: the plan by which this rank pools: only its own tables, as in a group of one rank. None
+        if the rank has no tables.
 
     Benchmarks set two attributes. pinned_pieces: the number of pieces; None to choose 2 or 4. far_last: True to pool the
     samples of this host first.
@@ -81,8 +81,9 @@ class FarFirst:
     def run(
         self, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, turn: Turn
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that
-        warns of bad indices, or None if no index is bad.
+        """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that warns of
+        bad indices, or None if no index is bad.
+        turn: runs the exchanges, with the call's deadline.
         """
         with ending_the_group(self.comm, _NAME):
             return self._run(weights, jagged, checked, turn)
@@ -115,7 +116,7 @@ class FarFirst:
         return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
-        """Return the ranks whose samples are pooled in `phase`.
+        """Return the ranks whose samples are pooled in a phase of the call.
 
         phase: the number of a piece, which has samples of ranks on other hosts; None for the samples of this host's ranks.
         """
@@ -124,7 +125,8 @@ class FarFirst:
     def _pool(
         self, table: np.ndarray | None, jagged: JaggedInput, cuts: list[list[int]], phase: int | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Pool samples. Return the vectors, [samples, columns], in the order of ranks, and the counts of `run_native`.
+        """Pool the samples of one piece. Return the vectors, [samples, columns], in the order of ranks, and the eight numbers
+        that `run_native` returns.
 
         table: the result of `slot_table`; None if this rank has no tables.
         cuts: piece i has the samples cuts[r][i] to cuts[r][i + 1] of rank r.
@@ -165,7 +167,9 @@ class FarFirst:
         return work, received, came
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
-        """Copy received vectors into their columns of `out`, [samples, total_dim]. came: the number of elements from each rank."""
+        """Copy received vectors into their columns of the output `out`, [samples, total_dim].
+        received: the vectors from all ranks, flat. came: the number of elements from each rank.
+        """
         parts, column = received.split(came), 0
         for rank, first, end in self._runs:
             if came[rank]:
@@ -175,7 +179,7 @@ class FarFirst:
 
 
 def _rows(cut: list[int], phase: int | None) -> slice:
-    """Return the range of a rank's samples that belong to piece number `phase`; for None, the range of all samples.
+    """Return the range of a rank's samples that belong to piece number `phase`. With None, return the range of all its samples.
 
     cut: piece i has the samples cut[i] to cut[i + 1].
     """

@@ -83,7 +83,9 @@ class PushedGradients:
         _core.copy_columns(pieces, rows=len(grad), n_threads=torch.get_num_threads())
 
     def _reserved(self, nbytes: int, deadline_s: float | None) -> Region:
-        """Return inboxes of at least `nbytes` bytes. All ranks must make this call with the same size."""
+        """Return the ranks' inboxes (receive buffers), each of at least `nbytes` bytes. All ranks must make this call with the
+        same size.
+        """
         if self._inbox is None or nbytes > self._inbox.nbytes:
             most = max(nbytes, 1) if self._inbox is None else max(nbytes, self._inbox.nbytes * 3 // 2)  # to grow seldom
             larger = self.comm.allocate(most, what=_NAME, deadline_s=deadline_s)

@@ -73,10 +73,10 @@ class MemoryUser(Protocol):
     """An executor's `Program`, as `Memory` sees it: two methods to call when the addresses of memory change."""
 
     def map(self, mapped: Mapped) -> None:
-        """Use the addresses of the memory `mapped` from now on."""
+        """Use the addresses of `mapped`, the current version of the group's memory, from now on."""
 
     def unbind(self) -> None:
-        """Drop all views of memory. The next `map` makes them again."""
+        """Drop all tensors that are views of the shared memory. The next `map` makes them again."""
 
 
 class Memory:
@@ -124,8 +124,8 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:
-        """Give `program`, which runs next, the addresses of the memory `mapped`. At most `BOUND` programs keep views of memory.
-        If there are more, drop the views of the least recently run program.
+        """Give an executor's `program`, which runs next, the addresses of the memory `mapped`. At most `BOUND` programs keep
+        tensors that are views of the memory. If there are more, drop the views of the least recently run program.
         """
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:

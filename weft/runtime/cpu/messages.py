@@ -46,7 +46,9 @@ _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 
 
 class Channels:
-    """The gloo groups of all channels of `comm`. A channel is (sender, number of its lane, receiver)."""
+    """The gloo groups for messages between CPU ranks of `comm`, one for each channel. A channel carries the messages from one
+    lane to one other rank. It is (sending rank, index of the sending lane, receiving rank).
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -55,7 +57,7 @@ class Channels:
         comm._holders.add(self)
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        """Make the groups of all `channels` that have no group yet. All ranks must make this call, with the same channels.
+        """Make a gloo group for each of `channels` that has none yet. All ranks must make this call, with the same channels.
 
         Raise `DeadlineError` on every rank if ranks cannot connect.
         """
@@ -114,7 +116,9 @@ def channels_of(comm: Communicator) -> Channels:
 
 
 class Arrival:
-    """A message that this rank receives in each run. `begin` begins to receive it. A call of this object waits for it."""
+    """A message that this rank receives in each run of a schedule. `begin` begins to receive it. A call of this object waits
+    for it.
+    """
 
     def __init__(self, step: Receive, run: Run, target: torch.Tensor | None, counter: int) -> None:
         """target: the tensor for the received rows; None for a message that only carries a signal.

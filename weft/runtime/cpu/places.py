@@ -53,7 +53,7 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """Return the `Place` of a matrix at `address`. The `Place` does not own the memory."""
+    """Return the matrix at `address` as a `Place`, which does not own the memory."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)
@@ -96,7 +96,9 @@ class Places:
         self._counters: tuple[int, ...] = ()  # address of each rank's first counter
 
     def map(self, mapped: Mapped) -> None:
-        """Assign addresses in the memory `mapped` to the counters and to all buffers that the caller does not pass."""
+        """Assign addresses in `mapped`, the group's shared memory, to the counters and to all buffers that the caller does not
+        pass.
+        """
         self._counters = mapped.addresses
         for buffer, offset in self._own:
             begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses) if address}
@@ -121,11 +123,11 @@ class Places:
         return found.rows, found.cols
 
     def counter(self, signal: str, index: Index, rank: int) -> int:
-        """Return the address of a counter of `rank`."""
+        """Return the address of a counter in the memory of `rank`. A counter is (signal, index)."""
         return self._counters[rank] + _core.COUNTER_BYTES * self.number(signal, index)
 
     def number(self, signal: str, index: Index) -> int:
-        """Return the index of a counter among all counters of a rank."""
+        """Return the position of the counter (signal, index) among all counters of a rank."""
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:

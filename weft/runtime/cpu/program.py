@@ -34,7 +34,7 @@ from weft.schedule.steps import substitute, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step, and `call`, the function that runs it.
+    """A step of a schedule, and `call`, the function that runs it on buffers at known addresses.
 
     name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks.
     rows: for a collective, the number of rows that each rank contributes.
@@ -92,7 +92,7 @@ class Program:
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Drop the steps' functions, and with them their references to memory."""
+        """Drop the functions that run the steps, and with them all references to memory."""
         for _, steps in self.lanes:
             for bound in steps:
                 bound.call = _not_bound
@@ -101,8 +101,8 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Bind the steps that use only the schedule's own buffers to the memory `mapped`. Do nothing if they are already bound
-        to this memory.
+        """Make the functions of the steps that use only the schedule's own buffers, with addresses in the memory `mapped`. Do
+        nothing if the functions already use this memory.
         """
         if self._version == mapped.version:
             return
@@ -117,7 +117,7 @@ class Program:
         self._version = mapped.version
 
     def unbind(self) -> None:
-        """Drop all views of memory. The next `map` makes them again."""
+        """Drop all tensors that are views of the shared memory. The next `map` makes them again."""
         self._version = 0
         self.places.known.clear()
         for _, steps in self.lanes:
@@ -126,10 +126,10 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps that use a caller's tensor. Return "". If a tensor does not match its buffer, change nothing, and
-        return an error text.
+        """Make the functions of the steps that use a caller's tensor, with the address of this tensor. Return "". If a tensor
+        does not match its buffer, change nothing, and return an error text.
 
-        If an exception (Ctrl-C, out of memory) interrupts this method, the next run binds all these steps again.
+        If an exception (Ctrl-C, out of memory) interrupts this method, the next run makes all these functions again.
         """
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
@@ -151,7 +151,7 @@ class Program:
         return ""
 
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
-        """Bind and run a step that is bound in each run (`Bound.dynamic`).
+        """Run a step whose sizes or tiles are known only in this run (`Bound.dynamic`).
 
         known: the dynamic sizes that the step's lane has read so far, by the buffer that contains them. A `Read` step adds
             the contents of its buffer.
@@ -197,7 +197,7 @@ class Program:
                     self._made[given.name] = made
 
     def expect(self) -> None:
-        """Begin to receive all messages of a run that has begun on all ranks."""
+        """Begin to receive all messages of this run. Call it when all ranks have begun the run."""
         for bound in self.receives:
             cast(Arrival, bound.call).begin()
 

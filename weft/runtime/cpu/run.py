@@ -58,7 +58,7 @@ class Run:
 
         sets: for each counter of this rank, its value at the end of the previous run. This method changes the values to
             those at the end of this run.
-        of_run: for each counter that this run increases, (index of the counter, amount by which it grows).
+        of_run: for each counter that this run increases, (index of the counter, number by which the run increases it).
         """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
@@ -102,8 +102,8 @@ class Run:
     def wait(
         self, address: int, number: int, offset: int, name: str, peer: int | None, sources: tuple[int, ...] = ()
     ) -> None:
-        """Wait until a counter of this rank reaches its value at the end of this run, plus `offset`. `offset` is at most 0:
-        0 waits for all sets of this run, and -1 for all but the last.
+        """Wait until peers or lanes have set a counter of this rank as often as they do in this run. With offset=-1, do not
+        wait for the last set; with -2, not for the last two, and so on.
 
         address, number: the counter's address, and its index among the counters of this rank.
         name: the signal, for error texts.

@@ -158,8 +158,8 @@ def _checked(schedule: Schedule, comm: Communicator, known: bool = False) -> Che
 
 
 def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
-    """Compare `schedule` between ranks, and check it. Return its checked steps on this rank. All ranks must make this call.
-    If the check fails on any rank, all raise.
+    """Compare `schedule` between ranks, and check it. Return this rank's checked steps. All ranks must make this call. If the
+    check fails on any rank, all raise.
     """
     agree_on_schedule(schedule, comm)
     checked, error = None, ""

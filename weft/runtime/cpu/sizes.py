@@ -24,7 +24,7 @@ _MOST_ROWS = 1 << 47
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """Replace the expressions of a step by numbers. Yield the step, or for a tile kernel the steps of its tiles in order.
+    """Yield a step with numbers in place of its expressions. For a tile kernel, yield the steps of all its tiles, in order.
     Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
     values: the dynamic sizes that the step's lane has read, by the buffer that contains them.

@@ -39,8 +39,8 @@ _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function that runs `step`, in which numbers have replaced all expressions. Register the implementation of a
-    step kind with `bind.register`.
+    """Return a function without arguments that runs `step`, whose expressions have been replaced by numbers. Register the
+    implementation of a step kind with `bind.register`.
 
     places: the addresses of buffers and counters. rows: for a collective, the number of rows that each rank contributes.
     """
@@ -80,8 +80,8 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the name (`kind`) of the base class whose registered implementation the kernel of `step` would inherit; "" if its
-    class has its own, or none. A kernel that would inherit is refused, because the implementation may be wrong for it.
+    """Return the name (`kind`) of the base class if the kernel of `step` would run by an implementation that is registered for
+    its base class. Otherwise return "". Such a kernel is refused, because the base class's implementation may be wrong for it.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""

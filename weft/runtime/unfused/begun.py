@@ -34,17 +34,19 @@ NEAR_BYTES = 16 << 20  # on each rank, for rows that are exchanged within its ho
 
 
 class Begun(Protocol):
-    """A call that this rank begins before the rendezvous has ended."""
+    """A call of CPU ranks on several hosts that this rank begins before the rendezvous (in which ranks compare their calls) has
+    ended.
+    """
 
     number: int
     """A number that the rendezvous sends to all ranks, such as 1 if a message was too large to be sent."""
 
     def alone(self) -> Iterator[None]:
-        """Run the steps that do not wait for other ranks: compute, and begin to send. Yield between steps."""
+        """Run the steps of the call that do not wait for other ranks: compute, and begin to send. Yield between steps."""
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        """Run the remaining steps, and return the results. Call this method only after the rendezvous has shown that all ranks
-        make the same call. If `alone` has not run, run its steps too.
+        """Run the remaining steps of the call, and return its results. Call this method only after the rendezvous has shown
+        that all ranks make the same call. If `alone` has not run, run its steps too.
 
         numbers: the value of `Begun.number` on each rank, from the rendezvous; None if the ranks had already synchronised
             before the call.
@@ -79,7 +81,8 @@ class Early:
         return meeting_of(self._comm).refused != self._refused
 
     def begin(self, exchange: int, sent: torch.Tensor, sizes: list[int], deadline_s: float, name: str) -> Pending:
-        """Begin exchange number `exchange` of a call, which sends the rows `sent`. Return a handle to wait for.
+        """Begin exchange number `exchange` of a call: send the rows `sent` to ranks of other hosts. Return a handle to wait
+            for.
 
         sizes: the number of rows for each rank: 0 for ranks of this host, and at least 1 for others.
         """

@@ -22,24 +22,25 @@ def run(steps: Iterator[None]) -> None:
 
 
 def by_rank(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by rank, then by expert.
+    """Return the index of the first row for each (rank, expert), [ranks, experts], if rows are ordered by rank, then by expert.
 
-    table: the number of rows of each cell, [ranks, experts].
+    table: the number of rows for each (rank, expert), [ranks, experts].
     """
     flat = table.ravel()
     return (flat.cumsum() - flat).reshape(table.shape)  # type: ignore[no-any-return]
 
 
 def by_expert(table: Cells) -> Cells:
-    """Return the index of each cell's first row, [ranks, experts], if rows are ordered by expert, then by rank.
+    """Return the index of the first row for each (rank, expert), [ranks, experts], if rows are ordered by expert, then by rank.
 
-    table: the number of rows of each cell, [ranks, experts].
+    table: the number of rows for each (rank, expert), [ranks, experts].
     """
     return by_rank(table.T).T
 
 
 def runs(starts: Cells, counts: Cells) -> list[slice]:
-    """Return the rows of some cells, one cell after the other, as few slices.
+    """Return slices that select the rows of some cells, one cell after the other. A cell is the rows of one rank for one
+    expert. Adjacent cells share a slice.
 
     starts: the index of each cell's first row. counts: the number of rows of each cell.
     """
@@ -57,12 +58,12 @@ def _merged(starts: list[int], counts: list[int]) -> list[slice]:
 
 
 def take(rows: torch.Tensor, of: list[slice]) -> torch.Tensor:
-    """Return the rows in some slices, one slice after the other: a view if there is one slice."""
+    """Return the rows that the slices `of` select, one slice after the other. With a single slice, the result is a view."""
     return rows[of[0]] if len(of) == 1 else torch.cat([rows[one] for one in of]) if of else rows[:0]
 
 
 def put(out: torch.Tensor, rows: torch.Tensor, to: list[slice]) -> None:
-    """Copy `rows` to some slices of `out`, one slice after the other."""
+    """Copy `rows` into the slices `to` of `out`, one slice after the other."""
     at = 0
     for one in to:
         count = one.stop - one.start
@@ -73,9 +74,11 @@ def put(out: torch.Tensor, rows: torch.Tensor, to: list[slice]) -> None:
 def multiply(
     x: torch.Tensor, x_at: Cells, counts: Cells, w: torch.Tensor, out: torch.Tensor, out_at: Cells
 ) -> Iterator[None]:  # fmt: skip
-    """Multiply the rows of each expert by its weights. Yield after each expert.
+    """Multiply the rows of each expert in `x` by the expert's weights, and write the products to `out`. Yield after each
+    expert.
 
     counts: the number of rows of each rank for each expert, [ranks, experts].
+    w: the weights of the experts.
     x_at, out_at: the index of the first of these rows in x and in `out`, [ranks, experts].
     """
     tables = (table.T.tolist() for table in (x_at, counts, out_at))

@@ -1,4 +1,4 @@
-"""Collectives of a matrix, run by a `Turn`: with a deadline and, on CPU, a rendezvous before each collective.
+"""Collectives of a matrix. A `Turn` runs them: with a deadline and, on CPU, a rendezvous before each collective.
 
 All functions have these arguments:
 
@@ -78,7 +78,7 @@ def all_reduce_(
 
 
 def _rails_to_reduce(x: torch.Tensor, turn: Turn) -> Rails | None:
-    """Return the rendezvous that can carry the data of a reduction of `x` between hosts (`weft.runtime.rails`), or None.
-    The choice is equal on all ranks.
+    """Return the rendezvous of CPU ranks on several hosts if it can carry the data of a reduction of `x`
+    (`weft.runtime.rails`), else None. The choice is equal on all ranks.
     """
     return turn.rails_for(x.nbytes) if x.dtype.is_floating_point else None

@@ -9,8 +9,8 @@ Combine, which sends rows back to the ranks of their tokens:
 
     y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes swapped
 
-CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). In rails, few
-tokens travel with the rendezvous (`weft.runtime.unfused.experts_in_rails`).
+CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). If the tokens are
+few, such ranks may send them with the messages of the rendezvous (`weft.runtime.unfused.experts_in_rails`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def dispatched(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, max_rows: int | None, turn: Turn,
     most: int, *, return_x: bool = False,
 ) -> tuple[torch.Tensor, Sizes, torch.Tensor | None]:  # fmt: skip
-    """Exchange the numbers of tokens, and run `all_to_all_matmul`. Return its results, with the sizes of the exchange.
+    """Exchange the numbers of tokens, and run `all_to_all_matmul`. Return the products, the sizes of the exchange, and with
+    `return_x` the received tokens, else None.
 
     splits: the number of this rank's tokens for each expert of all ranks.
-    most: the largest number of tokens of a rank in typical calls, equal on all ranks. It is used only between hosts, to choose
+    most: the largest number of tokens of a rank in typical calls, equal on all ranks. Ranks on several hosts choose by it
         between two implementations.
     """
     comm = turn.comm_between_hosts
@@ -119,8 +120,10 @@ def matmul_all_to_all(
     """Multiply the rows of this rank's experts, and send each row back to the rank of its token. Return y [rows, N], the
     results for this rank's tokens.
 
-    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored. most: as for `dispatched`. If the ranks
-    have not synchronised yet, they exchange their numbers of rows instead.
+    h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored.
+    most: the largest number of rows of a rank in typical calls, by which ranks on several hosts choose between two
+    implementations. Used only if the ranks have synchronised in this call. Otherwise they exchange their numbers of rows, and
+    use the largest.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -152,7 +155,7 @@ def begin_matmul_all_to_all(
 
 
 class _Combined:
-    """A call that multiplies all rows, and then exchanges the results."""
+    """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results."""
 
     number = 0
 
@@ -181,7 +184,9 @@ class _Combined:
 
 
 def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) -> torch.Tensor:
-    """Return the rows `made`, which are sorted by expert, in the order of source ranks."""
+    """Reorder the rows `made`: from the order of experts to the order of the ranks that sent the tokens. Return the reordered
+    rows.
+    """
     if w.shape[0] == 1:
         return made
     order = expert_order(sizes.received, made.shape[0])
@@ -191,8 +196,8 @@ def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) ->
 def _send_back(
     made: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
 ) -> torch.Tensor:  # fmt: skip
-    """Send the rows `made`, which are sorted by source rank, back to these ranks. Return y [rows, N], for this rank's
-    tokens.
+    """Send the rows `made`, sorted by the ranks that sent the tokens, back to these ranks. Return y [rows, N], the results for
+    this rank's tokens.
     """
     y, (sent, came, _) = made.new_empty(rows, made.shape[1]), sizes.host
     send(made, y, came, sent, group, turn, _BACK).wait()
@@ -234,7 +239,7 @@ def _dispatched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Send tokens to the ranks of their experts. Return x [rows, K], and the received tokens in the order of arrival.
 
-    x begins with the received tokens, sorted by expert. Tokens that do not fit are missing.
+    x begins with the received tokens, sorted by expert. If they are more than `rows`, the last tokens are missing.
     """
     k = tokens.shape[1]
     if group.size() == 1:

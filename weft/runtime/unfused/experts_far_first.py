@@ -70,8 +70,8 @@ class FarFirst:
         call when its call ends. The function records the time of the call. All ranks must make the same calls of this
         method.
 
-        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` that sends for long is not
-        timed: it always sends these rows first.
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early`
+        whose rows take long to send is not timed: it always sends the rows for other hosts first.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
@@ -105,7 +105,7 @@ class FarFirst:
         name: str,
         return_x: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `experts.all_to_all_matmul`, with the same arguments and results.
+        """Run `experts.all_to_all_matmul`, with the same arguments and results, but send the tokens for other hosts first.
 
         name: the name of the exchange between hosts, for error texts.
         """
@@ -144,7 +144,8 @@ class FarFirst:
         self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, ended: Callable[[], None], name: str,
         key: Hashable,
     ) -> Combine:  # fmt: skip
-        """Return a call of `experts.matmul_all_to_all`, with the same arguments, that this rank has not begun yet.
+        """Return a call of `experts.matmul_all_to_all` that sends the rows for other hosts first. The arguments are the same.
+        This rank has not begun the call yet.
 
         ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
         key: the kind of the call, and its largest number of rows. If the call's messages turn out to be too large for
@@ -177,8 +178,8 @@ class FarFirst:
         self._never_early.add(key)
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
-        """Return, for each rank, the sum of `table` over the experts in `part`; 0 for ranks of this host, which
-        exchange no messages.
+        """Return, for each rank on another host, its number of rows for the experts in `part`, which are sent in one message.
+        Return 0 for ranks of this host, to which no message is sent.
 
         table: the number of rows of each rank for each expert, [ranks, experts].
         """
@@ -273,13 +274,13 @@ class Combine:
         return [y]
 
     def _to_near(self) -> list[torch.Tensor]:
-        """Return the products for each rank of this host."""
+        """Return the rows to send back to each rank of this host, a tensor for each rank."""
         assert self._near is not None
         return list(self._near.split(self._came[self._far.near].sum(1).tolist()))
 
     def _exchange(self, exchange: int, y: torch.Tensor) -> tuple[Pending, Sequence[torch.Tensor]]:
-        """Begin to exchange piece number `exchange`, after the rendezvous. Return the work handle, and the receive buffers
-        of the ranks on other hosts.
+        """Begin to exchange piece number `exchange` of the products `y` with other hosts, after the rendezvous. Return the work
+        handle, and the receive buffers of the ranks on other hosts.
         """
         far, part = self._far, self._parts[exchange]
         if exchange == len(self._made):
@@ -301,8 +302,9 @@ class Combine:
         return rows
 
     def _multiply(self, part: Cells | None) -> Iterator[None]:
-        """Multiply rows, and yield after each expert. With `part`, multiply the rows of these experts for other hosts, and
-        append the messages to `_made`. With None, multiply the rows of all experts for this host.
+        """Multiply rows by the experts' weights, and yield after each expert. With `part`, multiply the rows of the experts
+        `part` that go to other hosts, and append the messages to `_made`. With None, multiply the rows of all experts that go
+        to ranks of this host.
         """
         far, n = self._far, self._w.shape[2]
         experts = np.arange(self._w.shape[0]) if part is None else part

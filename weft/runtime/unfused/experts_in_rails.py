@@ -1,4 +1,5 @@
-"""Expert parallelism on CPU ranks in rails, if messages are small: rows travel with the rendezvous.
+"""Expert parallelism on CPU ranks of several hosts, for small messages: tokens travel with the messages by which the ranks
+    synchronise.
 
     dispatch   The numbers of tokens, and the tokens, travel with the rendezvous. While tokens for other hosts are in transit,
                each rank multiplies the tokens from ranks of its host
@@ -22,10 +23,12 @@ from weft.schedule.kernels import LibraryGroupedMatmul
 def dispatch_in_rails(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, turn: Turn, name: str, return_x: bool
 ) -> tuple[tuple[torch.Tensor, torch.Tensor | None] | None, torch.Tensor]:  # fmt: skip
-    """Exchange the numbers of tokens, and if possible run `experts.all_to_all_matmul`. Return its results, and the number of
-    tokens from each rank for each expert of this rank, int64 [ranks, experts].
+    """Exchange the numbers of tokens in the rendezvous of CPU ranks and, if the tokens fit into its messages, run
+    `experts.all_to_all_matmul`. Return its results, and the number of tokens from each rank for each expert of this rank, int64
+    [ranks, experts].
 
-    Return None for the results if a rank has too many tokens. Ranks must have rails.
+    Return None for the results if a rank has too many tokens. Every host must have the same number of ranks, at least two
+    (`weft.runtime.rails`).
 
     splits: the number of this rank's tokens for each expert of all ranks, int64, of up to `TABLE_BYTES`.
     name: the name of the exchange, for error texts. Other arguments: as for `experts.all_to_all_matmul`.

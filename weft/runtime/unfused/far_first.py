@@ -55,8 +55,8 @@ def begin_piece(
     comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int],
     is_far: bool = True,
 ) -> Pending:  # fmt: skip
-    """Begin an all-to-all of rows, one piece of a call's data. Return a handle to wait for. Begin it only after a rendezvous
-    has shown that all ranks make the same call, because this function has none.
+    """Begin an all-to-all of rows, one piece of a call's data. Return a handle to wait for. Call this function only after a
+    rendezvous has shown that all ranks make the same call.
 
     received, sent: the tensors to receive into and to send, [rows, columns], with the rows of each rank in rank order. came,
         leaving: the number of rows from and to each rank. is_far: True if no rank exchanges rows within its host.

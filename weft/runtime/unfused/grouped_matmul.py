@@ -50,7 +50,7 @@ def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, size
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return x.T @ grad_y over the rows of each expert, [experts, K, N]."""
+    """Return x_e.T @ grad_y_e for each expert e, [experts, K, N], where x_e and grad_y_e are the expert's rows."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
         # For an expert without rows, Hopper's kernel writes zeros, but Blackwell's kernel writes nothing.
@@ -65,7 +65,9 @@ def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch
 
 
 def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return a view of each expert's rows in `rows`, from which the rows of the last experts may be missing."""
+    """Return a view of each expert's rows in `rows`. If `rows` is too short, the views of the last experts are shorter or
+    empty.
+    """
     parts, first = [], 0
     for count in sizes.host.of_experts:
         parts.append(rows[first : first + count])

@@ -86,11 +86,11 @@ class Unfused:
 
     @property
     def order(self) -> list[str]:
-        """The names of the buffers, inputs first."""
+        """The names of the schedule's buffers, inputs first."""
         return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
 
     def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
-        """Run all steps. Return all buffers by name.
+        """Run all steps of the schedule. Return all buffers by name.
 
         turn: runs the collectives, with a rendezvous before each on CPU, and records the times of the steps.
         """
@@ -146,8 +146,8 @@ class Unfused:
 
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
-    """Return a step as an argument for `_core.PlainSteps`, which runs steps in native code: (kind, output buffer, input
-    buffers, dtype or function). Return None if native code does not support the step.
+    """Describe a step for `_core.PlainSteps`, which runs steps in native code. Return (kind, output buffer, input buffers,
+    dtype or function). Return None if native code does not support the step.
     """
     if isinstance(step, Tiles):
         src, dst = _columns(step, here)
@@ -267,8 +267,8 @@ def _tiles(step: Tiles, here: Unfused) -> Call:
 
 
 def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
-    """Return the names of the buffers (src, dst) of a tile kernel that copies the ranks' matrices, one below the other in
-    `src`, side by side into `dst`. Raise `ScheduleError` for other kernels.
+    """Return the names of two buffers (src, dst) of a tile kernel. The kernel reads the ranks' matrices, which are one below
+    the other in `src`, and copies them side by side into `dst`. Raise `ScheduleError` for other kernels.
     """
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
     copies = [one for body in bodies for one in of_kind(body, Copy) if not one.accumulate]

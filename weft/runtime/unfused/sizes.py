@@ -13,7 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class OnCpu(NamedTuple):
-    """The numbers of rows to each rank, from each rank, and for each local expert, on the CPU."""
+    """The numbers of rows of an exchange as Python numbers: sent to each rank, received from each rank, and for each local
+    expert.
+    """
 
     sent: list[int]
     came: list[int]
@@ -89,7 +91,8 @@ class _Numbers:
     """`splits` and `received` on the CPU. Several `Sizes` of the same tables share this object.
 
     copy, copied: both tables in one tensor, and the event after which the tensor is valid.
-    counts, rank: the splits of all ranks and the number of this rank, in place of `copy`.
+    counts, rank: the splits of all ranks, and the number of this rank. They replace `copy` if the CPU has already read the
+        splits.
     host: the result of `Sizes.host`, once it is computed.
     """
 
@@ -150,8 +153,8 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has, or if `splits` has changed
-    since.
+    """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has remembered this sum, or if
+    `splits` has changed since.
     """
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None

@@ -87,15 +87,16 @@ class Turns:
 
     @property
     def rails(self) -> Rails | None:
-        """The rendezvous that can carry data between hosts (`weft.runtime.rails`). None unless there are several hosts, each
-        with the same number of consecutive ranks, at least two.
+        """The rendezvous of CPU ranks on several hosts, whose messages can carry the data of a small collective
+        (`weft.runtime.rails`). None unless there are several hosts, each with the same number of consecutive ranks, at least
+        two.
         """
         return self._meeting.rails
 
     @opaque
     def ride(self, collective: str, cargo: Cargo, deadline_s: float, number: int = 0) -> int:
-        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return. Return the
-        largest `number` of all ranks.
+        """Run `cargo`, a small collective whose data travel with the messages of the rendezvous. The collective is complete on
+        return. Return the largest `number` of all ranks.
         """
         topic = self._topic(collective)
         try:
@@ -160,20 +161,22 @@ class Turn:
         return self._turns.begin(collective, function, arguments, group, self.wait_s, self._meets)
 
     def rails_for(self, nbytes: int) -> Rails | None:
-        """Return the rendezvous that can carry the data of a collective of `nbytes` between hosts (`weft.runtime.rails`).
-        Return None if there is no such rendezvous, or if its memory is too small.
+        """Return the rendezvous of CPU ranks on several hosts if its messages can carry the data of a collective of `nbytes`
+        bytes (`weft.runtime.rails`). Otherwise return None.
         """
         rails = self.rails
         return rails if rails is not None and 0 < nbytes <= rails.most_bytes else None
 
     @property
     def rails(self) -> Rails | None:
-        """The rendezvous that can carry data between hosts. None if there is none, or if ranks have already synchronised."""
+        """The rendezvous of CPU ranks on several hosts, whose messages can carry the data of a small collective. None if there
+        is no such rendezvous, or if ranks have already synchronised.
+        """
         return None if self._turns is None or self.has_met else self._turns.rails
 
     def ride(self, collective: str, cargo: Cargo, number: int = 0) -> int:
-        """Run the collective `cargo`, whose data travel with the rendezvous. The collective is complete on return. Return the
-        largest `number` of all ranks.
+        """Run `cargo`, a small collective whose data travel with the messages of the rendezvous. The collective is complete on
+        return. Return the largest `number` of all ranks.
         """
         assert self._turns is not None
         return self._turns.ride(collective, cargo, self.wait_s, number)
@@ -184,9 +187,9 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most
-        tokens of any rank. The caller then begins the collective by `met.begin`, which does not synchronise the ranks
-        again.
+        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most tokens
+        of any rank. The caller then begins the collective by `begin` of the attribute `met`, which does not synchronise the
+        ranks again.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
@@ -220,13 +223,15 @@ class Turn:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """Record in the timeline that the step `name` ends now, and has sent `bytes`. Return `result` unchanged."""
+        """Record for the timeline that the step `name` of the call ends now, and has sent this number of `bytes`. Return
+        `result` unchanged.
+        """
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
 
     def end(self) -> None:
-        """Add the recorded steps to the timeline, if there is one."""
+        """Add the steps that `done` has recorded to the call's timeline, if there is one."""
         if self._marks is not None:
             self._marks.end()
 
@@ -272,7 +277,7 @@ def turn_on(
 
 
 class Pending:
-    """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
+    """A collective on CPU that has begun. Its method `wait` works like that of torch's `Work`."""
 
     def __init__(
         self, works: Sequence[dist.Work], comm: Communicator, groups: object, name: str, deadline_s: float, arguments: tuple[Any,
