@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import embedding_partition as partition
-from support.on_ranks import error_of
+from support.on_ranks import error_of, told
 from support.slow import in_turn, slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +121,28 @@ def test_bits_do_not_depend_on_ranks_or_placement(pool: Pool) -> None:
         found = of_all(pool, _train, options, ranks=world)
         first = first or found
         assert all(torch.equal(found[name], weight) for name, weight in first.items()), (world, placement)
+
+
+def train_on_few(group: dist.ProcessGroup, samples: int, expands: bool) -> dict[str, torch.Tensor]:
+    """Train a step in which rank 0 has `samples` samples. expands: True for a gradient with strides of 0, as that of a sum."""
+    module = made(group, optimizer=weft.SGD(lr=0.1))
+    features, _ = batch(3, group.rank(), group.size())
+    if group.rank() == 0:
+        lengths = features.lengths().view(len(KEYS), -1)[:, :samples].contiguous().flatten()
+        ids = torch.arange(int(lengths.sum())) % 20
+        features = KeyedJaggedTensor(KEYS, ids, torch.ones(len(ids)), lengths=lengths, stride=samples)
+    pooled = module(features).values()
+    upstream = torch.ones(()).expand_as(pooled)
+    said = told(lambda: pooled.backward(upstream if expands else torch.ones_like(pooled)))
+    assert said == "nothing", said
+    return state(module)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_a_rank_with_few_samples_may_pass_an_expanded_gradient(pool: Pool, samples: int) -> None:
+    found, wanted = (of_all(pool, train_on_few, samples, expands, ranks=2) for expands in (True, False))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
 def first_values(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ def check_full(
     for name in own:
         if name not in weights:
             raise ValueError(
-                f"weights has {', '.join(weights)}, but not table {name!r} of rank {rank}: pass all tables of this rank"
+                f"weights has {', '.join(weights) or 'no tables'}, but not table {name!r} of rank {rank}: pass all tables of this rank"
             )
         check_tensor(f"weights[{name!r}]", weights[name])
         if (given := list(weights[name].shape)) != shapes[name]:
