@@ -36,7 +36,7 @@ import weft
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.embedding.partition import TablePart
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 
@@ -479,6 +479,35 @@ def test_a_learning_rate_that_differs_at_the_end_of_accumulate_is_found(pool: Po
     for error, same in pool.run(other_rates_at_the_end, name, ranks=2, timeout_s=60):
         assert error.startswith("DisagreementError")
         assert "learning rate 0.2" in error
+        assert same
+
+
+def skips_a_backward(group: dist.ProcessGroup, rows: bool) -> tuple[str, bool]:
+    """Rank 1 omits the backward of its first batch. Return the error of the next backward, and whether no rank has updated
+    the tables.
+    """
+    group = dist.new_group(list(range(group.size())))
+    made: Any = ShardedEmbeddingCollection if rows else ShardedEmbeddingBagCollection
+    tables = [EmbeddingBagConfig(20, 4, name, (name,)) for name in ("t", "u")]
+    module = made(tables, group=group, placement=[DataParallel()] * 2, optimizer=weft.SGD(lr=0.1), deadline_s=30.0)
+    before = copy.deepcopy(module.state_dict())
+    features = KeyedJaggedTensor(["t", "u"], torch.arange(6), lengths=torch.tensor([1, 2, 0, 3]))
+
+    def loss() -> torch.Tensor:
+        found = module(features)
+        return sum(one.values().sum() for one in found.values()) if rows else found.values().sum()
+
+    losses = [loss(), loss()] if group.rank() == 1 else [loss()]
+    error = told(losses[-1].backward)
+    return error, all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["pooled", "rows"])
+def test_a_rank_that_omits_a_backward_of_data_parallel_tables_is_found(pool: Pool, rows: bool) -> None:
+    for error, same in pool.run(skips_a_backward, rows, ranks=2, timeout_s=60):
+        assert error.startswith("DisagreementError")
+        assert "backward of call 1 with gradients" in error
+        assert "backward of call 2 with gradients" in error
         assert same
 
 

@@ -61,8 +61,6 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: the number of the forward call. CPU ranks compare it, so that all run backward of the same call. 0 under
-        torch.compile and in dispatch modes.
     tables: the tensors that backward updates; None without an optimizer.
     sparse: without an optimizer, True if backward returns sparse COO gradients.
     factor: the number by which the sum of gradients is multiplied. deterministic: True if equal inputs must give equal
@@ -76,6 +74,12 @@ class ForwardCall:
     factor: float
     sparse: bool
     deterministic: bool = True
+    number: int = field(default=0, kw_only=True)
+    """For data-parallel tables, whose forward does not synchronise ranks: the number of calls with gradients so far.
+
+    CPU ranks compare it, so that all run backward of the same call. For other tables it is 0, because the rendezvous of
+    backward compares the number of the forward call (`weft.runtime.meeting.in_backward`).
+    """
     versions: tuple[int, ...] | None = None
     """The tables' version counters in forward; None unless needed.
 
@@ -126,7 +130,7 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before they exchange gradients, besides `number`."""
+        """The text that ranks compare before they exchange gradients."""
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -135,7 +139,8 @@ class ForwardCall:
                 f"{self.tables.optimizer.written}, learning rate {learning_rate!r}, update {int(self.tables.step) + 1}"
                 f"{'' if self.collected is None else ', accumulated'}"
             )
-        return f"{update}, factor {self.factor!r}, batch_sizes {self.checked.batch_sizes}"
+        call = f"backward of call {self.number} with gradients, " if self.number else ""
+        return f"{call}{update}, factor {self.factor!r}, batch_sizes {self.checked.batch_sizes}"
 
 
 class Collected(NamedTuple):

@@ -215,10 +215,12 @@ class ShardedEmbeddingCollection(TrainedTables):
     @opaque
     def _called(self, features: Any) -> dict[str, JaggedTensor]:
         with together(NAME, self.group, lambda: self.device, self.deadline_s):
+            trains = torch.is_grad_enabled() and not (self._is_frozen and self._optimizer is not None)
+            if self._replicated is not None:
+                self._replicated.count(trains)
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             ids = RowIds(self.partition, self._dist, self.device, self._bounds_check, features)
-            trains = torch.is_grad_enabled() and not (self._is_frozen and self._optimizer is not None)
             rows, of_replicated = None, None
             if self._dist is None:
                 self._warn(int(ids.bad.sum()), ids)

@@ -180,6 +180,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._opaque(features, batch_sizes)  # the graph breaks here
         parts = self._parts
         with together(NAME, self.group, self._exchange_device, self.deadline_s):
+            if self._replicated is not None:
+                self._replicated.count(self._trains)
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
             if parts is not None and not self._arrange.is_needed:
@@ -207,9 +209,13 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         parts, replicated, of_replicated = self._parts, self._replicated, None
         if replicated is not None and checked is not None:
             step = None if parts is None or parts._update is None else parts._update.step
-            trains = torch.is_grad_enabled() and (self._is_trained if self._optimizer is None else not self._is_frozen)
-            vectors, of_replicated = replicated.pooled(given.replicated, checked, vectors, trains, step)
+            vectors, of_replicated = replicated.pooled(given.replicated, checked, vectors, self._trains, step)
         return self._output(vectors, of_replicated, given.lengths)
+
+    @property
+    def _trains(self) -> bool:
+        """True if backward of a call that begins now computes gradients or updates tables."""
+        return torch.is_grad_enabled() and (self._is_trained if self._optimizer is None else not self._is_frozen)
 
     def prefetch(self, features: Any) -> None:
         if self._parts is not None and not self._arrange.is_needed:

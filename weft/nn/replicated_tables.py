@@ -56,6 +56,13 @@ class ReplicatedTables:
         self.collected: list[tuple[ForwardCall, torch.Tensor]] | None = None
         """The reduced gradients that wait for the update at the end of `accumulate()`; None outside of `accumulate()`.
         """
+        self._calls = 0
+
+    def count(self, trains: bool) -> None:
+        """Count a call of the collection if `trains` is True. All ranks must count the same calls, also calls that a rank
+        refuses afterwards.
+        """
+        self._calls += trains
 
     def settle(self, sharding: EmbeddingSharding) -> None:
         """Store the tables' dtype and device after a conversion such as `half()`."""
@@ -104,7 +111,8 @@ class ReplicatedTables:
         versions = None
         if tables is not None and per_sample is not None and per_sample.requires_grad:
             versions = tuple(weight._version for weight in tables.weights)
-        return ForwardCall(self.plan, 0, checked, tables, self._factor, self.sparse, versions=versions)
+        number = self._calls if trains else 0
+        return ForwardCall(self.plan, 0, checked, tables, self._factor, self.sparse, number=number, versions=versions)
 
     def looked_up(
         self, ids: Sequence[torch.Tensor], parts: torch.Tensor | None, trains: bool, step: torch.Tensor | None

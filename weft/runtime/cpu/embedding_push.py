@@ -79,7 +79,8 @@ class PushedGradients:
         pieces = pieces * size
         pieces[:, 0] += np.array(starts, dtype=np.int64)[owners]
         pieces[:, 2] += grad.data_ptr()
-        pieces[:, 3] = max(grad.stride(0), grad.shape[1]) * size  # with less than 2 samples, `contiguous` keeps a stride of 0
+        # With less than 2 samples, every stride counts as contiguous, also 0.
+        pieces[:, 3] = max(grad.stride(0), grad.shape[1]) * size
         _core.copy_columns(pieces, rows=len(grad), n_threads=torch.get_num_threads())
 
     def _reserved(self, nbytes: int, deadline_s: float | None) -> Region:
