@@ -73,12 +73,13 @@ def check_full(
         raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(shapes)}")
     for name in own:
         if name not in weights:
+            given = ", ".join(weights) or "no tables"
             raise ValueError(
-                f"weights has {', '.join(weights) or 'no tables'}, but not table {name!r} of rank {rank}: pass all tables of this rank"
+                f"weights has {given}, but not table {name!r} of rank {rank}: pass all tables of this rank"
             )
         check_tensor(f"weights[{name!r}]", weights[name])
-        if (given := list(weights[name].shape)) != shapes[name]:
-            raise ValueError(f"weights[{name!r}] has shape {given}: pass the whole table, {shapes[name]}")
+        if (shape := list(weights[name].shape)) != shapes[name]:
+            raise ValueError(f"weights[{name!r}] has shape {shape}: pass the whole table, {shapes[name]}")
 
 
 def _digest(values: torch.Tensor) -> bytes:
