@@ -189,9 +189,9 @@ def _sources(world: int, start: Start) -> list[Index]:
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """Return (first row, number of rows) of the input of each GEMM of a step. The input is the chunks of all ranks, one
-    below the other in rank order. With gemms="unfused" there is a GEMM for each rank's chunk. A fused step has one
-    GEMM, or with start="hetero" one for the lower and one for the higher ranks.
+    """Return (first row, number of rows) for each GEMM of a step. The GEMM reads these rows of a buffer with the chunks
+    of all ranks, one below the other in rank order. With gemms="unfused" there is a GEMM for each rank's chunk. A fused
+    step has one GEMM, or with start="hetero" one for the lower and one for the higher ranks.
 
     rows: the number of rows of a chunk.
     """

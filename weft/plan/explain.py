@@ -255,7 +255,7 @@ def problem_on_machine(
     op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, topology: str | Path | None, mode: Mode,
     most: int = MOST_RANKS, **options: Any,
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
-    """Return (machine, its model, notes on the sources of its numbers, problem). Raise the errors of `explain`.
+    """Return (machine, its model, notes on the sources of the model's numbers, problem). Raise the errors of `explain`.
 
     most: the largest number of ranks to allow. More than `MOST_RANKS` ranks are possible only if all ranks do the same.
     """
@@ -294,11 +294,11 @@ def problem_on_machine(
 def machine_and_model(
     hw: str | Path | None, ranks: int, topology: str | Path | None = None
 ) -> tuple[Machine, Model, tuple[str, ...]]:
-    """Return (machine, model, notes on the sources of its numbers).
+    """Return (machine, model, notes on the sources of the model's numbers).
 
-    The model comes from the best source (`weft.plan.source`), and includes the GEMMs that this process has measured on
-    the machine. Raises `ValueError` for an unknown machine or topology, or a number of ranks that the topology does not
-    support.
+    The model comes from the best source (`weft.plan.source`), and includes the times of GEMMs that this process has
+    measured on the machine. Raises `ValueError` for an unknown machine or topology, or a number of ranks that the
+    topology does not support.
     """
     notes = []
     _require_name("hw", hw, known_machines())

@@ -182,8 +182,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound in us for all schedules: the time of the undivided GEMMs.
 
-    In a run, the pieces of a GEMM are not faster than the whole GEMM. Their predicted times may sum to less, because
-    short GEMMs are measured at a higher clock.
+    The bound uses whole GEMMs, because in a run the pieces of a GEMM are not faster than the whole GEMM. The predicted
+    times of the pieces may sum to less, because short GEMMs are measured at a higher clock.
     """
     return gemms_us(problem, model, launches=False)
 

@@ -55,7 +55,7 @@ def any_of(what: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
-    """Return the first word of each file name in `folder`.
+    """Return the kinds of the files in `folder`: the first word of each name, such as "calibration".
 
     changed_ns: the folder's modification time. As a part of the key of this function's cache, it makes the cache notice
         new files.

@@ -27,7 +27,7 @@ MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 <<
 
 
 class PrefixSums:
-    """Prefix sums of a buffer's contents, flattened row by row. The sum of any slice then takes constant time."""
+    """Prefix sums of a buffer's contents (flattened row by row), with which the sum of any slice takes constant time."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)

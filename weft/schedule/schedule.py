@@ -92,8 +92,8 @@ class Schedule:
 
     @property
     def reads_on_host(self) -> bool:
-        """True if the CPU needs sizes that are on the device. Such a run cannot be captured in a CUDA graph, because the sizes
-        may differ in each replay.
+        """True if the CPU needs sizes that are on the device. The schedule then cannot be captured in a CUDA graph,
+        because the sizes may differ in each replay.
         """
         return not self._reads <= {"device"}
 

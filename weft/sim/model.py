@@ -465,7 +465,10 @@ def _efficiency(tile: tuple[int, int], half: float, rows: int, cols: int) -> flo
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return the shapes of tiles, as in cuBLAS: halvings of the largest tile, three quarters of its width, and transposes."""
+    """Return the shapes (rows, columns) of the tiles among which cuBLAS is assumed to choose. The height is `rows`, or
+    `rows` halved one or more times. The width is `cols`, `cols` halved one or more times, or three quarters of `cols`.
+    Each shape is also transposed.
+    """
     heights, widths = _halves(rows), {*_halves(cols), max(cols * 3 // 4, _SMALLEST_TILE)}
     return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
 

@@ -20,7 +20,7 @@ TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
 class Simulated:
     """The result of a simulation. Times are in microseconds.
 
-    If ranks behave identically, only the first p ranks are simulated. Rank r then has the result of rank r % p.
+    If ranks behave identically, only the first ranks are simulated. With p simulated ranks, rank r has the result of rank r % p.
     """
 
     program: LoweredSchedule = field(repr=False)

@@ -17,7 +17,7 @@ Uses: TypeAlias = tuple[tuple[int, float], ...]
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
-    """Return `loads` with only their scarce resources.
+    """Return `loads` without the resources that all lanes together cannot use up, because these never slow a lane down.
 
     lanes: for each lane, the indices of its loads. A lane has one load at a time."""
     taken = [_taken(load) for load in loads]

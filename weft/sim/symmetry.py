@@ -69,7 +69,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
 
     sets: for each step that sets the signal: (distance to the rank that has the signal, index of the counter for each
         executing rank).
-    waits: for each step that waits for the signal: its index on each rank.
+    waits: for each step that waits for the signal: the index of the counter on each rank.
     """
     if not sets:
         return False  # a counter that is never set has no renaming

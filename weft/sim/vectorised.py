@@ -150,7 +150,7 @@ class Numbers:
             yield (*turn, (loop.index, i)), _everywhere(there, i < extent)
 
     def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
-        """Return the value of the expression `index` on every rank; 0 for ranks that do not have the step.
+        """Return the value of `index`, an expression in a step, on every rank; 0 for ranks that do not have the step.
 
         turn: the values of the loop indices. there: 1 for ranks that have the step, otherwise 0.
         """
@@ -210,7 +210,8 @@ class Numbers:
         return _numbered(origin.step, self, origin, there)._replace(same=next(self._known.different))
 
     def operands(self, step: Step, turn: Iteration, there: ByRank) -> list[ByRank]:
-        """Return one list with the number of rows, the number of columns and the distance of each operand in turn.
+        """Return one list: the number of rows, the number of columns and the distance of the first operand, then these
+        three numbers of the next operand, and so on.
 
         turn: the values of the loop indices.
         there: 1 for ranks that have the step, otherwise 0.

@@ -99,9 +99,9 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Times:
-    """The times of a part's variants. fields: {variant: timing fields of its record}. errors: {variant: its largest
-    error, as a fraction of the reference's largest element}. wrong: {variant with a wrong result: error text}; such a
-    variant has no times.
+    """The times of the variants of a `Part` (a configuration of a figure). fields: {variant: timing fields of its
+    record}. errors: {variant: its largest error, as a fraction of the reference's largest element}. wrong: {variant
+    with a wrong result: error text}; such a variant has no times.
     """
 
     fields: dict[str, Record]

@@ -464,8 +464,8 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return a call that computes the GEMM in pieces. cut: "rows" or "columns", by which A is divided. A piece of
-        rows computes its rows of the output. The products of pieces of columns are added up in the output.
+        """Return a call that computes the GEMM in pieces. cut: "rows" or "columns": how A is divided. A piece of rows
+        computes its rows of the output. The products of pieces of columns are added up in the output.
         """
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)

@@ -287,7 +287,7 @@ def direct_table(record: Record) -> ResultTable:
 
 def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
     """Return a ring output map with which all ranks compute chunks in the same order. In T3's own order each rank
-    begins with another chunk (section 4.4). tiles: the number of output tiles.
+    begins with a different chunk (section 4.4). tiles: the number of output tiles.
     """
     ring = ring_reduce_scatter(tiles, world, rank=rank)
     entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)

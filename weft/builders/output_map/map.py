@@ -91,8 +91,9 @@ class OutputMap:
     rows: the number of rows of the whole output, over all ranks.
     chunks: the number of chunks of these rows; a multiple of the world size.
     order: for each chunk number, the chunk's place (position in the whole output). A rank computes its chunks in the
-        order of their numbers. The list also has the chunks that this rank does not compute. The first chunks / ranks
-        places are rank 0's rows, the next places are rank 1's rows, and so on. Default: the staggered order.
+        order of their numbers. The list also has the chunks that this rank does not compute. With n chunks per rank,
+        places 0 .. n - 1 are rank 0's rows, places n .. 2 n - 1 are rank 1's rows, and so on. Default: the staggered
+        order.
     entries: the entries so far.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.

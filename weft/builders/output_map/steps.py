@@ -47,8 +47,8 @@ def write(
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
-    fetched: for an all-reduce, the all-gather by which all ranks copy the sums from `y`. A rank that has copied the
-        sums may then fill the slots of received chunks again.
+    fetched: for an all-reduce, the all-gather by which all ranks copy the sums from `y`. Its signals then replace the
+        credit signals: a rank fills a peer's slots again when the peer has copied the sums of the previous run.
     gemm, add, by, engines: as in `OutputMap.schedule`.
 
     Raise `ValueError` if GEMMs that accumulate into arriving chunks would wait for each other, and `NotApplicableError`
@@ -137,7 +137,9 @@ class _RankLanes:
         self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
-        """Append the GEMM of an all-gather's chunk, and the stores by which the map's `remote_map` entries send it."""
+        """Append the GEMM of an all-gather's chunk. For each `remote_map` entry of the chunk, also append a copy to the
+        peer by kernel.
+        """
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
             compute.set(self.plan.signals("computed"), self._number(place))
@@ -235,8 +237,8 @@ class _RankLanes:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
-        """Append the reductions of arrived updates. Chunks that are forwarded use the lane `sums`, so that no GEMM
-        waits for them.
+        """Append the reductions of arrived updates. The lane `sums` reduces the chunks that this rank forwards, so that
+        no GEMM waits for these reductions.
         """
         plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):

@@ -24,9 +24,9 @@ class AllToAllMatmul(ExpertsProblem):
         tokens    [rows[rank], k]              sorted by expert
         splits    [1, ranks * experts] int64   the number of this rank's tokens for each expert of all ranks
         w         [experts * k, n]             one expert below the other
-        y         [rows that arrive, n]        by expert, and then by source rank
+        y         [rows that arrive, n]        sorted by local expert, and then by source rank
         received  [ranks, experts] int64       the number of rows that arrive from each rank for each local expert
-        x         [rows that arrive, k]        by source rank, and then by expert
+        x         [rows that arrive, k]        sorted by source rank, and then by local expert
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
 

@@ -19,11 +19,11 @@ class MatmulAllToAll(ExpertsProblem):
 
     Buffers. The last is the output:
 
-        h         [rows that arrived, k]       by local expert, and then by source rank
+        h         [rows that arrived, k]       sorted by local expert, and then by source rank
         received  [ranks, experts] int64       the number of rows that arrived from each rank for each local expert
         splits    [1, ranks * experts] int64   the number of this rank's tokens for each expert of all ranks
         w         [experts * k, n]             one expert below the other
-        y         [rows[rank], n]              by expert of all ranks, like this rank's tokens
+        y         [rows[rank], n]              sorted by global expert, like this rank's tokens
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
 
