@@ -31,14 +31,14 @@ _NOTES = {
     ),
     "sharders": (
         "fp32, the same plans",
-        "Both are `DistributedModelParallel`, with TorchRec's sharder and with weft's. A step is forward, backward and the "
-        "update of all tables:\nby SGD, and by rowwise Adagrad for tables without pooling. These have "
+        "Both columns are times of `DistributedModelParallel`: with TorchRec's sharder, and with weft's. A step is forward, "
+        "backward and the update of all tables:\nby SGD, and by rowwise Adagrad for tables without pooling. These have "
         "`use_index_dedup=True`, and 2% of the ids of a batch are distinct.",
     ),
     "pipeline": (
         "fp32, table-wise with the same owners",
-        "A step trains the tables and two dense layers. Exposed is the time of a step beyond that of a step whose ids have "
-        "been distributed\nbefore. Hidden is the share of the exposed time of a plain loop that the pipeline hides.",
+        "A step trains the tables and two dense layers. Exposed: the time of a step minus the time of a step whose ids were "
+        "distributed\nbeforehand. Hidden: the share of a plain loop's exposed time that the pipeline hides.",
     ),
 }
 

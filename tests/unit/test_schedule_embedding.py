@@ -162,9 +162,15 @@ def test_bad_problems_are_refused() -> None:
         ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at column 1: it must begin at 0"),
         ((1, (1,), (((4, 4), (0, 4)),)), "sort each rank's slots .* by first column"),
         ((1, (1,), ((),)), "give at least one slot"),
-        ((1, (1,), (((0, 4),),), ((1.0, 2.0),)), "give one for each of their"),
+        (
+            (1, (1,), (((0, 4),),), ((1.0, 2.0),)),
+            r"rows_read has \[2\] entries on the ranks, but slots has \[1\]: give one number for each slot",
+        ),
         ((1, (1,), (((0, 4),),), (), "int3"), "dtype='int3' is not known"),
-        ((1, (1,), (((0, 4),),), (), "fp32", ((),)), r"ids has \[0\] pairs for the ranks: give one \(rows, exponent\)"),
+        (
+            (1, (1,), (((0, 4),),), (), "fp32", ((),)),
+            r"ids has \[0\] entries on the ranks, .*: give a pair \(rows, exponent\)",
+        ),
         ((1, (1,), (((0, 4),),), (), "fp32", (((0, 1.0),),)), "rows=0 and zipf=1: rows must be at least 1"),
         ((1, (1,), (((0, 4),),), (), "fp32", (((9, -1.0),),)), r"rows=9 and zipf=-1: .* 0 \(uniform\) to 3"),
     ):

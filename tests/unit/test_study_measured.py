@@ -90,7 +90,7 @@ def test_power_and_traffic_of_calls() -> None:
     assert serial["memory, MB computed"] != weft["memory, MB computed"] != ""
     assert (asynctp["memory, MB computed"], gemm["memory, MB computed"], gemm["W"]) == ("", "", "")
     assert (
-        "the GPU draws 80 W. For loads with a known traffic, the driver counts these shares of the traffic: 98% for a copy, "
+        "the GPU draws 80 W. Test kernels with known traffic show how much of the traffic the driver counts: 98% for a copy, "
         "99% for a read." in power.notes(found)[0]
     )
     found[0]["counters"]["missing"] = "the calls ended early"

@@ -226,7 +226,7 @@ def _skew_table(cases: Sequence[tuple[str, Mapping[str, Record]]]) -> ResultTabl
     columns: dict[str, Callable[[Any], str]] = {"configuration": lambda case: case[0]}
     columns |= {name: ranks(name) for name in ("put-natural", "put", "direct-natural", "direct")}
     return table(
-        "Times of rank 0 and rank 1 in ms, and by how much the slower rank takes longer, in both orders (figure 13)",
+        "Times of rank 0 and rank 1 in ms, and by what percentage the slower rank takes longer, in both orders (figure 13)",
         cases,
         columns,
     )

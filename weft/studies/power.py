@@ -107,7 +107,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     known = {name: share for name, share in of["counted_known"].items() if share is not None}
     if known:
         shares = ", ".join(f"{100 * share:.0f}% for a {name}" for name, share in known.items())
-        said.append(f"For loads with a known traffic, the driver counts these shares of the traffic: {shares}.")
+        said.append(f"Test kernels with known traffic show how much of the traffic the driver counts: {shares}.")
     else:
         said.append("The driver gives no memory traffic on this machine.")
     said.append(

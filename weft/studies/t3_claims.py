@@ -169,5 +169,5 @@ def _tracker(gpu: TrackingGpu, assumptions: Record) -> Claim:
     t3 = {name: mean for name, mean, *_ in assumptions["lines"]}
     lost = t3["a tracker without limits"] / t3["as it is"] - 1
     each = 19 * 1024 / (gpu.count("tracker.sets") * gpu.count("tracker.ways"))
-    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (used to derive the ways)"
+    said = f"T3 {100 * lost:.1f}% slower than without limits; {each:.1f} bytes an entry (used to derive tracker.ways)"
     return Claim("a tracker of 256 entries is enough, in 19 KB", "4.2.1", "yes", said, held=lost <= 0.01)

@@ -418,10 +418,9 @@ class GemmOperator(OperatorBenchmark[S]):
             return []
         near = share([ms <= (1 + _NEAR_BEST) * found[0][0] for ms, found in others])
         least, most = (of(len(found) for _, found in others) for of in (min, max))
-        of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
-        return [
-            f"On {near:.0%} of the shapes the time is within {_NEAR_BEST:.0%} of the fastest of {of} pinned by name"
-        ]
+        of = f"{most}" if least == most else f"{least} to {most}"
+        best = "the only schedule" if most == 1 else f"the fastest of {of} schedules"
+        return [f"On {near:.0%} of the shapes the time is within {_NEAR_BEST:.0%} of the time of {best} pinned by name"]
 
 
 class AnyOperator(GemmOperator[GemmShape]):

@@ -110,4 +110,4 @@ class TorchOperator(AnyOperator):
         return [*peers, *remarks.of_nccl(rows)]
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
-        return ["asynctp ran without NVLink multicast, which torch does not use for this operator."]
+        return ["asynctp ran without NVLink multicast. This makes no difference: torch uses none for this operator."]

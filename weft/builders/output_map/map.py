@@ -244,7 +244,9 @@ def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInt
     if isinstance(p, MatmulReduceScatter):
         return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
     if p.columns:
-        raise NotApplicableError("an output map describes rows, but this problem concatenates columns (gather_dim=-1)")
+        raise NotApplicableError(
+            "an output map describes rows, but gather_dim=-1 concatenates columns: use gather_dim=0"
+        )
     return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
 
 

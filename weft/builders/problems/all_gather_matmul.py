@@ -57,7 +57,9 @@ class Scaled:
         if dtype != "fp8":
             raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
-            raise ValueError(f"{self}: give out, biased and fast one entry for each of the {len(n)} weights (n={n})")
+            raise ValueError(
+                f"{self}: `out`, `biased` and `fast` must each have {len(n)} entries, one for each weight (n={n})"
+            )
         require_multiple("K", k)
         for i, columns in enumerate(n):
             require_multiple(f"N of Bs[{i}]", columns)

@@ -62,15 +62,15 @@ class EmbeddingAllToAll(Problem):
             raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
         if self.rows_read and [len(rows) for rows in self.rows_read] != [len(slots) for slots in self.slots]:
             raise ValueError(
-                f"rows_read has {[len(rows) for rows in self.rows_read]} numbers for the ranks: give one for each of their "
-                f"{[len(slots) for slots in self.slots]} slots, or leave it empty"
+                f"rows_read has {[len(rows) for rows in self.rows_read]} entries on the ranks, but slots has "
+                f"{[len(slots) for slots in self.slots]}: give one number for each slot (feature), or leave rows_read empty"
             )
         if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
             raise ValueError(f"rows_read={self.rows_read} must not be negative")
         if self.ids and [len(ids) for ids in self.ids] != [len(slots) for slots in self.slots]:
             raise ValueError(
-                f"ids has {[len(ids) for ids in self.ids]} pairs for the ranks: give one (rows, exponent) for each of their "
-                f"{[len(slots) for slots in self.slots]} slots, or leave it empty"
+                f"ids has {[len(ids) for ids in self.ids]} entries on the ranks, but slots has "
+                f"{[len(slots) for slots in self.slots]}: give a pair (rows, exponent) for each slot (feature), or leave ids empty"
             )
         for rows, exponent in (pair for of_rank in self.ids for pair in of_rank):
             if not (1 <= rows < math.inf and 0 <= exponent <= _MOST_SKEW):

@@ -117,7 +117,8 @@ class Unfused:
         """Return the name of the buffer that a step writes. Raise `ScheduleError` unless `region` is the whole buffer."""
         if not self.is_whole(region):
             raise ScheduleError(
-                f"schedule {self.schedule.name}: a step writes {region}, but steps that run as torch calls must write whole buffers"
+                f"schedule {self.schedule.name}: a step writes {region}, but a step that runs as a torch call must write a whole "
+                f"buffer: give {region} a buffer of its own"
             )
         return region.buffer
 
