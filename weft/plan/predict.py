@@ -427,7 +427,7 @@ def _times(
             continue
         host_us = replace(one.row, model=model).host_us if mode == "queued" and not one.row.reads_on_host else 0.0
         if not few and host_us > max(hopeless, most_host_us) and name not in needed:
-            # slower than the best candidate, or than its own CPU time
+            # A call takes at least its CPU time, so the candidate cannot be the fastest.
             times[name] = f"{AT_LEAST} {in_us(host_us)} of CPU time"
             continue
         most_us = math.inf if few or name in needed else HOPELESS_FIRST * hopeless

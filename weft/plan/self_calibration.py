@@ -42,7 +42,7 @@ class Applied(NamedTuple):
     used: tuple[str, ...]
     """The names of the measured numbers that the model uses."""
     dropped: tuple[str, ...]
-    """One sentence for each number that stays derived."""
+    """A sentence for each number for which the model keeps the derived value."""
 
 
 class _Number(NamedTuple):

@@ -175,7 +175,7 @@ class TrackedMatmul(TileKernel):
 
 
 _MOST_GEMMS = 8
-_LONG_FLOP, _LONG_BYTES = 1e10, 32 << 20  # of a GEMM that takes more than about 12 us on an H100
+_LONG_FLOP, _LONG_BYTES = 1e10, 32 << 20  # such a GEMM takes more than about 12 us on an H100
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ class Use(NamedTuple):
     place: ResourcePlace
     amount: float
     whole: float = 0.0
-    """For a link that carries only a part of a transfer, because its routes are split: the amount of the whole transfer."""
+    """For a link that carries only a part of a transfer, because the transfer has several routes: the amount of the
+    whole transfer.
+    """
 
 
 What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
@@ -203,9 +205,10 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
 
 HBM, COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
-"""The exponent p in (memory_us^p + compute_us^p)^(1/p), the time of matmul tiles and of pooling, because memory time and compute
-time overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with a memory time of 1.9 ms and a compute time of
-2.0 ms."""
+"""The exponent p in the time of matmul tiles and of pooling: (memory_us^p + compute_us^p)^(1/p). Memory traffic and
+computation overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with a memory time of 1.9 ms and a
+compute time of 2.0 ms.
+"""
 
 _BLOCK_BYTES = 64
 """The bytes of a random access to the memory of a GPU. Rows lie one after the other, so on average a row of b bytes touches
@@ -353,14 +356,14 @@ def pooling_cost(
 
     found: the share of row reads that the cache supplies.
     """
-    count = tables.rows * bags.cols  # of rows, each of another table or bag
+    count = tables.rows * bags.cols  # rows that a sample reads
     row = max(1, tables.bytes // max(1, count))  # in bytes
     beyond = _BLOCK_BYTES - math.gcd(row, _BLOCK_BYTES)
     rows = round((1 - found) * out.rows * (tables.bytes + count * beyond))
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
     part = min(_WARP_BYTES, 1 << (row - 1).bit_length())
-    elements = tables.rows * tables.cols * (-(-row // part) * part / row)  # with those of threads that have none
+    elements = tables.rows * tables.cols * (-(-row // part) * part / row)  # per sample, with one for each idle thread
     units_us = bags.rows * bags.cols * _BAG_UNIT_US + out.rows * elements * _ELEMENT_UNIT_US
     busy_us = units_us / model.compute_units
     us = blended(traffic / model.hbm_bytes_per_us, busy_us)

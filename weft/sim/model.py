@@ -127,7 +127,7 @@ class Model:
     l2_copies: float = 1.0
     """The number of parts of the L2 that each keep a copy of data that all compute units read."""
     tile_signal_us: float = 0.0
-    """The time that a kernel takes longer for each signal that its tiles set."""
+    """The additional time of a kernel for each signal that its tiles set."""
     grouped_loads_bytes_per_us: float | None = None
     """The rate at which all units together load operands of a grouped GEMM from the cache; None: no limit."""
     unit_loads_bytes_per_us: float | None = None
@@ -137,7 +137,7 @@ class Model:
     stored_late_bytes: float = 0.0
     """The bytes of a GEMM's stores to a peer that no computation hides."""
     loaded_start_us: float = 0.0
-    """The time that a kernel with reads from a peer's memory takes, in addition to bytes / rate."""
+    """The additional time of a kernel that reads a peer's memory, besides bytes / rate."""
     stored_end_us: float = 0.0
     """The time from a GEMM's last store into a peer's memory to the GEMM's end."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
@@ -166,7 +166,7 @@ class Model:
     graph_run_us: float = 0.0
     """In a CUDA graph, the additional time of a run with several lanes."""
     graph_signal_us: float = 0.0
-    """In a CUDA graph, the additional time of a wait for a kernel of another lane, on a lane with engine copies."""
+    """In a CUDA graph, the additional time of a wait for a kernel of another lane, on a lane with copies by copy engine."""
     graph_remote_us: float = 0.0
     """In a CUDA graph, the additional time of a wait for a peer's kernel."""
     graph_collective_us: float = 0.0

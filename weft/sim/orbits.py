@@ -189,7 +189,9 @@ class _Orbit:
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
         if item.awaited is not None:
-            ahead = at_rank(item.place, 0) == min(peer, 2)  # a place is a rank: 1 or 2 after rank 0, or before it
+            ahead = at_rank(item.place, 0) == min(
+                peer, 2
+            )  # the index is the number of a rank: of the peer ahead (1 or 2), or behind
             counter, sets = self._counter(item.signal, peer if ahead else self._behind(peer)), at_rank(item.awaited, 0)
             return Await(counter, sets, sets, item.previous)
         if item.tiled:

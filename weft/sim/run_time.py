@@ -54,7 +54,7 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
     if any(isinstance(step.tile_kernel, Permute) and step.tile_kernel.by_torch for step in schedule.walk()):
         us += (
             2 * _KERNELS_OF_ORDER * model.launch_us
-        )  # each begins after the one before it, and is as short as a launch
+        )  # these short kernels take a launch each, and run one after the other
     if len(schedule.lanes) > 1:
         us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
     return max(us, reading_host_us(schedule, model))

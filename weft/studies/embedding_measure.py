@@ -38,9 +38,9 @@ from weft.embedding.check import check_jagged
 TINY = {"batch": 32, "tables": 3, "rows": 60, "dim": 8, "longest": 4}
 """The largest sizes on CPU."""
 _WARP = 32
-_SM_WARPS, _SM_BLOCKS, _SM_REGISTERS = 64, 32, 65536  # of an SM since sm_80, except consumer GPUs
+_SM_WARPS, _SM_BLOCKS, _SM_REGISTERS = 64, 32, 65536  # limits of an SM since sm_80, except consumer GPUs
 _MOST_TRACE_BYTES = 64 << 20
-_BINS = 50  # of curves of bytes over time
+_BINS = 50  # intervals in curves of bytes over time
 
 
 @dataclass(frozen=True)

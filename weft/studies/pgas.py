@@ -103,7 +103,7 @@ def row_of(scaling: Scaling, ranks: int, machine: Machine) -> PgasRow:
     model = model_for(machine, ranks, None)
     problem = EmbeddingAllToAll.sized(BATCH, DIM, scaling.rows, ranks, tables=scaling.tables(ranks))
     us = {name: run_us(named(problem, name).build(), model, "queued") for name in ("serial", "direct")}
-    vectors = BATCH * scaling.tables(ranks) / ranks  # that a rank pools
+    vectors = BATCH * scaling.tables(ranks) / ranks  # vectors that a rank pools
     pooled = vectors * DIM * FLOAT
     sent = pooled * (ranks - 1) / ranks
     of_link = pooled / ranks if ranks > 1 else 0.0

@@ -186,7 +186,7 @@ class _Setup(Attempt):
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
         self._read_entries()
         entries = [self.entries[r] for r in range(self.world_size)]
-        self.cause = self.entries[0].name  # of the following errors, which every rank finds
+        self.cause = self.entries[0].name  # for the errors below, which every rank finds
         require_one_version(entries)
         require_valid_settings(entries)
         self.cause = ""

@@ -55,7 +55,7 @@ class GroupCalls(_core.CallCounts):
         self._here: set[int] = set()
         self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
-        self._answers: dict[int, int] = {}  # by call, for calls that this rank has not refused (yet)
+        self._answers: dict[int, int] = {}  # {call: number of answers that came before this rank refused it}
         self._lock = threading.Lock()
 
     def begin(self) -> str:

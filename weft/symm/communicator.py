@@ -37,7 +37,7 @@ _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", def
 _LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
 _COME_OUT_S = 1.0  # longest time that the exit of the process waits for threads to leave native code
 _LET_GO_S = 0.1  # time after that for the threads' clean-up
-_WATCHING = "weft-watchdog", "weft-stream-watch", "weft-spoil"  # beginnings of threads' names
+_WATCHING = "weft-watchdog", "weft-stream-watch", "weft-spoil"  # prefixes of thread names
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 

@@ -16,7 +16,7 @@ from weft.words import counted
 
 _MOST_SAMPLES = 1024  # larger batches use the schedule that is selected for this many samples per rank
 
-_MOST_SKEW = 3.0  # of Zipf's law; with more, nearly all reads are of one row
+_MOST_SKEW = 3.0  # the largest exponent of Zipf's law: beyond it, nearly all reads are of one row
 
 
 @dataclass(frozen=True, slots=True)
