@@ -58,7 +58,7 @@ class Scaled:
             raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
             raise ValueError(
-                f"{self}: `out`, `biased` and `fast` must each have {len(n)} entries, one for each weight (n={n})"
+                f"{self}: `out`, `biased` and `fast` must have one entry for each of the {len(n)} weights (n={n})"
             )
         require_multiple("K", k)
         for i, columns in enumerate(n):
