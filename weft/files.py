@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_no_others(folder: Path, pattern: str, names: Collection[str]) -> None:
-    """Raise `ValueError` if `folder` has files that match `pattern`, other than the files called `names`.
+    """Raise `ValueError` if `folder` has files that match `pattern` and whose names are not among `names`.
 
     Call this function before you write a trace with one file for each rank. Otherwise files of an older trace would
     remain in the folder, and readers would count them as further ranks.
@@ -55,7 +55,7 @@ def append_json(path: Path, objects: Iterable[Any]) -> None:
 
 
 def _cut_off(path: Path) -> bool:
-    """True if the file's last line does not end with a newline."""
+    """True if the file is cut off: its last line does not end with a newline."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -20,8 +20,8 @@ def joined(*parts: str) -> str:
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """Return one text from the texts of several ranks, such as "ranks 0, 2: this; rank 1: that". Ranks with equal texts
-    are listed together.
+    """Combine the texts of several ranks in one text, such as "ranks 0, 2: this; rank 1: that". Ranks with equal texts are
+    listed together.
 
     said: pairs (rank, text).
     """

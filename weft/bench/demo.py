@@ -37,7 +37,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Shown:
-    """The results of the demo. error: the largest relative error of weft's variants.
+    """The results of `weft demo`. error: the largest relative error of weft's variants.
 
     gain: the speedup of weft's default variant over the baseline, as text; in parentheses if it is within twice its
     noise.

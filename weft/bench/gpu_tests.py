@@ -1,4 +1,4 @@
-"""Add a record of a run of the GPU tests to a JSON file.
+"""A command that adds a record of a run of the GPU tests to a JSON file.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 

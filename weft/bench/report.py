@@ -62,7 +62,7 @@ _OTHER_STUDIES = (
 
 
 class Mark(NamedTuple):
-    """A `gain` mark in a document."""
+    """A mark in a document that encloses a generated speedup (`gain`)."""
 
     name: str
     mode: str

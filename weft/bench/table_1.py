@@ -87,7 +87,7 @@ def find_gemms(names: Sequence[str]) -> tuple[GatheredGemm, ...]:
 class Fitted:
     """A GEMM of the paper, reduced to fit a machine. paper: the full GEMM. run: the reduced GEMM.
 
-    N is divided by `ranks`, then M, N and K by `all_by`, and then the larger of M and K by `large_by`.
+    To reduce the GEMM, N is divided by `ranks`, then M, N and K by `all_by`, and then the larger of M and K by `large_by`.
     """
 
     paper: GatheredGemm

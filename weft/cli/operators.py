@@ -79,8 +79,9 @@ def _layers(command_name: str) -> Any:
 
 
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
-    """Return the command of operator `name`. Its help is the first paragraph of the problem's docstring, and the
-    docstring of the problem's `sized`, whose keyword arguments after dtype are the values of `--option`.
+    """Return the command of operator `name`. Its help has the first paragraph of the docstring of the operator's `problem`
+    class, and the docstring of the class's method `sized`. The keyword arguments of `sized` after dtype are the names that
+    `--option` accepts.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem

@@ -59,7 +59,7 @@ def check_jagged(
         remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: stored unchanged in the result's field `tables`.
+    tables: the layouts and addresses of the tables, or None, for the field of the same name in the result (`CheckedInput`).
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
@@ -333,8 +333,8 @@ def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
 
 
 def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:
-    """Return a text with the table and the feature to which a block of the input's bags belongs. block: the number of
-    the block.
+    """Return a text that names the table and the feature of a block of the input. block: the number of the block. A block has
+    the bags of one feature.
     """
     for slot, own in zip(sharding.local_slots(rank), checked.key_of_slot, strict=True):
         if own == block:
@@ -343,7 +343,7 @@ def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, ra
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return a text with the first names, at most 20."""
+    """Return a text that lists `names`, but only the first 20."""
     listed = list(dict.fromkeys(names))
     rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
     return (", ".join(map(repr, listed[:20])) or "none") + rest

@@ -18,8 +18,8 @@ from weft.errors import WeftError
 
 
 class Tables(NamedTuple):
-    """The tensors that an update changes or reads: this rank's tables and states, the learning rate, and the number of
-    updates.
+    """The tensors that an optimizer's update changes or reads: this rank's tables and optimizer states, the learning rate, and
+    the number of updates so far.
 
     states: for each table, its states in the order of `EmbeddingOptimizer.states`.
     """
@@ -130,7 +130,9 @@ class ForwardCall:
 
     @property
     def said(self) -> str:
-        """The text that ranks compare before they exchange gradients."""
+        """A description of this call: its number, the optimizer with its learning rate or the kind of gradients, and the batch
+        sizes. Ranks compare it before they exchange gradients.
+        """
         if self.tables is None:
             update = f"{'sparse' if self.sparse else 'dense'} gradients"
         else:
@@ -144,7 +146,8 @@ class ForwardCall:
 
 
 class Collected(NamedTuple):
-    """The input and the gradients of a call in `accumulate()`, kept for a later update.
+    """The input and the gradients of one call inside the context manager `accumulate()`, kept for one later update of the
+    tables.
 
     The gradients are of the vectors that this rank pooled: [global batch, columns of its tables].
     """
@@ -183,7 +186,9 @@ def joined_calls(calls: list[Collected]) -> Collected:
 
 
 def _ends(call: Collected) -> list[int]:
-    """Return the position in the values at which each feature's ids begin, and the end of the last feature's ids."""
+    """Return the positions in the call's tensor of ids at which the ids of each feature begin, and the end of the last
+    feature's ids.
+    """
     size, offsets = call.of.checked.global_batch, call.jagged.offsets
     blocks = (offsets.numel() - 1) // size if size else 0
     found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()

@@ -32,7 +32,9 @@ def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def rows_of_hashes(ids: torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
-    """Return `hash_ids(ids, rows)` without its checks. rows: one number, or a tensor with a number for each id."""
+    """Return the table row of each id, as `hash_ids` does, but without checks. rows: one number, or a tensor with a number for
+    each id.
+    """
     z = ids.to(torch.int64)
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]

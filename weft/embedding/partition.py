@@ -86,7 +86,9 @@ TableSharding: TypeAlias = TableWise | ColumnWise | RowWise | DataParallel
 
 @dataclass(frozen=True)
 class TablePart:
-    """Rows [row, row + rows) and columns [column, column + columns) of table number `table`, on `rank`."""
+    """A part of a sharded table: rows [row, row + rows) and columns [column, column + columns) of table number `table`, stored
+    on `rank`.
+    """
 
     table: int
     rank: int
@@ -261,7 +263,7 @@ class Partition:
 
 
 def is_cut(placement: Any) -> bool:
-    """True if `placement` contains a `TableSharding`; False if it contains only ranks."""
+    """True if the argument `placement` of a collection contains a `TableSharding`; False if it contains only ranks."""
     values = placement.values() if isinstance(placement, Mapping) else placement
     return isinstance(values, Sequence | type({}.values())) and any(
         isinstance(value, TableSharding) for value in values

@@ -143,10 +143,10 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """Return the rank of each table in the most even split into runs of adjacent tables; None if a load must exceed
-    `limit`.
+    """Assign to each rank a run of adjacent tables, so that loads are as even as possible. Return the rank of each table; None
+    if the load of a rank must exceed `limit`.
 
-    The most even split has the smallest sum of squared loads.
+    The most even assignment has the smallest sum of squared loads.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
@@ -172,10 +172,10 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Exchange equal tables between ranks, so that more tables of a rank are adjacent. Return the new rank of each
-    table.
+    """Exchange tables of equal cost and memory between ranks, so that more tables of a rank are adjacent. Return the new rank
+    of each table.
 
-    Tables are equal if their cost and memory are equal, so loads do not change.
+    Loads do not change.
     """
     dealt = ranks.copy()
     kinds: dict[tuple[float, float], list[int]] = {}

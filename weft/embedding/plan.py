@@ -157,7 +157,9 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Return the problem of a call with one sample per rank. Larger batches use the same kernels."""
+    """Return the problem (sizes and options) of an embedding call with one sample per rank. Larger batches use the same
+    kernels.
+    """
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
@@ -188,8 +190,8 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int], zipf: fl
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:
-    """Return the kernel of a schedule's tiles. Raise `ScheduleError` unless all tiles have the same `PooledSlices`
-    kernel.
+    """Return the kernel that all tiles of an embedding schedule name. Raise `ScheduleError` unless all tiles have the same
+    `PooledSlices` kernel.
     """
     kernels = dict.fromkeys(kernel for step in schedule.walk() if (kernel := step.tile_kernel))
     match [*kernels]:

@@ -184,7 +184,7 @@ class _Costs:
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
-        """Return the load of a part on its owner.
+        """Return the load (memory and time) of a table's part on the rank that stores it.
 
         read: the mean number of rows that a sample reads from the whole table.
         share: the part's share of the table's ids.
@@ -200,8 +200,8 @@ class _Costs:
         return Load(rows * (vector + states), memory / self.memory + 2 * wire / self.link)
 
     def sum_of_parts(self, table: EmbeddingBagConfig, parts: int) -> float:
-        """Return the seconds in which a sample's rank sums a row-wise table's partial vectors, and copies their
-        gradient.
+        """Return the seconds that the rank of a sample needs for a row-wise table: to sum the vectors of its parts, and to copy
+        their gradient.
         """
         vectors = self.samples * len(table.feature_names) * table.embedding_dim * table.dtype.itemsize
         return 2 * (parts + 1) * vectors / self.memory
@@ -313,7 +313,7 @@ def _chosen(
 
 
 def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
-    """Return a text about the rank that lacks the most memory for `choice`.
+    """Return a text that names the rank which lacks the most memory for `choice`, a sharding of a table.
 
     nbytes: the bytes of other tables on each rank.
     """

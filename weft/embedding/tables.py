@@ -168,8 +168,8 @@ class EmbeddingBagConfig:
 
 
 def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) for each option of `config` that is set, but that `EmbeddingBagConfig.of` does not
-    read.
+    """Yield (name, value, default) for each option of `config`, a table's configuration, that is set but that
+    `EmbeddingBagConfig.of` does not read.
     """
     defaults = dict.fromkeys(vars(config)) if hasattr(config, "__dict__") else {}
     if is_dataclass(config):
@@ -377,8 +377,8 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Return (rank, first, end) of each run of adjacent output columns [first, end) that one rank pooled, in column
-    order.
+    """Divide the output columns into runs of adjacent columns that one rank pooled. Return (rank, first column, end column) of
+    each run, in column order.
     """
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []

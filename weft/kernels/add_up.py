@@ -27,8 +27,10 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to row `row` of the matrix at `address`. Tell the compiler its alignment, ALIGN items of type
-    DTYPE, which allows loads of 16 bytes.
+    """Return a pointer to a row of the matrix at `address`. The pointer tells the compiler that it is aligned to ALIGN items of
+    type DTYPE, so that loads of up to 16 bytes are allowed.
+
+    row: the index of the row. pitch: the number of items from a row to the next.
     """
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
@@ -44,7 +46,9 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 sum of all parts (see the module), for the elements `columns` of row `row`.
+    """Return the fp32 sum of the summands (the parts), for the elements `columns` of one row.
+
+    row: the index of the row. table, part1..4, pitch1..4: the addresses and row pitches of the parts, as in `add_up_kernel`.
 
     inside: the mask of the columns that exist.
     """

@@ -176,9 +176,9 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
-    slots `[n, SLOT_FIELDS]`: this rank's features. units `[units_per_sample, UNIT_FIELDS]`: the units of work of a sample.
-        values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64. timeline `[n_units + programs,
-        TIMELINE_FIELDS]`: times of each unit, then of each program's wait for its peers.
+    slots `[n, SLOT_FIELDS]`: the descriptions of this rank's features (slots). units `[units_per_sample, UNIT_FIELDS]`: the
+        units of work of a sample. values `[n_values]`, offsets `[keys * batch + 1]`: the jagged input, int32 or int64. timeline
+        `[n_units + programs, TIMELINE_FIELDS]`: times of each unit, then of each program's wait for its peers.
     batch: the number of samples of all ranks. is_even: 1 if the batch is divided evenly: `batch // WORLD` samples for each
         rank, and one more for each of the first `batch % WORLD` ranks. batch_starts `[WORLD + 1]`: the first sample of each
         rank, and `batch`; used only if is_even is 0.

@@ -58,10 +58,10 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _table_of(tables, count, row, STEPS: tl.constexpr):
-    """Return a pointer to the line of `tables` that describes the table of row `row`. Rows are numbered over all
-    tables.
+    """Return a pointer to the line of `tables` that describes the embedding table with row number `row`. Rows are numbered
+    consecutively over all tables.
 
-    count: the number of tables. STEPS: the number of steps of the binary search.
+    count: the number of tables. STEPS: the number of steps of the binary search for the table.
     """
     low = row * 0
     high = low + count
@@ -79,8 +79,8 @@ def segment_sums_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of each segment of a long run, and write the sum to the segment's row of `partials`, fp32
-    `[segments, BLOCK_D]`.
+    """Sum the gradients of each segment of a long run, and write the sum to the segment's row of `partials`, fp32 `[segments,
+    BLOCK_D]`. A run is all occurrences of one table row in the batch. Long runs are cut into segments.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for segment in range(tl.program_id(0), tl.load(counters + _SEGMENTS), tl.num_programs(0)):
@@ -110,8 +110,8 @@ def run_sums_kernel(
     starts, long_runs, first_segment, counters, partials,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of `partials` that belong to the segments of a run, in order, and write the sum to the row of the run's
-    first segment.
+    """Add the sums of all segments of a long run, in order. The sum of each segment is a row of `partials`. Write the result to
+    the row of the run's first segment.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for number in range(tl.program_id(0), tl.load(counters + _LONG_RUNS), tl.num_programs(0)):
@@ -162,6 +162,8 @@ def _gradient(
 ):  # fmt: skip
     """Return the gradients of one occurrence of each of GROUP runs, fp32 `[GROUP, BLOCK_D]`.
 
+    A run is all occurrences of one table row in the batch.
+
     at: for each run, the index of the occurrence. there: False for runs without an occurrence at this index; their gradient is
         0.
     """
@@ -180,12 +182,13 @@ def update_rows_kernel(
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the gradient of every run, and apply the update rule to its row. A program works on GROUP runs at a time.
+    """Sum the gradients of every run (all occurrences of one table row in the batch), and apply the update rule to the row. A
+    program works on GROUP runs at a time.
 
     run_keys: the sort key of each run, ascending (see `weft.kernels.embedding_runs`).
-    RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6, which update no table. Rule 0 writes each gradient to
-        an output of its table. The row there is the table's row, or with SPARSE the run's index among the table's runs.
-        Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32.
+    RULE: the number of an `EmbeddingOptimizer`'s rule, or 0 or 6, which update no table. Rule 0 writes each gradient to an
+        output of its table. In this output, a gradient has the row number that it has in the table, or with SPARSE the run's
+        index among the table's runs. Rule 6 writes the sum of the gradient's squares to the run's element of `extra`, fp32.
     numbers: the rule's constants, fp32. learning_rate: the learning rate, fp32 `[]`.
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.

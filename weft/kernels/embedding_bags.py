@@ -39,8 +39,8 @@ def row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
-    """Return (sample, first slot, end slot) of unit number `unit`. Units are numbered sample by sample, from
-    `first_sample` to the last sample and then from sample 0.
+    """Return (sample, first slot, end slot) of unit of work number `unit`: the features (slots) of one sample that a program
+    pools. Units are numbered sample by sample, from `first_sample` to the last sample and then from sample 0.
 
     If `unit` is too large, return the first unit, which the caller must ignore.
     """
@@ -54,8 +54,8 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut) of the bag of `sample` for the feature `slot`: the bag's bounds in `values`, clamped to
-    the size of `values`, and the updated counter `cut`.
+    """Return (start, end, cut) for the bag of `sample` and feature `slot`: the bag's bounds in the tensor of ids, clamped to
+    its size `n_values`, and the updated counter `cut`.
 
     cut: the number of bags whose bounds had to be clamped. valid: False for lanes without a bag.
     """
@@ -78,11 +78,11 @@ def load_ids(values, start, end, lanes):
 def rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Return (table rows of a block of ids, bad, bad_at). A row is -1 for a lane past the end of the bag, and for an id
-    out of range.
+    """Return (rows, bad, bad_at) for a block of ids of one bag. rows: the table row of each id; -1 for a lane past the end of
+    the bag, and for an id out of range.
 
-    bad: for each lane, the number of ids out of range so far. bad_at: the position of the first id out of range.
-        counts: 0 if bad ids of this slot must not be counted.
+    bad, bad_at: counters to update: for each lane, the number of ids out of range so far, and the position of the first of
+        them. counts: 0 if bad ids of this slot must not be counted.
     """
     inside = at < end
     row = row_of(ids, rows_in_table, HASH)
@@ -122,7 +122,7 @@ def load_rows(
 
 @triton.jit
 def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
-    """Return the end of each rank's samples in the global batch (exclusive), int32. ranks: a vector of rank numbers."""
+    """Return, for each rank in the vector `ranks`, the index in the global batch at which its samples end (exclusive), int32."""
     if is_even != 0:
         ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
     else:

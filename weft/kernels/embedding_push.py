@@ -55,8 +55,8 @@ _POISON = tl.constexpr(POISON)
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until all words of the vector of addresses `word` are at least `wanted`, and return 0. If the wait ends
-    early, record the failure and return 1.
+    """Wait until several signal words are all at least `wanted`, and return 0. If the wait ends without that, record the
+    failure in `record` and return 1. word: a vector with the addresses of the words.
     """
     found = wait_at_least(words(word), wanted, deadline_ns, PTX)
     lowest = tl.min(found, 0)

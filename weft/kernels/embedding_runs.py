@@ -123,9 +123,9 @@ def occurrences_kernel(
 
 @triton.jit
 def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
-    """Return (keys of the sorted occurrences with the indices `at`, begins, ends). begins is a mask of the occurrences
-    that begin a run. ends marks the end of the last run: it is True only at the first occurrence of an id out of range,
-    which sorts after all others.
+    """Find the runs (all occurrences of one table row) among sorted occurrences. Return (the sort keys at the indices `at`,
+    begins, ends). begins is a mask of the occurrences that begin a run. ends marks the end of the last run: it is True only at
+    the first occurrence of an id out of range, which sorts after all others.
     """
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=no_row)
@@ -137,8 +137,8 @@ def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "no_row"])
 def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Write the number of runs (sorted occurrences of one table row) that begin in each block of sorted keys. Grid: one
-    program per block.
+    """Write, for each block of sorted keys, the number of runs that begin in the block. A run is all occurrences of one table
+    row. Grid: one program per block.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, _ = _begins(keys, at, count, no_row, SPLIT)
@@ -169,8 +169,8 @@ def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write the first occurrence and the key of each run. Also write the places and scales of all occurrences (see the module),
-    in sorted order.
+    """Write the first occurrence and the sort key of each run (all occurrences of one table row). Also write all places
+    (offsets of gradients) and scales (factors of gradients) in sorted order.
 
     order: for each sorted occurrence, its index before the sort. ends: for each block, the number of runs that begin in it or
         before it. starts (result): the first occurrence of each run, and the end of the last run.
@@ -198,8 +198,9 @@ def runs_kernel(
 def long_runs_kernel(
     starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Cut long runs, which have more than SEGMENT occurrences, into numbered segments. Write the number of each long run's
-    first segment to `first_segment`, the run of each segment to `run_of_segment`, and the list of the long runs to `long_runs`.
+    """Cut long runs into numbered segments. A run is all occurrences of one table row, and is long if it has more than SEGMENT.
+    Write the number of each long run's first segment to `first_segment`, the run of each segment to `run_of_segment`, and the
+    list of the long runs to `long_runs`.
 
     counters (results): the number of segments, and the number of long runs. Both are zero before the launch.
     """

@@ -76,7 +76,9 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of y, which earlier launches have stored, and convert it to fp32. Return zeros for rows from `left` on."""
+    """Load a tile of the product y, which earlier launches have stored, and convert it to fp32. Return zeros for rows from
+    `left` on.
+    """
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -90,9 +92,11 @@ def _multiply(
     own, slots, w, whole, expert, column, is_own, x_row, acc, first_step, end_step,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the product of a row tile of x and columns of w, for K steps `first_step` to `end_step`.
+    """Return acc plus the product of a tile of rows and columns of w, for the steps `first_step` to `end_step` - 1 of the loop
+    over K.
 
-    x and w are tensor maps. A step has BLOCK_K elements.
+    own, slots, w, whole: tensor maps, as in `grouped_matmul_kernel`; the rows are read from one of own, slots and whole. A step
+        has BLOCK_K elements of K.
     """
     if BACK:
         x = whole

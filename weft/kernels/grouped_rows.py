@@ -23,8 +23,9 @@ def table_of_counts(
 
 @triton.jit
 def tiled_rows(table, sources, rank, most, MERGED: tl.constexpr):
-    """Return the number of rows of each segment, `[W_P2, E_P2]`, from which the tiles are counted. With MERGED an expert has
-    one segment, with the rows of all sources. It is in the line of source `rank`, and the other lines are 0.
+    """Return the number of rows of each segment, `[W_P2, E_P2]`, from which the number of tiles follows. A segment is the rows
+    of one source rank for one expert. With MERGED an expert has one segment, with the rows of all sources. Its number is in the
+    line of source `rank`, and the other lines are 0.
     """
     if MERGED:
         rows = tl.minimum(tl.sum(table, 0), most)
@@ -34,8 +35,9 @@ def tiled_rows(table, sources, rank, most, MERGED: tl.constexpr):
 
 @triton.jit
 def rows_of_sources(table, expert, experts, block_first):
-    """Return two vectors, (ends, places), to find the rows of an expert in the blocks of their sources. Both have an entry for
-    each source, and refer to the list of all rows of the expert, ordered by source.
+    """Return two vectors, (ends, places), with which to find the rows of an expert. Each source rank has a block with its rows
+    for all experts. Both vectors have an entry for each source. They refer to the list of all rows of the expert, ordered by
+    source.
 
     In this list, the rows of source s end at index ends[s]. The row of source s at index i of this list is row i + places[s] of
     the source's block.
@@ -98,8 +100,8 @@ def expert_of_tile(
 
 @triton.jit
 def place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (row tile, first column) of an expert's tile number `number`. Tiles are ordered by group of row tiles, then by
-    column.
+    """Return (row tile, first column) of an expert's tile number `number`. Tiles are ordered by group, a group being GROUP
+    consecutive row tiles, and within a group by column.
     """
     group = number // (GROUP * N_TILES)
     group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -112,7 +114,8 @@ def rows_of_tile(
     row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
     own_rows, slots_rows, whole_rows, slot_rows, BACK: tl.constexpr, MERGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile.
+    """Return (is_own, first row to read, first row to store, number of rows to store) for a row tile (BLOCK_M rows of one
+    expert).
 
     is_own: True if this rank itself is the source of the rows.
     row_tile: the number of the tile among the expert's row tiles. segment_first .. left_of: results of `expert_of_tile`.

@@ -11,8 +11,8 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 @triton.jit
 def _store_rows(y, first, count, column, tile):
-    """Store the first `count` rows of a tile to `y`, from row `first` on. `y` is a ragged tensor map, with which the hardware
-    masks the other rows.
+    """Store the first `count` rows of a tile to `y`, from row `first` of `y` on. `y` is a ragged tensor map: the hardware masks
+    the other rows of the tile.
     """
     a, b, c = to_ragged_indices(first, count, 0)
     y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
@@ -23,8 +23,8 @@ def store_result(
     own, slots, whole, is_own, y_row, left, column, acc,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first `left` rows of the tile `acc` to the result, from row `y_row` on. The result is `whole`, or with BACK
-    `own` or `slots`. All three are ragged tensor maps.
+    """Store the first `left` rows of the tile `acc` to the result, from the result's row `y_row` on. The result is `whole`.
+    With BACK it is `own` if the rows belong to this rank (`is_own`), else `slots`. All three are ragged tensor maps.
     """
     if BACK:
         if is_own:

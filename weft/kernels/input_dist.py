@@ -90,8 +90,8 @@ def header_kernel(
 
 @triton.jit
 def _copy(source, target, words, BLOCK: tl.constexpr):
-    """Copy `words` 4-byte words from `source` to `target`. All programs with the same index in grid dimension 0 share
-    one copy.
+    """Copy 4-byte words from `source` to `target`; words is their number. All programs with the same index in grid dimension 0
+    share one copy.
     """
     for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
         at = begin + tl.arange(0, BLOCK)

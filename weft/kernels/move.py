@@ -3,7 +3,7 @@
 A launch does this, in order:
 
 1. It sets the flags of `sets_before`, and waits for the flags of `waits`.
-2. It copies one source to one or more targets, or several parts of a buffer to a target each.
+2. It copies one source to one or more targets, or it copies several parts of a buffer, each to its own target.
 3. When all programs are done, it clears the flags of `waits` and sets the flags of `sets`.
 4. It waits for the flags of `waits_after`, and clears them.
 
@@ -33,7 +33,7 @@ TABLES = ("targets", "parts", "sets_before", "waits", "sets", "waits_after", "be
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
-    """Store numbers at addresses. table: `count` pairs (address, number)."""
+    """Store numbers at addresses, for a thread on the CPU that watches deadlines. table: `count` pairs (address, number)."""
     for i in range(count):
         write_flag(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 

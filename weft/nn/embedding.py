@@ -276,7 +276,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             self._begin_ahead(features, None)
 
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
-        """Begin to distribute the ids of a batch for `prefetch`.
+        """Begin to send the ids of a batch to the ranks of their tables, for `prefetch`.
 
         refusal: an error that the caller has found in the batch, which the next call of the module raises on all ranks.
         """
@@ -362,8 +362,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
         Without `close`, the memory is kept until the group is destroyed, and accumulates in a program that creates many
         modules. A later call of this module, or of a copy, allocates the memory again. Close a module before `half()`
-        and similar conversions: a later `close` does not free the memory of earlier calls. On GPUs `close` waits for
-        the device. After `close`, do not replay CUDA graphs that have captured calls of the module.
+        and similar conversions: a `close` after a conversion does not free the memory of calls before it. On GPUs
+        `close` waits for the device. After `close`, do not replay CUDA graphs that have captured calls of the module.
 
         Raises `RefusedError` on every rank if any rank still keeps a result, or a view of a result, in this memory.
         Raises `DisagreementError` if ranks close different modules, and `DeadlineError`, `PeerLostError` or

@@ -241,8 +241,9 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Look up rows. Return (the rows of this rank's ids, the routing of the ids, for each part of this rank the row
-        numbers that ranks have requested). All ranks must make this call.
+        """Send this rank's ids to the owners of their rows, and receive the rows. Return three values: the rows of this rank's
+        ids, the routing of the ids, and for each part of this rank the row numbers that ranks have requested. All ranks must
+        make this call.
         """
         distribution = cast(RowDist, self._dist)
         route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])
@@ -412,7 +413,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
 
 class _Received:
-    """The ids and gradients that arrived for each part of this rank."""
+    """The ids and gradients that arrived in one backward, for each part of a table on this rank."""
 
     def __init__(self, ids: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self.ids, self.grads = ids, grads

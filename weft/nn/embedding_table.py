@@ -46,7 +46,7 @@ class Table(nn.EmbeddingBag):
 
 
 def weights_of(tables: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Return the parameters of `tables`.
+    """Return the parameters (weights) of the modules `tables`.
 
     The function avoids `nn.Module.__getattr__`, which for all tables of a model takes longer than a kernel launch. It calls
     `__getattr__` only if parameters were replaced.

@@ -104,7 +104,7 @@ class ExpertParallelMLP(nn.Module):
 
     @property
     def first_name(self) -> str:
-        """The name of the first GEMM's parameter."""
+        """The name of the parameter that the first GEMM multiplies by: `gate_up_proj`, or `up_proj` with gated=False."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:

@@ -154,7 +154,7 @@ class _Group(dict[str, Any]):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Make a copy or a pickle of this object an ordinary dict."""
+        """Let `copy` and `pickle` turn this object into an ordinary dict."""
         return dict, (dict(self),)
 
 

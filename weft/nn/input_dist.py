@@ -44,7 +44,7 @@ _HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch
 
 @dataclass(frozen=True)
 class _Layout:
-    """The order in which ranks send the features of inputs that have the feature names `keys`.
+    """The order in which ranks send features to each other, for inputs with the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
     header_index: the full header of this rank has the counts of all features. Each rank receives a header with the
@@ -90,7 +90,7 @@ class _Route(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """The number of received ids of each (source rank, feature)."""
+        """The number of received ids for each (source rank, feature), as one list."""
         return [count for head in self.heads for count in head[_HEAD:]]
 
     @property
@@ -128,7 +128,9 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features have been sent, but have not arrived. numbers: the exchanged headers, as in `BegunBatch`."""
+    """A batch whose features this rank has sent, while the features from other ranks may not have arrived. numbers: the
+    exchanged headers, as in `BegunBatch`.
+    """
 
     local: _LocalBatch
     numbers: torch.Tensor
@@ -339,7 +341,9 @@ class InputDist:
         return numbers, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size], into)
 
     def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
-        """Return the headers that all ranks sent to this rank, and this rank's own header."""
+        """Wait for the headers (batch size, number of ids of each feature). Return the headers that all ranks sent to this
+        rank, and this rank's own header.
+        """
         mine = _HEAD + len(self.features_of_rank[self.rank])
         begun.headers.wait()
         host = begun.numbers.tolist()  # the only wait for the device
@@ -468,8 +472,8 @@ class InputDist:
 
 
 class _Arrived(torch.autograd.Function):
-    """An autograd function that returns the received per-sample weights. Its backward, which all ranks must run, sends
-    their gradients back to the ranks of the samples.
+    """An autograd function that returns the per-sample weights that this rank received. Its backward, which all ranks must run,
+    sends their gradients back to the ranks of the samples.
     """
 
     @staticmethod

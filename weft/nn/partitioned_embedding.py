@@ -291,8 +291,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _order(self) -> list[list[int]]:
-        """For each block of output columns, the indices of the pooled vectors from which the block is made. The indices
-        count the vectors of parts first, then the vectors of data-parallel tables.
+        """For each block of output columns, the indices of the pooled vectors that are concatenated or summed to make the
+        block. The vectors of all parts are numbered first, then the vectors of data-parallel tables.
         """
         partition, place = self.partition, {}
         parts = () if partition.sharding is None else partition.sharding.slots

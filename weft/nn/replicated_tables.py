@@ -65,7 +65,7 @@ class ReplicatedTables:
         self._calls += trains
 
     def settle(self, sharding: EmbeddingSharding) -> None:
-        """Store the tables' dtype and device after a conversion such as `half()`."""
+        """Store the tables' new dtype and device after a conversion such as `half()`."""
         self.plan = EmbeddingPlan(sharding, self._options)
         if self.update is not None and self.update.step.device != self.weights()[0].device:
             self.update.move(self.weights()[0].device)
@@ -283,7 +283,7 @@ def rows_or_zero(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class JointUpdate(FusedUpdate):
-    """The updates of sharded tables and of data-parallel tables, as one object for `fused_optimizer`."""
+    """The optimizers and states of a collection's sharded tables and data-parallel tables, as one object for `fused_optimizer`."""
 
     def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
         self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
@@ -316,8 +316,8 @@ class JointUpdate(FusedUpdate):
 
 
 def joint_update(of_parts: FusedUpdate | None, replicated: ReplicatedTables | None) -> FusedUpdate | None:
-    """Return one object for the updates of the sharded parts and of the data-parallel tables; None if backward updates
-    no tables.
+    """Return one object with the optimizers and states of both the sharded parts and the data-parallel tables; None if backward
+    updates no tables.
     """
     of_replicated = None if replicated is None else replicated.update
     if of_parts is None or of_replicated is None:

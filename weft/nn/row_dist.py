@@ -36,8 +36,8 @@ from weft.words import counted
 class RowRoute:
     """The routing of one batch's ids to the ranks that own their rows.
 
-    to_sent: for each id, its index among the sent ids.
-    order: for each sent id, its index among the ids; None with `dedup`.
+    to_sent: for each id of this rank's samples, its index among the ids that were sent.
+    order: for each sent id, its index among the ids of this rank's samples; None with `dedup`.
     out, into: the number of ids sent to each rank, and received from each rank.
     counts: the number of received ids for each [source rank][part of this rank], as one list.
     """
@@ -173,7 +173,7 @@ class RowDist:
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the index at which each of several concatenated blocks begins, and the index at which the last block ends.
+    """Return the positions at which blocks begin if they are concatenated, and the end of the last block.
 
     sizes: the sizes of the blocks.
     """

@@ -83,5 +83,5 @@ def check_full(
 
 
 def _digest(values: torch.Tensor) -> bytes:
-    """Return a hash of the bits of a tensor. The CPU waits for the device."""
+    """Return a hash of the bits of a tensor, by which ranks compare their copies. The CPU waits for the device."""
     return hashlib.blake2b(values.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()

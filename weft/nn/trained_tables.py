@@ -90,5 +90,5 @@ class TrainedTables(nn.Module):
         raise NotImplementedError
 
     def _exchange_device(self) -> torch.device:
-        """Return the device of the tensors that ranks exchange."""
+        """Return the device on which ranks exchange tensors."""
         raise NotImplementedError

@@ -45,8 +45,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The base class of both protocols. It checks only this rank's call, so it also serves devices without
-    communication, such as meta.
+    """The base class of the two protocols by which ranks agree on a call, or refuse it. It checks only this rank's call, so it
+    also serves devices without communication, such as meta.
     """
 
     meets = False
@@ -205,12 +205,14 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return the text to exchange for `details`: a hash if `details` has several lines, otherwise `details`."""
+    """Return the text that ranks exchange to compare `details`, a description of a call: a hash if `details` has several lines,
+    otherwise `details`.
+    """
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _disagree(comm: symm.Communicator, text: str) -> NoReturn:
-    """Make the group fail, and raise `DisagreementError`. Every rank calls this function."""
+    """Make the group fail, and raise `DisagreementError` with `text`. Every rank calls this function."""
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 

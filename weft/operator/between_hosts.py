@@ -123,7 +123,8 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, rides: bool) -> li
     """Return the predicted time of each collective of rank 0 in microseconds.
 
     network: the measured rates between hosts.
-    rides: True if the data travel in two levels, with the messages by which ranks synchronise.
+    rides: True if the data are sent with the messages by which ranks synchronise, first within each host and then between
+        hosts.
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
@@ -149,8 +150,9 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Check the steps of all ranks. Return a text with the first step that needs a peer's memory on another host, which is not
-    mapped; "" if there is none. On GPUs, also return a text if the group does not use NCCL.
+    """Return an error text if `schedule` cannot run on ranks of several hosts, else "". The text names the first step of any
+    rank that needs a peer's memory on another host, which is not mapped. On GPUs, also return a text if the group does not use
+    NCCL.
     """
     on_gpus = comm.device.type != "cpu"
     if on_gpus and not uses_nccl(comm):

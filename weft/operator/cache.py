@@ -40,11 +40,11 @@ class Entry(Protocol):
 
     @property
     def stale(self) -> bool:
-        """True if the communicator is closed, so that the operator cannot be used."""
+        """True if the communicator is closed, so that this entry cannot be used."""
 
     @property
     def captured(self) -> bool:
-        """True if a captured CUDA graph uses the operator's memory and may be replayed."""
+        """True if a captured CUDA graph uses the memory of this entry and may be replayed."""
 
     @property
     def light(self) -> bool:
@@ -58,7 +58,7 @@ class Entry(Protocol):
         """True while a CUDA graph is being captured."""
 
     def close(self) -> None:
-        """Release the operator's memory."""
+        """Release the memory of this entry."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -68,9 +68,9 @@ class Known(NamedTuple, Generic[E]):
     """The compiled operator for calls with one signature: they differ only in the contents and addresses of their
     tensors.
 
-    places: where to find each input buffer among the call's tensors: (buffer name, index of the call's field, index in
-        the field's list or None). None if some input buffer is not a tensor of the call, so that `Operator.inputs` must
-        make the buffers.
+    places: where to find each input buffer among the call's tensors: (buffer name, index of the call's field, index in the
+        field's list or None). None if an input buffer is not one of the call's tensors; then `Operator.inputs` must make the
+        buffers.
     differentiated: True if gradients are wanted.
     """
 
@@ -120,8 +120,8 @@ class _OfGroup(Generic[E]):
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return the latest compiled operator of the family if this call is to run unfused, without compilation;
-        otherwise None.
+        """Decide if a call of a new size runs unfused, without compilation. If so, return the latest compiled operator of the
+        same problem family; otherwise None.
 
         The returned operator was compiled for another size, so the caller copies it, and sets the call's size in the
         copy.
@@ -142,7 +142,9 @@ class _OfGroup(Generic[E]):
         return typical
 
     def called(self, prepared: E) -> E:
-        """Count a call that has found the compiled operator `prepared` in the cache. Return `prepared`."""
+        """Record a call that has found the compiled operator `prepared` in the cache, so that it counts as recently used.
+        Return `prepared`.
+        """
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True

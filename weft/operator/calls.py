@@ -188,8 +188,8 @@ def _called(
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
     """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Return None
-    if there is no such key, so that every call must be checked: without weft's native reader of calls, or with a pinned
-    schedule.
+    if every call must be checked: with a pinned schedule, or if weft's native reader of calls does not support this version
+    of torch.
     """
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)
@@ -268,7 +268,9 @@ def prepared_for(
 
 
 def _described(op: Operator[Any], call: Any, world: int) -> Any:
-    """Return the problem of a call; None if the call is invalid. All ranks later refuse an invalid call together."""
+    """Return the problem of a call (its sizes, dtypes and options); None if the call is invalid. All ranks later refuse an
+    invalid call together.
+    """
     try:
         return op.problem(call, world, 0)
     except Exception:

@@ -37,7 +37,7 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Make the group fail if the code in this context raises an error on this rank only.
+    """Make the group fail if the body of this context manager raises an error on this rank only.
 
     Use it around a set-up with several exchanges between ranks. Otherwise peers would wait for this rank in the next
     exchange until their deadline. what: the set-up, for error texts.
@@ -145,8 +145,8 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` unless `tensors` have the names and shapes of the serial schedule's input or output
-        buffers. All schedules have the same inputs and outputs.
+        """Raise `TypeError` unless `tensors` have the names and shapes of the operator's input or output buffers. The serial
+        schedule gives them, because all schedules of an operator have the same inputs and outputs.
 
         of: the spec's method that returned `tensors`, for the error text. role: "input" or "output".
         """
@@ -209,8 +209,8 @@ class CompiledOperator:
         return results
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule that is used under CUDA graph capture, once for each memory layout of the inputs. It may
-        differ from the schedule of other calls.
+        """Load the kernels of the schedule that is used under CUDA graph capture, once for each memory layout of the inputs.
+        This schedule may differ from the schedule of other calls.
         """
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:

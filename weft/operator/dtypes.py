@@ -1,6 +1,6 @@
 """The dtypes of the matrices that operators multiply.
 
-CPU processes also support fp64, for `torch.autograd.gradcheck`. weft's GPU kernels reduce in fp32, so they do not.
+CPU processes also support fp64, for `torch.autograd.gradcheck`. weft's GPU kernels reduce in fp32, so GPUs do not support fp64.
 """
 
 from __future__ import annotations

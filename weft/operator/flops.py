@@ -43,7 +43,8 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Run `backward`, return its result, and report its FLOPs to dispatch modes such as FlopCounterMode.
+    """Run the function `backward` of an eager call, return its result, and report its FLOPs to dispatch modes such as
+    FlopCounterMode.
 
     Modes do not see eager calls of weft, which bypass torch's dispatcher.
 

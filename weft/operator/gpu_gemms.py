@@ -25,10 +25,10 @@ _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 class GemmTimer:
     """A timer for cuBLAS GEMMs that are parts of the GEMMs of the problem `p`.
 
-    The left operand has random numbers, because zeros would draw less power, and the GPU would run at a higher clock.
-    The left operand is stored in the x that the call returns, or in new memory of the size of x, which is freed with
-    this object. The right operand is a part of a weight. Products are stored in the call's result, which the call
-    overwrites later, or in new memory if the result has too few rows.
+    The left operand has random numbers, because zeros would draw less power, and the GPU would run at a higher clock. The left
+    operand is stored in the call's result `x` (the gathered input) if the call returns it. Otherwise it is stored in new memory
+    of the same size, which is freed with this object. The right operand is a part of a weight. Products are stored in the
+    call's result, which the call overwrites later, or in new memory if the result has too few rows.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -80,8 +80,8 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the GEMMs that `wanted` returns, for at most `budget_us` microseconds, and store the slowest rank's times.
-    Return the rest of the budget in microseconds. All ranks must make this call.
+    """Time the GEMMs that `wanted` returns, for at most `budget_us` microseconds. Store the times of the slowest rank for the
+    planner. Return the rest of the budget in microseconds. All ranks must make this call.
 
     wanted: a function that returns the shapes of the GEMMs to time, given this machine's performance model.
     timer: a function that makes the timer of GEMMs. It is called only if there are GEMMs to time.
@@ -102,7 +102,8 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return the name under which all sizes of a problem family share the memory of a candidate's executors.
+    """Return a name for the executors of a candidate schedule. Executors with the same name share memory, for all sizes of a
+    problem family.
 
     Return "" for a schedule of the user's own (`weft.builders.builder`), whose executors do not share memory.
     """
@@ -153,7 +154,7 @@ def measured(
 
 
 def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank in microseconds. All ranks must make this call.
+    """Time a call. Return its time on this rank, in microseconds. All ranks must make this call.
 
     Mode "queued" returns the mean of calls in a row. Other modes return the fastest of single calls.
     """

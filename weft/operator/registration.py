@@ -161,7 +161,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value for each field of the call: from `flat` for a tensor field, from `others` for another field.
+        """Return one value for each field of the call. The values of tensor fields come from `flat`, the others from `others`.
 
         flat: one value for each tensor of the call, such as its gradient. A field with a list of tensors gets a list of
             values.

@@ -124,12 +124,12 @@ class _Known:
             self._remember(group, family)
 
     def never(self, signature: bytes) -> None:
-        """Record that all calls with this signature must take the slow path."""
+        """Record that all calls with this signature must take the slow path, which checks the arguments in Python."""
         self._bound(self.calls, KEPT)
         self.calls[signature] = None
 
     def _bound(self, known: dict[bytes, Any], most: int) -> None:
-        """Drop the older half of `known` if it has `most` entries."""
+        """Drop the older half of `known`, a dict of recorded calls, if it has `most` entries."""
         if len(known) >= most:
             for old in list(itertools.islice(known, most // 2)):
                 del known[old]
@@ -213,7 +213,8 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the recorded call as an object that native code replays. Raise `_UnlikeError` if this is impossible.
+        """Return the call `seen` as an object that native code replays with new tensors. Raise `_UnlikeError` if this is
+        impossible.
 
         arguments, returned: the arguments of the public function, and the value that it returned.
         """
@@ -221,7 +222,9 @@ class _Short:
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> _core.KnownCall | None:
-        """Record a call: return the result of `known`; None if the call cannot be replayed."""
+        """Return the call `seen` as an object that native code replays (the result of `known`); None if the call cannot be
+        replayed.
+        """
         try:
             return cls(seen).known(arguments, seen, returned)
         except _UnlikeError:
@@ -282,8 +285,8 @@ class Replay(_Short):
         return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise
-        the call takes the slow path.
+        """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise the call
+        takes the slow path, which checks the arguments.
         """
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
@@ -356,8 +359,8 @@ class Passing(_Short):
         return known
 
     def begin(self, rows: int) -> int | None:
-        """Return the number that a call with `rows` rows adds to the hash of calls that ranks compare; None if the call
-        must take the slow path.
+        """Begin a call with `rows` rows. Return the number that represents the call in the hash of calls that ranks compare;
+        None if the call must take the slow path.
         """
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
@@ -365,7 +368,9 @@ class Passing(_Short):
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Return `recipe` with each use of the first result divided by `number`, and the number of divisions."""
+    """Change `recipe`, by which native code makes a return value, so that it divides each use of the first result by `number`.
+    Return the new recipe, and the number of divisions.
+    """
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1
     kind, inner, *rest = recipe
@@ -430,7 +435,8 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe that makes `value`, a tensor, a list of tensors or a constant, from the call's arguments.
+        """Return a recipe (instructions for native code) that makes `value` from the arguments of a call. `value` is a tensor,
+        a list of tensors or a constant.
 
         is_scale: True if `value` is a scale. A scale with one element may have any shape, so no view is needed.
         """
@@ -441,7 +447,8 @@ class _Given:
         return "constant", value
 
     def returned(self, value: Any, *, views: bool) -> Place:
-        """Return a recipe that makes `value`, the return value of the public function, from the operator's results.
+        """Return a recipe (instructions for native code) that makes `value`, the return value of the public function, from the
+        operator's results.
 
         views: True if `value` may contain views of results. False if the shapes of results may change: a view then
             raises `_UnlikeError`, because the recipe of a view has a fixed shape.

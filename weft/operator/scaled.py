@@ -22,7 +22,7 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return a scale as a matrix, so that equivalent scales have the same shape on all ranks: [1, columns of B] if
+    """Return the scale of B as a matrix, so that equivalent scales have the same shape on all ranks: [1, columns of B] if
     `by_row`, otherwise [1, 1]. A scale with several elements is returned unchanged.
 
     by_row: True if the call has row-wise scales.

@@ -19,7 +19,8 @@ from weft.words import kind
 
 
 def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[str, Any], torch.device]:
-    """Return the caller's tensors as a dict, and their device. Raise `ValueError` if they do not match the schedule.
+    """Return the caller's tensors as a dict (name to tensor or function), and their device. Raise `ValueError` if they do not
+    match the schedule.
 
     A function that allocates an output is wrapped, so that its result is checked too.
     """
@@ -58,7 +59,7 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """A wrapper of the caller's function that allocates an output with a dynamic number of rows. The wrapper checks the
+    """A wrapper of a function of the caller, which allocates an output with a dynamic number of rows. The wrapper checks the
     tensor that the function returns.
 
     memory: the memory of the other tensors of the run, which the returned tensor must not overlap.
@@ -112,7 +113,8 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a matrix: `pieces` pieces of `width` bytes each, whose starts are `pitch` bytes apart.
+    """The memory of a matrix. A row is a piece of `width` bytes, there are `pieces` pieces, and their starts are `pitch` bytes
+    apart.
 
     begin, end: the addresses of its first byte and after its last byte. name: the buffer's name. written: True if the
         run writes it.

@@ -85,8 +85,8 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Two executors of a call: the usual one, and the one under CUDA graph capture. None means that the call runs
-    unfused.
+    """The executors of the chosen schedules: one for usual calls, one for calls under CUDA graph capture. None in place of an
+    executor means that such calls run unfused.
     """
 
     usual: Executor | None
@@ -228,7 +228,7 @@ def _planned_for_all(mine: T, p: Problem, comm: Communicator, what: str, deadlin
 
 
 class _Measured:
-    """The choices by measurement for the sizes of a problem family (`Problem.measured_family`).
+    """The schedules that were chosen by measurement, for the sizes of one problem family (`Problem.measured_family`).
 
     names: {size bucket: the chosen schedules}.
     contenders: serial and the fastest schedules of the first measurement, the only schedules to measure for other
@@ -241,7 +241,7 @@ class _Measured:
 
 
 class _Near:
-    """The choices on a group, which calls of similar size share.
+    """The schedules that were chosen on a group. Calls of similar size share a choice.
 
     names: the chosen schedules, by (problem family, size bucket, True if users' builders are registered, True if the
         choice is for one size only).
@@ -298,8 +298,8 @@ def remembers(p: Problem, device: torch.device) -> bool:
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """Return the planner's choice for a call, which `weft.plan.explain` shows. Cached times of this machine override
-    predictions.
+    """Return the schedule that the planner chooses for a call, as `weft.plan.explain` shows it. Cached times of this machine
+    override predictions.
 
     pinned: the name of the pinned schedule, as for `weft.plan.choose`; None if no schedule is pinned.
     """

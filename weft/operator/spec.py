@@ -176,13 +176,15 @@ class Operator(ABC, Generic[C]):
         return True
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result in place by the number of ranks. Default: the field
-        `average` of the call.
+        """True if the public function divides the first result in place by the number of ranks, as for op="avg". Default: the
+        field `average` of the call.
         """
         return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """True if a call remains valid when its first argument has `rows` rows."""
+        """True if a call remains valid when its first argument has `rows` rows instead. Then calls of other sizes may be
+        replayed too.
+        """
         return True
 
     def note(self, call: C) -> None:
@@ -219,8 +221,8 @@ class Operator(ABC, Generic[C]):
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call with which schedules are measured. Default: `call`, the first call. An operator may return a
-        call with more typical sizes.
+        """Return the call that is timed to choose a schedule. Default: `call`, the first call of a shape. An operator may
+        return a call with more typical sizes.
         """
         return call
 

@@ -122,7 +122,7 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices.
+    """The arguments of a call, with tensors as matrices.
 
     rows: the number of rows of each rank's shard, if the numbers differ. outer: the dimensions of A_shard before it was
         reshaped to a matrix, which ranks compare (`outer_of`).
@@ -239,7 +239,9 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return the gradient of x, computed by `matmul_reduce_scatter`; None if its schedule for this shape is serial."""
+    """Return the gradient of x, computed by `matmul_reduce_scatter`. Return None if `matmul_reduce_scatter` would run the
+    serial schedule for this shape.
+    """
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())

@@ -113,7 +113,7 @@ def all_gather_scaled_matmul(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices.
+    """The arguments of a call, with tensors as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
     out: weft's names of the results' dtypes.

@@ -346,8 +346,8 @@ def gradients_of_experts(
 
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
-    Here x are the tokens that arrived on this rank. They are sent again during the GEMM of grad x. grad x is sorted
-    into the order of arrival, and sent back during the GEMM of grad w. The gradient of a weight is the sum, not the
+    x_e are the tokens that arrived on this rank for expert e. Tokens are sent again during the GEMM of grad x. grad x is then
+    sorted into the order of arrival, and sent back during the GEMM of grad w. The gradient of a weight is the sum, not the
     mean, over the rows of all ranks, on the rank that has the weight.
 
     sizes: the numbers of rows that this rank sends and receives.

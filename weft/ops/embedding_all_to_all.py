@@ -192,7 +192,7 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None
 
 
 class _Call(NamedTuple):
-    """The arguments of a call, of which `keys`, `stride` and `whole` are explained in `JaggedInput`.
+    """The arguments of a call. `JaggedInput` explains the fields `keys`, `stride` and `whole`.
 
     The fields `states` to `deterministic` are the options of backward (`Training`). The fields `sharding` to
     `output_dtype` are the options of forward (`Form`).
@@ -229,8 +229,8 @@ def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
     training: Training = NOT_TRAINED,
 ) -> _Call:  # fmt: skip
-    """Return the arguments of a call as a `_Call`. Check only `features` and `batch_sizes`; `_EmbeddingAllToAll.inputs`
-    checks the rest.
+    """Return the arguments of a call as a `_Call`, from its options (`plan`, `training`), tables and input. Check only
+    `features` and `batch_sizes`; `_EmbeddingAllToAll.inputs` checks the rest.
     """
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
@@ -359,8 +359,8 @@ class _EmbeddingAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def tracked(self, call: _Call) -> list[torch.Tensor | None]:
-        """Return the tensors that autograd tracks: not the tables and states that an optimizer updates, which have no
-        gradients.
+        """Return the tensors that autograd tracks. Tables and states that an optimizer updates in backward are not tracked,
+        because they get no gradients.
         """
         if not call.optimizer:
             return self.tensors(call)
@@ -435,7 +435,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the number of a call's size bucket. most: the number of samples of the rank with the most."""
+    """Return the number of a call's size bucket: calls with similar numbers of samples have the same number. most: the largest
+    number of samples of a rank.
+    """
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 

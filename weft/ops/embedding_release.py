@@ -18,7 +18,7 @@ from weft.words import counted
 
 
 def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
-    """Return the compiled operators of the plan `p` on the communicator `comm`."""
+    """Return the compiled embedding operators for the plan `p` (tables and options) on the communicator `comm`."""
     plans = [p]
     if p.options.transport == "auto":  # `checked` may have replaced "auto"
         if (transport := settled(p, comm.device, comm.group)) is not None:

@@ -118,8 +118,8 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices. columns: True to concatenate columns, False for rows. outer: the dimensions of x before
-    it was reshaped to a matrix, which ranks compare (`outer_of`).
+    """The arguments of a call, with tensors as matrices. columns: True to concatenate columns, False for rows. outer: the
+    dimensions of x before it was reshaped to a matrix, which ranks compare (`outer_of`).
     """
 
     x: torch.Tensor

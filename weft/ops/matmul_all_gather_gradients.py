@@ -83,7 +83,9 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
-    """Sum g over ranks, and return this rank's part: the gradient of this rank's product."""
+    """Sum g, the gradient of the gathered products, over ranks. Return this rank's part of the sum, which is the gradient of
+    this rank's product.
+    """
     if p.world_size == 1:
         return g
     if p.columns:

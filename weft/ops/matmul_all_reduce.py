@@ -177,7 +177,7 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices.
+    """The arguments of a call, with tensors as matrices.
 
     norm, eps: the weight and the epsilon of the norm; None without a norm.
     average: True if the public function divides the sum by the number of ranks.

@@ -337,7 +337,8 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that computes grad h by `all_to_all_matmul`; None if its schedule for this shape is serial.
+        """Return a function that computes grad h by `all_to_all_matmul`. Return None if `all_to_all_matmul` would run the
+        serial schedule for this shape.
 
         return_x: True if the function also returns the received rows of grad y.
         """

@@ -133,7 +133,7 @@ def matmul_reduce_scatter(
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices: the call computes x @ B.
+    """The arguments of a call, with tensors as matrices: the call computes x @ B.
 
     average: True if the public function divides the sum by the number of ranks.
     outer: [scatter_dim, sizes of the other dimensions of A except the last], which ranks compare (`outer_of`); None if

@@ -132,8 +132,8 @@ def scaled_matmul_reduce_scatter(
 def _scattered(
     A: torch.Tensor, B: torch.Tensor, orig_scatter_dim: int, after: int | None, output_shape: Sequence[int] | None
 ) -> tuple[torch.Tensor, int]:
-    """Return (A in the shape of `output_shape` with K in place of N, the dimension to scatter). Raise `ValueError` if
-    the dimensions do not match.
+    """Return (A, reshaped to `output_shape` with K in place of N; the dimension to scatter). Raise `ValueError` if the
+    dimensions do not match.
     """
     of_A = checked_dimension(A, 0 if after is None else after, names=("A", "scatter_dim_after_maybe_reshape"))
     x = A if output_shape is None else A.reshape(_leading(A, B, output_shape) + A.shape[-1:])
@@ -174,7 +174,7 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
 
 
 class _Call(NamedTuple):
-    """The arguments as matrices.
+    """The arguments of a call, with tensors as matrices.
 
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
     out: weft's name of the result's dtype.
@@ -247,7 +247,9 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         return call.x.shape[0], [call.B]
 
     def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
-        """Draw a call with scales such that results are about 1 in size, because fp8 cannot represent small numbers."""
+        """Return a call with random tensors. Its scales make results about 1 in size, because fp8 cannot represent small
+        numbers.
+        """
         random, by_row = partial(normal, generator), p.by == "row"
         scale, B_scale = (random("fp32", n if by_row else 1).abs_().add_(0.5) for n in (p.m, p.n))
         bias = random(p.dtype, p.n) if p.biased else None

@@ -129,7 +129,9 @@ class _DividedLinear(nn.Linear):
 
 
 class ColwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `ColwiseParallel` has sharded. joins: True if the output must be replicated."""
+    """An `nn.Linear` that `ColwiseParallel` has sharded. joins: True if the output must be replicated, so that its columns are
+    all-gathered.
+    """
 
     joins: bool
     is_collective = False  # not in every forward: x may be replicated, or gathered by another layer
@@ -201,20 +203,21 @@ class RowwiseLinear(_DividedLinear):
 
     @ends_group
     def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
-        """Add the bias to y, this rank's part of the output. The gradient of the bias is the sum over ranks."""
+        """Return y, this rank's part of the output, plus the bias. The gradient of the bias is the sum over ranks."""
         return y + replicated(bias, group).to(y.dtype)
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x` as the input of several layers. The first layer that gathers `x` then stores the gathered tensor on `x`, where
-    the other layers find it.
+    """Mark `x` as the input of several layers, and return it. The first layer that gathers `x` then stores the gathered tensor
+    on `x`, where the other layers find it.
     """
     setattr(x, _WHOLE, None)
     return x
 
 
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
-    """Return a key: layers with equal keys may use the same gathered `x`.
+    """Return a key for the circumstances in which a layer is called with `x`. Layers with equal keys may use the same gathered
+    `x`.
 
     The key has the state of gradients (enabled or not), the autocast dtype, and the version of x, which in-place
     operations change. It also tells recomputations of activation checkpointing apart.
@@ -252,7 +255,7 @@ def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) 
 
 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
-    """True if weft can multiply x by this rank's part of the weight.
+    """True if weft can multiply x by this rank's part of the layer's weight. Otherwise torch's code runs.
 
     features: the size of the weight's sharded dimension.
     """

@@ -47,7 +47,7 @@ _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNO
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options in the `fused_params` of a table. output_dtype: the dtype of pooled vectors."""
+    """The options of a table that TorchRec's `fused_params` give. output_dtype: the dtype of pooled vectors."""
 
     optimizer: EmbeddingOptimizer
     output_dtype: torch.dtype

@@ -42,8 +42,8 @@ _Arranged: TypeAlias = tuple[Arranged, CheckedInput | None]
 
 
 class _Batch(Multistreamable):
-    """The received input of a call: the features of this rank's tables for all samples, and the number of samples of
-    each rank.
+    """The input of a call after its exchange between ranks: the features of this rank's tables for all samples, and the number
+    of samples of each rank.
 
     jagged: the received features; None if all tables are data-parallel. arranged: this rank's own input, separated by
         kind of table (`weft.nn.partitioned_input.Arranged`); None if no table is sharded.
@@ -159,8 +159,8 @@ class ShardedEmbeddingBagCollection(
             return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, _Batch(None, (), arranged))))], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Pool, and exchange the pooled vectors. Return those of this rank's samples, [local batch, columns of all
-        tables]. All ranks must make this call.
+        """Pool the ids, and exchange the pooled vectors. Return the vectors of this rank's samples, [local batch, columns of
+        all tables]. All ranks must make this call.
         """
         made, batch = self.weft_module, cast(Any, dist_input)[0]
         values: Any = None

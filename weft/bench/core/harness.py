@@ -142,7 +142,7 @@ def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
 def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
     """True if two medians differ by more than twice the noise of their ratio.
 
-    ratio: one median divided by the other. noise_a, noise_b: the relative standard error of each median (`noise`).
+    ratio: one median time divided by the other. noise_a, noise_b: the relative standard error of each median (`noise`).
     """
     return abs(math.log(ratio)) > _CLEAR * math.hypot(noise_a, noise_b)
 

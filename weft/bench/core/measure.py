@@ -44,8 +44,8 @@ class Workload(ABC):
         """Return this rank's expected output for input set `which`, as a float64 matrix. All ranks must make this call."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return {variant: another variant that runs the same schedule in this mode}. The difference of their times is
-        noise.
+        """Return {variant: another variant that runs the same schedule in this mode}. So the difference between the times of
+        such a pair is noise.
         """
         return {}
 
@@ -105,7 +105,7 @@ memory."""
 
 @dataclass
 class Results:
-    """The results of one configuration by variant, or by (mode, variant). They are equal on all ranks.
+    """The results of a benchmark on one configuration, by variant or by (mode, variant). They are equal on all ranks.
 
     wrong: {variant with a wrong result: error text}; such a variant lacks times in some or all modes. not_captured:
     {variant: reason why it cannot be a graph}. graphs: {variant: the captured graph of each input set}.
@@ -268,7 +268,8 @@ def check(
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True if `error` exceeds the variant's limit, and add an error text to `found.wrong`.
+    """Return True if `error`, an error of the variant `name`, exceeds the variant's limit. Then also add an error text to
+    `found.wrong`.
 
     how: text after the variant's name, such as " as a graph". so: the end of the error text, such as "it was not
         timed".

@@ -31,7 +31,7 @@ Columns = Mapping[str, Callable[[Record], str]]
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one configuration. records: a record for each (variant, mode).
+    """The results of a benchmark on one configuration. records: a record for each (variant, mode).
 
     beside: the times of other calls, such as the GEMM alone. title, notes: for the table on the terminal. wrong: error
         texts of variants with a wrong result, which have no times.
@@ -117,8 +117,8 @@ class Variants(Workload):
     def as_measured(
         self, rows: list[Record], beside: Mapping[str, Call], found: Results, notes: list[str], options: BenchOptions
     ) -> Measured:
-        """Return `Measured` with the records `rows`, a title, and notes. From the results `found`, add the times of the
-        calls `beside`, such as the GEMM alone.
+        """Return `Measured` with the records `rows`, a title, the `notes`, and the times of the calls `beside`, such as the
+        GEMM alone. `found` contains these times.
         """
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
@@ -164,8 +164,8 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return the names of two variants: the operator that selects its schedule, and the baseline of hand-written
-        serial calls.
+        """Return the names of the two variants to compare: weft's operator, which selects its schedule, and the baseline of
+        hand-written serial calls.
         """
 
     @abstractmethod
@@ -236,7 +236,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Return the speedups that the table shows, as {variant: baselines, the main baseline first}."""
+        """Return which speedups the table shows: {variant: the baselines with which it is compared, the main baseline first}."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
@@ -245,17 +245,19 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells for the columns `head`, which describe a configuration. record: any record of the configuration."""
+        """Return the cells of a table row for the columns `head`, which describe a configuration. record: any record of the
+        configuration.
+        """
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return the cells for the columns `tail`, after the speedups. by_variant: {variant: its record in this
-        configuration}.
+        """Return the cells of a table row for the columns `tail`, which follow the speedups. by_variant: {variant: its record
+        in this configuration}.
         """
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant with the same schedule as `record`, but pinned; None if there is no such variant."""
+        """Return the variant in which the schedule of `record` is pinned; None if there is no such variant."""
         return None
 
     def pinned(self, variant: str) -> bool:
@@ -303,7 +305,9 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, rows) of a table of several configurations: times, speedups, and the operator's own columns."""
+        """Return the header and the rows of a table with a row for each configuration: times, speedups, and the operator's own
+        columns.
+        """
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -318,7 +322,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, rows) of `lines`. Subclasses add rows with means."""
+        """Return (header, rows) of the table that `lines` makes. Subclasses add rows with means."""
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:

@@ -34,7 +34,9 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
-    """Return a sentence that explains the parentheses of `gain`; an empty list if no cell has them."""
+    """Return a list with a sentence that explains why speedups in `cells` are in parentheses (see `gain`). The list is empty if
+    no cell has parentheses.
+    """
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
     if not in_them:

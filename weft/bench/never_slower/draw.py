@@ -75,7 +75,8 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that a shape may need on each rank. flops: the FLOPs of its GEMMs. read_bytes: the bytes of table rows
+    """Upper bounds on what a random shape may need on each rank. flops: the FLOPs of its GEMMs. read_bytes: the bytes of table
+    rows
     that a call reads. bytes: the bytes of inputs and float64 results in memory.
     """
 
@@ -154,7 +155,7 @@ def _first_fitting(
 
 
 def fits(drawn: Drawn, bounds: Bounds) -> bool:
-    """True if a shape is within the bounds."""
+    """True if the shape needs at most the FLOPs and bytes that `bounds` allow."""
     if isinstance(drawn, EmbeddingPreset):
         table_bytes = _TABLE_BYTES * _of_busiest([table.rows * table.dim for table in drawn.tables], bounds.ranks)
         row_bytes = _TABLE_BYTES * _of_busiest([table.bags.mean * table.dim for table in drawn.tables], bounds.ranks)
@@ -171,16 +172,16 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the bytes that a comparison with float64 needs on a rank. They hold `2 + ranks` times the operands in the
-    shape's dtype, the operands in fp32 and in fp64, and two fp64 products for each rank.
+    """Return the bytes of memory that a rank needs to compare results with float64: for `2 + ranks` copies of the operands in
+    the shape's dtype, the operands in fp32 and in fp64, and two fp64 products for each rank.
     """
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return a lower bound of the busiest rank's cost, if whole tables are distributed over ranks. costs: the cost of
-    each table.
+    """Return a lower bound of the cost of the busiest rank, if tables are distributed over ranks and each table stays whole.
+    costs: the cost of each table.
     """
     return max(max(costs), sum(costs) / ranks)
 

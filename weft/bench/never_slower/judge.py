@@ -40,12 +40,12 @@ _JUDGED = ("queued", "graph")
 
 
 def is_mine(record: Record) -> bool:
-    """True for a row of this benchmark."""
+    """True if a record is of the benchmark `never-slower`."""
     return record.get("benchmark") == BENCHMARK
 
 
 def key(row: Record) -> tuple[Hashable, ...]:
-    """Return the key of a row. Rows of the same shape and mode have equal keys."""
+    """Return a key of a row, the record of one shape in one timing mode. Rows of the same shape and mode have equal keys."""
     return row["seed"], row["op"], row["index"], row["config"], row["mode"]
 
 
@@ -55,7 +55,7 @@ def speed(row: Record) -> float:
 
 
 def is_under(row: Record) -> bool:
-    """True if weft ran at less than `NEVER_BELOW` of serial's speed in at least four of five repetitions of this row."""
+    """True if in at least four of five repetitions, weft's speed was less than serial's speed times `NEVER_BELOW`."""
     pairs = [*zip(row["serial_ms"], row["weft_ms"], strict=True)]
     under = sum(serial / weft < NEVER_BELOW for serial, weft in pairs)
     return under >= math.ceil(_OF_REPETITIONS * len(pairs))
@@ -66,12 +66,12 @@ def is_timed(row: Record) -> bool:
 
 
 def is_suspect(row: Record) -> bool:
-    """True if this row of a first run is under (`is_under`), so that its shape needs a second run."""
+    """True if a row of a first run shows weft slower than serial (`is_under`), so that its shape needs a second run."""
     return is_timed(row) and row["mode"] in _JUDGED and not row["again"] and is_under(row)
 
 
 def added_us(row: Record) -> float:
-    """Return weft's median minus serial's, in microseconds."""
+    """Return the microseconds that weft adds to a call: weft's median time minus serial's."""
     return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
 
 
@@ -94,7 +94,9 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on `rows`. Of rows with equal keys only the last counts, separately for first and second runs."""
+    """The verdict on `rows`: whether weft is ever slower than serial calls. If several rows have the same shape and mode, only
+    the last counts, separately for first and second runs.
+    """
 
     rows: Sequence[Record]
 
@@ -214,5 +216,5 @@ def changing_ratios(row: Record) -> tuple[float, float]:
 
 
 def mine(records: Iterable[Record]) -> list[Record]:
-    """Return the rows of this benchmark."""
+    """Return the records that are of the benchmark `never-slower` (its rows)."""
     return [record for record in records if is_mine(record)]

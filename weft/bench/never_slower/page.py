@@ -27,7 +27,7 @@ _HOW = {True: "overlapped", False: "serial"}
 
 
 def in_short(rows: Sequence[Record]) -> str:
-    """Return a short summary of one shape's rows, for the progress display."""
+    """Return the results of one shape in a few words, for the progress display."""
     found = []
     for row in rows:
         if row.get("error"):

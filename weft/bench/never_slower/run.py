@@ -112,7 +112,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the rows for these shapes that the results file already has. Print how many there are."""
+        """Return the records of these shapes that the results file already has. Print their number."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -139,7 +139,7 @@ class _Run:
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
     def missing(self, items: Sequence[ShapeToMeasure]) -> list[tuple[ShapeToMeasure, tuple[str, ...]]]:
-        """Return the shapes that lack rows, as (shape, modes without a row)."""
+        """Return the shapes that are not fully measured, as (shape, timing modes without a record)."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
         for item in items:
@@ -149,8 +149,8 @@ class _Run:
         return found
 
     def measure(self, todo: Sequence[tuple[ShapeToMeasure, tuple[str, ...]]], again: bool) -> None:
-        """Measure the (shape, modes) of `todo` one after the other, and append the rows to the file. All ranks must
-        make this call.
+        """Measure the shapes in `todo`, each in the modes listed with it, and append the records to the results file. All ranks
+        must make this call.
         """
         with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
             for number, (item, modes) in enumerate(todo, 1):
@@ -203,7 +203,7 @@ class _Run:
             return [], _shown(error)
 
     def said(self, text: str) -> list[str]:
-        """Return the `text` of every rank, in rank order. All ranks must make this call."""
+        """Exchange texts between ranks. Return the `text` of every rank, in rank order. All ranks must make this call."""
         everybody: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(everybody, text, group=self.meeting)
         return everybody

@@ -198,7 +198,7 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """The places in peers' memory to which this rank copies its shard when the copies are timed alone."""
+        """The blocks in peers' memory to which this rank copies its shard when only the copies are timed."""
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 

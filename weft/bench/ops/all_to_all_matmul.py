@@ -211,7 +211,9 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (variant, baseline). In mode "graph" the variant is `weft-bounded`, in which the CPU never waits."""
+        """Return the names of the two variants to compare: (weft's, the baseline). In mode "graph" weft's is `weft-bounded`, in
+        which the CPU never waits.
+        """
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -219,8 +221,8 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Make smaller inputs from `whole`, the variants of a larger shape. Each rank sends `config.rows` of its rows,
-        in the same proportion over experts.
+        """Take the inputs from `whole`, the variants of a larger shape. Each rank sends only `config.rows` of its rows there,
+        distributed over the experts in the same proportion.
         """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
@@ -453,9 +455,9 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return ". ".join([*of_all, *self.summary_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant with the same schedule as `record`, but pinned; None if there is no such variant.
+        """Return the variant in which the schedule of `record` is pinned; None if there is no such variant.
 
-        A bounded call with the serial schedule has none: `max_rows` cannot be combined with a pinned serial schedule.
+        There is none for a bounded call with the serial schedule: `max_rows` cannot be combined with a pinned serial schedule.
         """
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:

@@ -107,7 +107,7 @@ class GemmVariants(ChoosingVariants):
         """
 
     def waits(self, name: str) -> bool:
-        """True if a variant synchronises with the device in each call."""
+        """True if variant `name` synchronises with the device in each call."""
         return False
 
     def variants(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
@@ -127,7 +127,7 @@ class GemmVariants(ChoosingVariants):
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
-        """True if this variant calls the operator with the problem `p`."""
+        """True if `p` is the problem (sizes and options) with which this variant calls the operator."""
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
@@ -341,7 +341,7 @@ class GemmOperator(OperatorBenchmark[S]):
         """Return sentences that summarise the records of all shapes."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the speedups that the table shows, as {variant: baselines that were measured}."""
+        """Return which speedups the table shows: {variant: the measured baselines with which it is compared}."""
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
@@ -362,7 +362,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return self.sentences(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
-        """Return remarks on which features of other libraries were used."""
+        """Return remarks for below the table, on which features of other libraries were used."""
         return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:

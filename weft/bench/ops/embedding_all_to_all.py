@@ -116,8 +116,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return record fields that are equal for all variants. Field traffic_bytes: `Traffic` of the rank with the
-        longest roofline.
+        """Return record fields that are equal for all variants. The field traffic_bytes has the bytes (`Traffic`) of the rank
+        with the longest roofline, which is a lower bound of the time.
 
         ceilings: each rank's peak rates.
         """
@@ -180,7 +180,7 @@ class _EmbeddingAllToAll(EmbeddingBenchmark):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the speedups that the table shows: only those of the default variant, because the table has many variants."""
+        """Return which speedups the table shows: only those of the default variant, because the table has many variants."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]

@@ -21,8 +21,7 @@ _CHUNK_BYTES = 128 << 20  # bytes of float64 rows per block of the reference
 class RowsRead(NamedTuple):
     """The table rows that a rank reads in a call.
 
-    bytes: the bytes of all reads. distinct: the number of distinct rows. distinct_bytes: the bytes of distinct rows, if
-    each is read once.
+    bytes: the bytes of all reads. distinct: the number of distinct rows. distinct_bytes: the bytes of the distinct rows.
     """
 
     bytes: float
@@ -81,9 +80,9 @@ class EmbeddingData(Workload):
         return RowsRead(nbytes / self.input_sets, distinct / self.input_sets, distinct_bytes / self.input_sets)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit. The limit of the baseline, `nn.EmbeddingBag`, is the dtype's epsilon times twice the
-        mean length of the longest bags. The limit of other variants is twice the baseline's error, but at least the
-        epsilon.
+        """Return the error limit. The limit of the baseline, `nn.EmbeddingBag`, is 2 L times the dtype's epsilon. L is the mean
+        bag length of the table with the longest bags. The limit of other variants is twice the baseline's error, but at least
+        the epsilon.
         """
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:

@@ -86,7 +86,7 @@ class PipelinedVariant:
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:
-    """Split range(count) into `parts` nearly equal parts. Return (first, end) of each part."""
+    """Split the numbers 0 to `count` - 1 into `parts` nearly equal ranges. Return (first, end) of each range."""
     ends = [count * i // parts for i in range(parts + 1)]
     return list(pairwise(ends))
 

@@ -137,7 +137,9 @@ class EmbeddingPreset:
 
 
 def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
-    """Return the number of samples of each rank in a global batch. The first ranks get the remainder of the division."""
+    """Divide the samples of a global batch among ranks. Return the number of samples of each rank. The first ranks get the
+    remainder of the division.
+    """
     return tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
 
 

@@ -70,7 +70,7 @@ TRAINED: dict[str, EmbeddingPreset] = _presets()
 
 
 class Expected(NamedTuple):
-    """The rows of a table that a check compares, and their expected float64 values and optimizer states."""
+    """The rows of a table that a check of a training step compares, and their expected float64 values and optimizer states."""
 
     rows: torch.Tensor
     values: torch.Tensor
@@ -81,8 +81,8 @@ class Expected(NamedTuple):
 class StepTraffic:
     """The bytes that one rank must move in a step.
 
-    rows: a row for each id. distinct_rows: each row that occurs, once. rest: other bytes in local memory. wire: bytes
-    that leave the rank in forward and backward together; as many bytes arrive.
+    rows: the bytes of table rows, counted once for each id. distinct_rows: the bytes of the distinct rows. rest: other bytes in
+    local memory. wire: bytes that leave the rank in forward and backward together; as many bytes arrive.
     """
 
     rows: float
@@ -283,7 +283,9 @@ class TrainingWorkload(TrainingData, Variants):
         return False
 
     def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
-        """Return the error text if a call of another library fails on any rank, else "". All ranks must make this call."""
+        """Make `call`, a step of another library. Return the error text if it fails on any rank, else "". All ranks must make
+        this call.
+        """
         why = ""
         try:
             call(0)
@@ -320,7 +322,7 @@ DEFAULT_FBGEMM = (DETERMINISTIC, FBGEMM)
 
 
 def _ordered(names: Sequence[str]) -> list[str]:
-    """Return the distinct names, baselines first."""
+    """Return the distinct variants in `names`, baselines first."""
     return [
         *(name for name in BASELINES if name in names),
         *(name for name in dict.fromkeys(names) if name not in BASELINES),

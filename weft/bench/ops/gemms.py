@@ -145,8 +145,8 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Yield (suffix, variant, candidate) for each pinned variant whose name begins with one of `names`. A candidate is
-    a schedule that the planner would try, or that an entry of `names` spells out.
+    """Find the variants with a pinned schedule whose names begin with one of `names`. Yield (suffix, variant, candidate) for
+    each. The candidate is the schedule: it is among those that the planner would try, or is spelled out in `names`.
 
     problems: (problem, suffix of the variants' names, such as "-bounded") for each kind of call of a shape.
     """
@@ -226,7 +226,7 @@ def cannot(names: Sequence[str], problems: Problems) -> list[str]:
 
 
 def _why_not(name: str, problems: Problems) -> str:
-    """Return why no schedule with prefix `name` supports the shape; "" if one does."""
+    """Return the reason why no schedule whose name begins with `name` supports the shape; "" if there is such a schedule."""
     reasons: dict[str, None] = {}
     for _, _, candidate in _beginning(problems, [name]):
         try:

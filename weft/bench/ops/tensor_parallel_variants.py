@@ -101,9 +101,7 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
 
 
 class _Through(torch.autograd.Function):
-    """An autograd function: forward returns `there(x)`, backward returns `back(gradient)`. `there` and `back` exchange
-    data between ranks.
-    """
+    """An autograd function made of two exchanges between ranks: forward returns `there(x)`, backward returns `back(gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
@@ -151,7 +149,9 @@ class Plain:
     whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """Return (exchange before the GEMMs, exchange after them). In backward each is replaced by the other."""
+        """Return two functions: the exchange between ranks before the GEMMs, and the exchange after them. In backward each is
+        replaced by the other.
+        """
         if self.whole:
             return _same, added_up if self.anything is None else _same
         if self.anything is None:

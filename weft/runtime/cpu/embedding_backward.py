@@ -24,6 +24,7 @@ _GRADIENT, _SQUARES = 0, 6  # codes of rules: write gradients, or sums of their 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
     """Return the ids of the batch that read this rank's tables, sorted by table and row. An id that occurs twice is listed
     twice.
+
     of: the forward call.
     """
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)

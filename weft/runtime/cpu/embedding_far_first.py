@@ -83,6 +83,7 @@ class FarFirst:
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """Run one call, after its rendezvous. Return the output [batch_sizes[rank], total_dim], and a function that warns of
         bad indices, or None if no index is bad.
+
         turn: runs the exchanges, with the call's deadline.
         """
         with ending_the_group(self.comm, _NAME):
@@ -168,6 +169,7 @@ class FarFirst:
 
     def _unpack(self, received: torch.Tensor, came: list[int], out: torch.Tensor) -> None:
         """Copy received vectors into their columns of the output `out`, [samples, total_dim].
+
         received: the vectors from all ranks, flat. came: the number of elements from each rank.
         """
         parts, column = received.split(came), 0

@@ -1,4 +1,4 @@
-"""The launcher of `weft.kernels.agree`."""
+"""The launcher of `weft.kernels.agree`, the kernel that compares the numbers of rows that peers sent with the expected numbers."""
 
 from __future__ import annotations
 

@@ -121,4 +121,4 @@ def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
 
 
 def void(_: Any) -> None:
-    """Discard the argument and return None: `void(f(x))` for a call whose result is not needed."""
+    """Discard the argument and return None. Write `void(f(x))` if the result of the call is not needed."""

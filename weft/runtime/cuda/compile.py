@@ -61,13 +61,13 @@ def compile_streams(context: Context, timed: bool) -> StreamItems:
 
 
 class Compiler:
-    """The state of the compilation, to which `emit` adds the operations of each step.
+    """The compiler of one rank's schedule. `emit` adds the operations of each step to it.
 
     program: the native operations. items: the list of all operations.
     sizes: for each step of dynamic size (by its `id`), the device address of its sizes. A copy by kernel has three numbers
         there: first source row, first target row, and number of rows. A `Permute` step has three such numbers for each of its
         copies.
-    ahead: for each lane with a `Read` step of by="meanwhile", the operation of this step.
+    ahead: for each lane that reads dynamic sizes with by="meanwhile", the operation of this `Read` step.
     scratch: by lane, memory for partial sums of GEMMs.
     """
 
@@ -149,11 +149,11 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the stream operation in which `launch` waits can also write the mark of a run. The mark shows the watching
-        thread that a run has begun.
+        """True if the stream operation in which `launch` waits can also write the mark that shows the watching thread that a
+        run has begun.
 
-        Two conditions must hold. The launch is the first of a copy lane, and waits only for flags of the previous run. Between
-        the launch and the step that clears one of these flags, the lane has only copies.
+        Two conditions must hold. The launch is the first of a copy lane, and waits only for flags of the previous run. After
+        the launch, the lane has only copies up to the step that clears one of these flags.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False
@@ -203,8 +203,8 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, launch: Launch) -> None:
-        """Add the waits or sets of `launch`, which are signals between ranks. The same stream operation also clears flags
-        (`weft.runtime.cuda.flags` explains which).
+        """Add a stream operation for the waits or sets of `launch`, which are signals between ranks. The same stream operation
+        also clears flags (`weft.runtime.cuda.flags` explains which).
         """
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
         mine = self._flags_in(launch)
@@ -303,7 +303,7 @@ class Compiler:
         self.items.launch(launch.lane, issue)
 
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
-        """Return the arguments `targets` and `parts` of `CopyLaunch`, which describe all copies but the first.
+        """Return the arguments `targets` and `parts` of `CopyLaunch`. They describe all `copies` of a launch except the first.
 
         If all copies have the same source of fixed size, they are `targets`, and `parts` is empty. Otherwise they are
         `parts`, and `targets` is empty.

@@ -23,11 +23,11 @@ from weft.symm.lasting import lasting
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """The steps of a schedule on one rank, with numbers in place of expressions of the rank.
+    """The steps of a schedule on one rank. Numbers replace the expressions that depend on the rank.
 
     given: the buffers that the caller passes: inputs and outputs. layout: the offsets of the symmetric buffers.
     order: this rank's steps as (lane, step), in the order in which the CPU issues them.
-    flags: for each rank, the flags for which its lanes wait.
+    flags: for each rank, the flags (signals from other ranks) for which its lanes wait.
     lanes: the names of lanes. The first lane is the caller's stream.
     """
 
@@ -72,8 +72,8 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the steps of `schedule` on this rank as (lane, step), in the order of the corresponding steps in `order`.
-    Return None if corresponding steps are of different kinds, or set or await different signals.
+    """Return the steps of `schedule` on this rank as (lane, step), so that corresponding steps have the same order as in
+    `order`. Return None if corresponding steps are of different kinds, or set or await different signals.
 
     order: the steps of another schedule as (lane, step), in its order of issue.
     """
@@ -112,7 +112,8 @@ class LastRun:
 class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
-    region: the symmetric buffers. words: the flags and the standing word. own: the schedule's own buffers on this rank.
+    region: the symmetric buffers. words: the flags and the standing word. own: this rank's buffers, as tensors, that weft
+        allocates: all except the caller's inputs and outputs.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
     begun_word: three numbers in pinned memory, which the device writes and the watching thread reads. The device sets the
         first to 1 when a run begins, and the thread resets it to 0. The second is 0, or 1 + a rank that sent a different
@@ -133,7 +134,9 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address of the second number of `begun_word`."""
+        """The address of the second number of `begun_word`, which a kernel sets if a peer sent a different number of rows than
+        expected.
+        """
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ def _program(
 def _compiled(
     kernel: JITFunction[Any], warps: int, constants: dict[str, Any], arguments: Sequence[Any], device: torch.device
 ) -> Any:
-    """Compile and load the kernel."""
+    """Compile and load the kernel for arguments of these types and alignments."""
     for parameter, given in zip(kernel.params, arguments, strict=False):
         if isinstance(given, int) and not parameter.do_not_specialize:
             raise TypeError(f"{kernel.__name__} specializes {parameter.name}: add it to do_not_specialize")
@@ -85,7 +85,7 @@ def _compiled(
 
 
 class Kernel(NamedTuple):
-    """A Triton kernel with its number of warps and its constants."""
+    """A Triton kernel to launch by `launch_all`, with its number of warps and its constants."""
 
     kernel: Any
     warps: int

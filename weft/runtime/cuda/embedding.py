@@ -216,7 +216,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self.comm.all_gather(None)
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels, because the group has failed. Runs on the watchdog thread."""
+        """End every wait of this rank's kernels, because the group has failed. The watchdog thread calls this method."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.comm.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
@@ -245,7 +245,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
 
 
 class _Look:
-    """A weak reference by which the watching thread checks an executor without keeping it alive."""
+    """A weak reference to an executor, by which the watching thread checks the executor without keeping it alive."""
 
     deadline_s = math.inf
 
@@ -259,7 +259,9 @@ class _Look:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: kernels have deadlines of their own."""
+        """Do nothing. The watching thread calls this method if no run begins for long, but the waits of these kernels have
+        deadlines of their own.
+        """
 
     def close(self) -> None:
         watch.remove(self)
@@ -305,8 +307,8 @@ def _numbers_of(record: torch.Tensor) -> Any:
 class _LocalPool:
     """The cached kernel of `pool_on_gpu`, for a world size of 1.
 
-    words: memory in place of the signals and flags of peers. last_input: the last call's input, for warnings of bad
-        indices.
+    words: memory that the kernel gets as the signals and flags of peers, because there are no peers. last_input: the last
+        call's input, for warnings of bad indices.
     """
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
@@ -327,7 +329,8 @@ def pool_on_gpu(
 ) -> None:  # fmt: skip
     """Pool one rank's input into an ordinary tensor `out` `[batch, total_dim]`, without other ranks.
 
-    Warn of bad input in earlier calls, naming `rank`. widest: the number of columns of the widest feature on any rank.
+    Warn of bad input in earlier calls, naming `rank`. widest: the number of columns of the widest feature on any rank, which
+        determines the block size.
     """
     key = (plan, out.device, widest)
     pool = _local_pools.get(key)

@@ -190,11 +190,15 @@ def gradients_in(of: ForwardCall, rows: Rows, received: torch.Tensor, flat: torc
 def _tables_in_flat(
     sharding: EmbeddingSharding, rank: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-    """Describe the gradients of this rank's tables in a flat float32 tensor, as in `_DeviceTable`. The addresses are
-    relative to the begin of the flat tensor.
+    """Describe the gradients of this rank's tables in a flat float32 tensor, one table after the other. Return four values:
 
-    Consecutive tables with the same number of columns are described as one table. The result's second tensor has a 1 for
-    each address.
+    - the lines of a `_DeviceTable`, with addresses relative to the beginning of the flat tensor
+    - a tensor of the same shape, with a 1 for each address, else 0. Multiplied by the address of the flat tensor, and added to
+      the lines, this tensor makes the addresses absolute
+    - the number of lines
+    - True if all addresses are multiples of 16
+
+    Consecutive tables with the same number of columns are described as one table.
     """
     lines, at = list[list[int]](), 0
     for index, base in zip(sharding.local_tables(rank), shape_of(sharding, rank).bases, strict=True):
@@ -346,8 +350,8 @@ def by_owner(grad: torch.Tensor, sharding: EmbeddingSharding, dtype: torch.dtype
 
 @functools.lru_cache(maxsize=64)
 def _columns_by_owner(sharding: EmbeddingSharding, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Return the arguments WIDTH and `table` of `by_owner_kernel`: the width of a range of columns, and a row for each
-    range.
+    """Return the arguments WIDTH and `table` of `by_owner_kernel`, which reorders columns in chunks of equal width: the width
+    of a chunk, and a row that describes each chunk.
     """
     runs, counts = column_runs(sharding), sharding.columns_of_ranks
     width = math.gcd(16 // sharding.dtype.itemsize, *(slot.dim for slot in sharding.slots))
@@ -368,12 +372,14 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _none_skipped(device: torch.device) -> torch.Tensor:
-    """Return a device tensor with the number 0, the result of updates that skip no rows. Callers must not write it."""
+    """Return a device tensor with the number 0: the number of skipped rows, for updates that skip none. Callers must not write
+    it.
+    """
     return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _steps(tables: int) -> int:
-    """Return the number of steps of a binary search among `tables` tables."""
+    """Return the number of steps in which a binary search finds one of `tables` tables."""
     return max(0, tables - 1).bit_length()
 
 
@@ -422,7 +428,7 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 
 
 class _DeviceTable(NamedTuple):
-    """A description of embedding tables for kernels.
+    """A description of embedding tables on the device, for kernels.
 
     lines: int64 on the device. Each row has the addresses and sizes of one embedding table. size: the number of embedding
         tables.

@@ -68,8 +68,8 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The units of work of a launch, as tables on the device. Two calls share the tables if their units have the same number of
-    features, and if both divide the batch evenly or both have the same batch sizes.
+    """The units of work of a launch of the embedding kernel, as tensors on the device. Two calls share the tensors if their
+    units have the same number of features, and if both divide the batch evenly or both have the same batch sizes.
     """
 
     tables: Tables
@@ -127,7 +127,7 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel. resident: the number of programs that the GPU can run at once."""
+    """A variant of the embedding kernel, compiled. resident: the number of programs that the GPU can run at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
@@ -206,8 +206,8 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """Return (units of work into which a sample is divided, their number, columns of the widest unit). The units
-        are int64 `[units, UNIT_FIELDS]` on the device.
+        """Return three values: the units of work into which a sample is divided, the number of units, and the number of columns
+        of the widest unit. The units are int64 `[units, UNIT_FIELDS]` on the device.
 
         slots_per_unit: the number of features (slots) that a unit pools. With 0, the units are the slices of transport
             "put".
@@ -242,7 +242,7 @@ class EmbeddingKernel:
         return table
 
     def _taken(self) -> torch.Tensor:
-        """Return an unused int64 tensor `[world_size + 1]`, a part of a preallocated block.
+        """Return an int64 tensor `[world_size + 1]` that no launch uses. It is a part of a preallocated block.
 
         If no part is unused, drop the tensors that `_starts` has cached, and use the block again. If a CUDA graph reads the
         block, allocate another block instead.
@@ -273,7 +273,7 @@ class EmbeddingKernel:
         return 1 << (most.bit_length() - 1) if most else 1
 
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
-        """Return the number of programs to launch.
+        """Return the number of programs with which to launch the embedding kernel.
 
         resident: the number of programs that the GPU can run at once. units: the number of units of work. n_values: the
             number of ids. batch: the number of samples.
@@ -348,7 +348,9 @@ class EmbeddingKernel:
         }
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
-        """Return the units of work for this input. slot: the index of the only feature to pool; None for all features."""
+        """Return the units of work into which the kernel divides this input. slot: the index of the only feature to pool; None
+        for all features.
+        """
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)

@@ -55,8 +55,10 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients, ordered by destination: rank + 1, rank + 2 and so on, cyclically. This rank's
-    own pieces are last. itemsize: the number of bytes of an element."""
+    """Return the pieces of a rank's gradients (ranges of columns with one destination rank). They are ordered by destination:
+    rank + 1, rank + 2 and so on, cyclically. This rank's
+    own pieces are last. itemsize: the number of bytes of an element.
+    """
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):
@@ -82,7 +84,7 @@ def launch_push(
 
     grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
     inboxes, signals: int64 [world_size], the addresses of each rank's inbox and signals, as mapped on this device.
-    state: int64 [STATE_WORDS] in device memory, for the number of the call and for counters.
+    state: int64 [STATE_WORDS] in device memory, in which the kernel keeps the number of the call and counters.
     record: int64 [RECORD_WORDS] in pinned memory, in which the kernel reports a missed deadline.
     dtype: the dtype of the elements in the inboxes.
     wait: False if one process runs all ranks, so that the kernel cannot wait for peers.
@@ -111,7 +113,9 @@ def launch_push(
 
 
 def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
-    """Launch `free_kernel` on the current stream. It notifies every peer that it may overwrite this rank's inbox."""
+    """Launch `free_kernel` on the current stream. It notifies every peer that the peer may overwrite this rank's inbox (the
+    buffer for gradients from peers).
+    """
     given = signals, state
     addresses = [tensor.data_ptr() for tensor in given]
 
@@ -202,7 +206,7 @@ class PushedGradients:
         self.comm.check()
 
     def look(self) -> None:
-        """Make the group fail if the device has recorded a missed deadline."""
+        """Make the group fail if the device has recorded that an exchange missed its deadline."""
         if not self._record[device_code.R_STATUS]:
             return
         with self._noting:
@@ -227,10 +231,12 @@ class PushedGradients:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Do nothing: kernels have deadlines of their own."""
+        """Do nothing. The watching thread calls this method if no exchange begins for long, but the waits of these kernels have
+        deadlines of their own.
+        """
 
     def close(self) -> None:
-        """Stop the checks by the watching thread. The communicator frees the memory."""
+        """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""
         watch.remove(self)
         self._take_back()
 

@@ -39,9 +39,10 @@ _GRAIN = (
 class _Slots(NamedTuple):
     """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, keys]`. Slots are divided into layers with at most one slot for each key of the jagged input. Entry [l, k]
-        is the slot of layer l that reads key k, or -1.
-    table: a row for each slot. Its columns are listed at `weft.kernels.embedding_runs.SLOT_FIELDS`.
+    of_key: `[layers, keys]`, the slot that reads each key of the jagged input. Several slots may read one key, so slots are
+        divided into layers with at most one slot for each key. Entry [l, k] is the slot of layer l that reads key k, or -1.
+    table: a row with the numbers that describe each slot, such as its table. The columns are listed at
+        `weft.kernels.embedding_runs.SLOT_FIELDS`.
     """
 
     of_key: torch.Tensor
@@ -76,7 +77,7 @@ class Shape:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """The values on which the compiled kernels depend: a part of the key of `launch_all`."""
+        """The values on which the compiled kernels depend. They are a part of the key by which `launch_all` caches kernels."""
         return self.key_dtype, self.split, self.block_d, self.lanes, self.align, self.uniform, self.any_mean
 
     @property
@@ -89,7 +90,7 @@ class Shape:
         return max(1, min(8, self.lanes * self.block_d // 512))
 
     def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
-        """Return the number of programs for a launch with at most `most` units of work.
+        """Return the number of programs with which to launch a kernel that has at most `most` units of work.
 
         warps: the number of warps of a program. Default: as in the kernels that sum gradients.
         """
@@ -114,7 +115,8 @@ class Occurrences(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """The arrays of `Rows`, as tensors or as addresses. A long run has more than SEGMENT occurrences.
+    """The arrays of `Rows`, as tensors or as addresses. A run is all occurrences of one table row in a batch. A long run has
+    more than SEGMENT occurrences, and is cut into segments.
 
     counters: two numbers: the number of segments, and the number of long runs. runs: the number of runs.
     ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
@@ -265,7 +267,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
 
 def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
-    """Allocate uninitialized `Rows` that are large enough for a call.
+    """Allocate `Rows`, without values, that are large enough for the ids of a call.
 
     laid: the layout of the call's occurrences.
     """
@@ -322,7 +324,8 @@ def _sort(
 def occurrences(
     of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
 ) -> Occurrences:
-    """Compute, for each occurrence of an id of this rank's tables, its sort key and the offset of its gradient.
+    """Compute, for each occurrence of an id of this rank's tables, the key by which it is sorted and the offset of its
+    gradient.
 
     after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences; None to
         compute it.
@@ -363,7 +366,7 @@ def occurrences(
 
 
 class _LaidOut(NamedTuple):
-    """The layout of a call's occurrences.
+    """The sizes and tensors that describe the ids of a call.
 
     slots: this rank's slots; None if there are no occurrences. stride: the number of columns of the received gradients.
     layers: the number of layers (see `_Slots`). of_places: the dtype of `Occurrences.places`.

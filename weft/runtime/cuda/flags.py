@@ -4,8 +4,9 @@ same value.
 Each `Wait` step has a 64-bit word in its rank's symmetric memory. The flag is a 1 in the low half of the word. A `Set` step
 raises the flags of all `Wait` steps with the same signal and index. A wait ends when its flag is raised.
 
-Streams do not count, unlike executors on CPU: counts differ in every run, but a graph repeats its values. Kernels that wait
-for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole GPU.
+Executors on CPU use counters, but streams cannot: a counter has another value in every run, and a replayed graph always waits
+for the same value. Kernels that wait for a count in memory would occupy a part of the GPU, and delay GEMMs that need the whole
+GPU.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
             high half   POISONED: the group has failed, and every wait must end. Only the rank itself writes it
@@ -132,13 +133,13 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits that may block the last run, as (lane, flag): at most one for each rank that sets signals. The list is
-    empty if the last run is not blocked.
+    """Return the waits by which the last run may be blocked, as (lane, flag): at most one for each rank that sets signals. The
+    list is empty if the last run is not blocked.
 
     A flag that this run has already cleared looks like a flag that was never raised, so some of these waits may have ended.
     Waits for signals of the previous run are listed only if there are no others.
 
-    words: the contents of the rank's words.
+    words: the contents of the rank's signal words, which include the flags.
     standing: the contents of the standing word (`RankSchedule.standing_word`). With 0, no run is blocked if the flags of
         all waits for the previous run are still raised.
     """

@@ -67,7 +67,8 @@ def choose_config(
     - Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average. So for segments of less
       than about two tiles, use tiles of 64 rows.
     - With `merged` there are fewer segments, and fewer partly empty tiles, so use tiles of 128 rows for segments of more than
-      64 rows. Store these tiles in two pieces: with BACK, addresses of a whole tile would not fit in the registers.
+      64 rows. Store these tiles in two pieces: if the kernel sends products back to their sources (`BACK`), the addresses of a
+      whole tile would not fit in the registers.
     - If at most half of the multiprocessors would have a tile, use narrow tiles, which occupy more multiprocessors.
     - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
       H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.

@@ -77,9 +77,10 @@ class GroupedVariant(NamedTuple):
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """Return `tensor` as an argument of the kernel: with `tma` its tensor map, else the tensor itself.
+        """Return `tensor` as an argument of the grouped GEMM kernel: with `tma` its tensor map (the descriptor for the GPU's
+        tensor memory accelerator), else the tensor itself.
 
-        number: the argument's index: 0 for own, 1 for slots, 2 for weights, 3 for whole.
+        number: the index of the kernel's argument: 0 for `own`, 1 for `slots`, 2 for `w`, 3 for `whole`.
         """
         tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
@@ -94,7 +95,7 @@ class GroupedVariant(NamedTuple):
 
 
 def compile_variant(variant: GroupedVariant) -> Any:
-    """Compile the variant for Triton's current device, without loading the kernel."""
+    """Compile this variant of the grouped GEMM for Triton's current device, without loading the kernel."""
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
     address = 0 if v.aligned else v.dtype.itemsize
@@ -159,8 +160,8 @@ class GroupedMatmulLauncher:
     first_expert, n_experts: the local experts to compute: `n_experts` experts (default: up to the last) from `first_expert`
         on.
     spare: the number of multiprocessors left to other kernels.
-    back: True to multiply rows ordered by expert, and to store each product in the block of its source in `slots`, which then
-        has N columns.
+    back: True to multiply rows that are ordered by expert, and send the products back to their sources. `slots` then has N
+        columns, and each product is stored in the block of its source.
     adds: True to add the products to the rows of y, in fp32. Not together with `back`.
     merged: True if a tile has rows of all sources, and all sources are computed. Without `back`, x has the rows of all
         sources, sorted by expert, and `slots` is not read. Not together with `adds`.
@@ -239,8 +240,8 @@ class GroupedMatmulLauncher:
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Update the kernel's arguments if only y has moved since the last launch, as in most calls. Return False if
-        another tensor has moved or changed its layout.
+        """Update the kernel's arguments if only the address of y has changed since the last launch, as in most calls. Return
+        False if the address or the layout of another tensor has changed.
         """
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
@@ -251,7 +252,7 @@ class GroupedMatmulLauncher:
         return True
 
     def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Rebuild the kernel's arguments for these tensors. Return False if there is nothing to launch."""
+        """Make the kernel's arguments for these tensors. Return False if there are no rows to multiply."""
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)

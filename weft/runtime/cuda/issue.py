@@ -61,7 +61,7 @@ class StreamItems:
     def launch(self, lane: int, launch: Callable[[list[int], int], None]) -> None:
         """Add an item that launches a kernel on the stream of `lane`.
 
-        launch: a function that gets the base addresses of a run and the stream's handle.
+        launch: a function that launches the kernel, given the base addresses of a run and the stream's handle.
         """
         self._add(_LAUNCH, launch, lane)
 

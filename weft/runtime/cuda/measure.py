@@ -4,8 +4,8 @@ All ranks measure at the same time, because schedules, too, use links in both di
 the time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so that the CPU's time does
 not count.
 
-A kernel that is loaded while a stream waits for a peer could hang the device. So set-up loads the copy kernels, and GEMMs
-of the given shapes, and each measurement first runs once without the sleep kernel. Signals to a peer are timed as stream
+A kernel that is loaded while a stream waits for a peer could hang the device. So set-up loads the kernels of copies and of
+GEMMs with the given shapes. Each measurement first runs once without the sleep kernel. Signals to a peer are timed as stream
 operations, which need no kernels.
 """
 
@@ -245,7 +245,7 @@ class GpuMeasure:
         return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
 
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
-        """Return the time, in microseconds, of a copy from this rank to its neighbour.
+        """Measure a copy from this rank to its neighbour, the next rank. Return its time in microseconds.
 
         record: a function that records the copy into a program. In the program, base address 0 is the target, and 1 is the
             source.

@@ -92,8 +92,10 @@ class ScheduleMemory:
         watch.add(self)
 
     def _allocate(self, nbytes: int, what: str) -> Region:
-        """Allocate symmetric memory; memory of this rank's own if the ranks are on several hosts. Schedules then have
-        collectives, but no other steps between ranks.
+        """Allocate symmetric memory. If the ranks are on several hosts, allocate ordinary memory of this rank instead. The only
+        steps between such ranks are collectives, which need no symmetric memory.
+
+        what: the purpose of the memory, for error texts.
         """
         comm = self.comm
         return comm.allocate(nbytes, what=what) if comm.all_mapped else allocate_own(comm, nbytes)
@@ -105,7 +107,7 @@ class ScheduleMemory:
                        own_group=self.own_group)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if a schedule differs from the schedules of this memory only in sizes.
+        """True if a schedule may use this memory: it differs only in sizes from the schedules that use it.
 
         mine: this rank's steps of the schedule.
         """
@@ -155,8 +157,8 @@ class ScheduleMemory:
                 region.give_back()
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
-        """Return the program of the barrier, and the program's base addresses. The barrier notifies peers that this rank's
-        runs have ended, and waits until theirs have ended.
+        """Return the program (a list of stream operations) of the barrier between runs, and the program's base addresses. The
+        barrier notifies peers that this rank's runs have ended, and waits until theirs have ended.
         """
         world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]

@@ -38,7 +38,7 @@ class CopyShape:
 
 
 class Part(NamedTuple):
-    """A further copy in the same kernel, with the `CopyShape` of the first copy.
+    """A further copy that a `CopyLaunch` makes after its first copy, with the same `CopyShape`.
 
     source: the offset of this copy's source from the first copy's source, in bytes.
     target: the address of this copy's target. With `relative`, the offset from the first copy's target, in bytes.
@@ -162,7 +162,7 @@ def prepare(device: torch.device) -> None:
 
 
 class Stamps:
-    """Time stamps of the device's clock, in nanoseconds."""
+    """Memory for time stamps, which kernels write by the device's clock in nanoseconds."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.times = lasting(device, lambda: torch.zeros(count, dtype=torch.int64, device=device))

@@ -44,7 +44,7 @@ class Regions:
         self.without_gaps = set[str]()
 
     def place(self, region: Region) -> tuple[int, int, int]:
-        """Return the place of a region: (index of its base address, offset in bytes, row pitch in bytes)."""
+        """Return the location of a region in memory: (index of its base address, offset in bytes, row pitch in bytes)."""
         buffer, item = self._context.buffers[region.buffer], self.item_bytes(region)
         offset = (int(region.row) * buffer.cols + int(region.col)) * item
         if buffer.role == "symmetric":
@@ -55,7 +55,7 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Return (base, starts, row pitch in bytes) for many regions of one buffer.
+        """Return the locations of many regions of one buffer: (base, starts, row pitch in bytes).
 
         If the buffer is a tensor of the caller, `base` is the index of its base address, and `starts` are offsets in bytes.
         Otherwise `base` is None, and `starts` are addresses.

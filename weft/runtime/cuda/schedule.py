@@ -162,7 +162,7 @@ class CudaSchedule(Executor):
         self.context.check()
 
     def close(self) -> None:
-        """Release the memory. All enqueued runs must have ended."""
+        """Release the executor's memory. All enqueued runs must have ended."""
         self.let_go()
         self.memory.leave(self)
 
@@ -174,7 +174,9 @@ class CudaSchedule(Executor):
     # --- before a run ---
 
     def _look_at(self, tensors: Tensors) -> None:
-        """Raise `ValueError` for a tensor that does not match the schedule, before anything is enqueued."""
+        """Raise `ValueError` if a tensor of the caller does not match the schedule. This check comes before anything is
+        enqueued.
+        """
         for b in self.context.given:
             t = tensors.get(b.name)
             if t is None:

@@ -8,7 +8,7 @@ from weft.symm.lasting import lasting
 
 
 class Scratch:
-    """fp32 memory that the launches of one lane share."""
+    """fp32 device memory for partial sums, which the launches of one lane share."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)

@@ -36,8 +36,8 @@ def is_dynamic(step: Any) -> bool:
 class Totals:
     """A kernel that computes dynamic sizes and positions on the device.
 
-    held: the int64 device tensor from which the kernel computes them.
-    indices: the expressions to compute. Each is a constant plus sums over elements of `held`.
+    held: the int64 device tensor of counts from which the kernel computes the sizes.
+    indices: the expressions of the sizes to compute. Each is a constant plus sums over elements of `held`.
     numbers: the results, int64 on the device, one for each index.
     """
 

@@ -19,7 +19,9 @@ ALIGNMENT = 16
 
 
 class Lent:
-    """The address and layout of a caller's tensor. A tensor map made of this object does not keep the tensor alive."""
+    """The address and layout of a caller's tensor. A tensor map (the descriptor for the GPU's tensor memory accelerator) that
+    is made from this object does not keep the tensor alive.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (
@@ -53,8 +55,8 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Return (True if tensor maps work on the device, its number of multiprocessors). In Triton's interpreter the number is
-    2.
+    """Return two values: True if the device supports tensor maps, and its number of multiprocessors (2 in Triton's
+    interpreter).
     """
     if device.type != "cuda":
         return env.triton_interpreted(), 2

@@ -32,7 +32,7 @@ from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variabl
 
 
 class TilesCall:
-    """The launch of a `Tiles` step.
+    """The base class of launches, each of which runs a `Tiles` step of a schedule as one kernel.
 
     writes_outputs: False if the kernel writes only the schedule's own memory. Such a launch is not repeated when
         `sizes.ReadAhead` has allocated a larger output.
@@ -44,13 +44,15 @@ class TilesCall:
         """Load the kernels that the launch needs. Called before any stream waits for a peer."""
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        """Enqueue the kernel on the current stream. tensors: the run's tensors. bases: the run's base addresses (`Regions`)."""
+        """Enqueue the kernel of the step on the current stream. tensors: the run's tensors. bases: the run's base addresses
+        (`Regions`).
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TilesLane:
-    """The lane of a `Tiles` step, with the data that its launch needs.
+    """The lane of a `Tiles` step, with the data that the launch of the step needs.
 
     scratch: memory that the lane's launches share. sizes: for each step of dynamic size (by its `id`), the device address of
         its sizes.
@@ -113,7 +115,8 @@ def permuted(step: Step) -> list[Copy]:
 
 
 class GroupedMatmulCall(TilesCall):
-    """A launch of `GroupedMatmul`, `SortedMatmul` or `ReturningMatmul`.
+    """The launch of a step with the kernel `GroupedMatmul`, `SortedMatmul` or `ReturningMatmul` (`weft.schedule.kernels`): a
+    GEMM over the rows of several experts.
 
     spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
     """
@@ -177,14 +180,14 @@ class GroupedMatmulCall(TilesCall):
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the slice of `t` along dimension K that the step multiplies. If `t` has rows to multiply, of this rank or from
-        peers, these are columns. If `t` has weights, these are rows.
+        """Return the slice of `t` along dimension K that the step multiplies. The slice has columns of `t` if `t` contains the
+        rows to multiply. It has rows of `t` if `t` contains weights.
         """
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
 class PermuteCall(TilesCall):
-    """A launch of `Permute`.
+    """The launch of a step with the kernel `Permute`, which copies segments of rows.
 
     copies: the copies of all tiles, grouped by source buffer.
     sizes: the device address of three numbers for each copy: first source row, first target row, and number of rows.
@@ -292,9 +295,9 @@ class TrackedMatmulCall(TilesCall):
     def _counters(
         sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """Assign a counter to each signal that the tiles set. Return two lists. The first has, for each counter, its number of
-        tiles, and the addresses of the words to set after these tiles. The second has, for each element of `sets`, an array
-        with the counter of every tile.
+        """Assign counters to the signals that the tiles set: the kernel sets a signal when the signal's counter has counted all
+        tiles. Return two lists. The first has, for each counter, its number of tiles, and the addresses of the words to set
+        after these tiles. The second has, for each element of `sets`, an array with the counter of every tile.
 
         over: a function that evaluates an expression for all tiles.
         """

@@ -44,8 +44,8 @@ class TrackedVariant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """The number of elements of k that each program sharing a tile multiplies: a multiple of the block size. The last
-        program multiplies the rest.
+        """If several programs share a tile, the length of the part of K that each of them multiplies: a multiple of the block
+        size. The last program multiplies the rest of K.
         """
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
@@ -68,7 +68,7 @@ class TrackedVariant(NamedTuple):
         return {"num_warps": 8 if self.rows * self.cols >= _LARGE else 4, "num_stages": 3 if self.tma else 2}
 
     def operands(self, a: Any, w: Any) -> tuple[Any, Any]:
-        """Return the kernel's arguments for a and w: tensor maps, or the tensors themselves."""
+        """Return the operands a and w as arguments of the kernel: tensor maps, or the tensors themselves."""
         if not self.tma:
             return a, w
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -188,7 +188,7 @@ class TrackedMatmulLauncher:
         return TrackedVariant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Rebuild the kernel's arguments for tensors at new addresses."""
+        """Make the kernel's arguments anew, because a tensor has a new address."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
         w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)

@@ -22,10 +22,14 @@ class Watched(Protocol):
     deadline_s: float
 
     def has_begun(self) -> bool:
-        """True if a run has begun on the device since the last call of this method. Implementations must not call CUDA."""
+        """True if a run has begun on the device since the last call of this method. The watching thread calls it often, so it
+        must not call CUDA.
+        """
 
     def standing_still(self, seconds: float) -> None:
-        """Check if the last run is blocked. Called once if no new run has begun for `seconds`, the deadline."""
+        """Check if the last run is blocked. The watching thread calls this method once if no new run has begun for `seconds`, a
+        time above the deadline.
+        """
 
 
 class Watch:
