@@ -21,7 +21,8 @@ from weft.sim.vectorised import ByRank, NumberedStep
 
 
 def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
-    """True if the steps of all ranks are rotationally symmetric (see the top of this file).
+    """True if the steps of all ranks are rotationally symmetric: rank r has the steps of rank 0, with all ranks shifted
+    by r (see the top of this file).
 
     items: all steps of the schedule, evaluated for all ranks.
     """
@@ -65,7 +66,7 @@ def _identity(place: ByRank) -> int:
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """True if the counters of one signal on different ranks differ only by a renaming.
+    """True if each rank sets and waits for the counters of one signal as rank 0 does, except for the indices of the counters.
 
     sets: for each step that sets the signal: (distance to the rank that has the signal, index of the counter for each
         executing rank).

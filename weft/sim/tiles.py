@@ -29,7 +29,8 @@ Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
 class SetBy(NamedTuple):
     """The increments of one counter by the tiles of one rank.
 
-    signal, distance, place: the counter: element `place` of the signal, on the rank at `distance`.
+    signal, place: the counter is element `place` of the array `signal`.
+    distance: the distance from the rank that runs the tiles to the rank that has the counter.
     times: the number of increments.
     first, last: where the first tile that increments the counter begins, and where the last ends, as fractions of all
         tiles.
@@ -85,7 +86,7 @@ class _Tiles(NamedTuple):
 
     at: the indices of these tiles.
     times: the number of tiles that each represents.
-    last: the end of the last tile that each represents, as a fraction of all tiles.
+    last: where the last tile that each represents ends, as a fraction of all tiles.
     """
 
     at: np.ndarray
@@ -243,7 +244,7 @@ class Tables:
         """Return (table, representatives). The table [expressions, ranks, representatives] has the values of the
         expressions `numbers` for representative tiles. The second dimension is 1 if all ranks have the same values.
 
-        ranks: the slice of `numbers` whose values are ranks. In the table they are distances.
+        ranks: the slice of `numbers` whose values are ranks. The table has the distances from the executing rank to these ranks.
         """
         tiles = self._different.of(numbers)
         columns = [self._column(number, tiles.at) for number in numbers]

@@ -59,8 +59,8 @@ class Attempt:
 
         - gave_up: the text of the error.
         - met: the names of all attempts whose entries this rank had read. The ranks of these attempts raise the error too.
-        - cause: the name of the attempt that failed first. Ranks recognise the error by this name. So each other rank, even one
-          that arrives later, raises the error only once. After a missed deadline or a lost peer, `cause` is empty, and only the
+        - cause: the name of the attempt that failed first, which identifies the error. Each other rank, even one that arrives
+          later, raises the error once and then ignores it. After a missed deadline or a lost peer, `cause` is empty, and only the
           ranks in `met` raise.
         - refused: True for a `RefusedError`. Every rank finds such an error itself, because all ranks compare the same entries.
           All ranks then use the name of rank 0's attempt as `cause`, so that each rank raises the error only once.

@@ -107,8 +107,8 @@ class SharedMemory:
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the GEMM stores this chunk in `made`; False if it stores the chunk in a slot of `box` or in the
-        result.
+        """True if the GEMM stores this chunk in the scratch buffer `made`; False if it stores the chunk in a slot of
+        `box` or in the result.
         """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
@@ -155,8 +155,8 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots to the nodes of each rank. A slot has `m` rows, as many as a rank owns. So all
-        chunks of one owner fit into a slot, and share it.
+        """Assign consecutive slots to the nodes (chunks as pairs (rank, place)) of each rank. A slot has `m` rows, as
+        many as a rank owns. So all chunks of one owner fit into a slot, and share it.
 
         Return ({node: its first slot}, the largest number of slots of a rank).
 

@@ -263,8 +263,8 @@ class Routes:
         return found
 
     def _relative_to(self, rank: int) -> list[tuple]:
-        """Return the entries of `rank` with ranks replaced by distances from `rank`. They are equal for ranks that are
-        alike.
+        """Return the entries of `rank`, with each rank in them replaced by its distance from `rank`. The results are
+        equal for ranks whose maps differ only by their positions in the ring.
         """
 
         def from_here(place: int) -> tuple[int, int]:

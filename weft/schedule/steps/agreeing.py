@@ -16,7 +16,7 @@ class Agree(Step):
     """Compare the numbers of rows that peers sent with the numbers that this rank expected. If the numbers of a peer
     differ, fill all rows from that peer with NaN.
 
-    W is the world size. Two ranks agree on C numbers of rows, one for each expert.
+    W is the world size. For each pair of ranks, C numbers of rows are compared, one for each expert.
 
     expected: `[W, C]`. Row r has the numbers of rows that this rank expects from rank r.
     sent: `[W * W, C]`: one table `[W, C]` from each rank, in rank order. Row q of the table of rank r has the numbers

@@ -86,7 +86,7 @@ def occupancy_deadlock(
 
 
 def _waits_for_any(happened: HappensBefore, one: _Polling, events: np.ndarray) -> bool:
-    """True if the launch waits for one of the events, as defined at the top of this file."""
+    """True if the launch `one` waits for any of the events (the top of this file defines when a launch waits for a step)."""
     is_ahead = happened.each_before(events, one.last)
     if one.before is not None:
         is_ahead &= (events != one.before) & ~happened.each_before(events, one.before)
