@@ -41,6 +41,18 @@ def test_no_schedule_is_faster_than_the_bound(op: str, topology: str) -> None:
     assert len(two_levels) == (3 if topology == "hosts:2x4" and op.startswith("matmul") else 0)
 
 
+@pytest.mark.parametrize(("topology", "most"), [("hosts:2x4", 2.0), ("hosts:8x1", 1.05)])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_no_schedule_is_faster_than_nics_allow(op: str, topology: str, most: float) -> None:
+    """NICs take most of the time, except that of two hosts' all-gather. With one GPU in each host, the fastest schedule nearly
+    reaches the bound.
+    """
+    n, k = (2048, 8192) if op == "all_gather_matmul" else (8192, 256)
+    found = comparison(op, M=16384, N=n, K=k, ranks=8, hw="h200", dtype="bf16", topology=topology)
+    times = {row.name: row.us for row in found.rows if row.us is not None}
+    assert found.bound.us <= min(times.values()) <= most * found.bound.us
+
+
 @pytest.mark.parametrize("rows", [None, 1e6])
 @pytest.mark.parametrize("shape", [(16384, 64, 64), (65536, 256, 8), (512, 16, 1)])
 def test_no_pooling_is_faster_than_its_memory_or_its_units(shape: tuple[int, int, int], rows: float | None) -> None:

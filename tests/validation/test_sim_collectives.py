@@ -128,6 +128,42 @@ def test_no_algorithm_beats_what_links_allow(topology: Topology, op: Op) -> None
         assert max(busy.values()) <= one.us_per_byte * (1 + 1e-9), one.name
 
 
+@settings(max_examples=60)
+@given(TOPOLOGIES, st.sampled_from(OPS), st.data())
+def test_no_algorithm_beats_what_a_slow_link_allows(topology: Topology, op: Op, data: st.DataObject) -> None:
+    """One link, in both directions, is up to 100 times slower than all others."""
+    one, factor = data.draw(st.sampled_from(topology.links)), data.draw(st.floats(1, 100))
+    ends = {one.source, one.target}
+    links = tuple(
+        replace(link, bytes_per_us=link.bytes_per_us / factor) if {link.source, link.target} == ends else link
+        for link in topology.links
+    )
+    slower = replace(topology, links=links)
+    assert least_us(slower, op, 1.0) >= least_us(topology, op, 1.0) * (1 - 1e-9)
+    for found in algorithms(slower, op):
+        assert found.us_per_byte >= least_us(slower, op, 1.0) * (1 - 1e-9), found.name
+
+
+def test_bounds_of_collectives_count_the_links_that_routes_use() -> None:
+    """Hosts of one GPU use no switch. In hosts of five, a host's NICs carry one partial sum for each shard of other hosts."""
+    alone, fives = hosts(15, 400.0, 0.0, 48.0, 0.0, 1), hosts(15, 400.0, 0.0, 48.0, 0.0, 5)
+    for op in ("all_gather", "reduce_scatter"):
+        assert least_us(alone, op, 1.0) == pytest.approx(14 / 15 / 48)
+        assert least_us(fives, op, 1.0) == pytest.approx(10 / 15 / (5 * 48))
+    assert least_us(fives, "all_reduce", 1.0) == pytest.approx(2 * 10 / 15 / (5 * 48))
+
+
+def test_a_rank_with_a_slow_port_need_not_send_as_much_as_others() -> None:
+    """In an all-reduce, it may send its input once and receive the result once. Others then reduce."""
+    even = switch(4, 100.0)
+    slow_links = tuple(
+        replace(link, bytes_per_us=1.0) if 3 in (link.source, link.target) else link for link in even.links
+    )
+    slow_port = replace(even, links=slow_links)
+    assert least_us(slow_port, "all_reduce", 1.0) == pytest.approx(1.0)
+    assert least_us(slow_port, "all_gather", 1.0) == pytest.approx(3 / 4)
+
+
 @settings(max_examples=30)
 @given(TOPOLOGIES, st.sampled_from(OPS), st.integers(1, 1 << 20))
 def test_a_simulated_collective_takes_what_its_algorithm_does(topology: Topology, op: Op, size: int) -> None:

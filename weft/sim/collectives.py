@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -186,17 +187,67 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     return Algorithm(name, latency_us, us, of_ranks, sent)
 
 
-def least_us(topology: Topology, op: Op, count: float) -> float:
-    """Return a lower bound on the time in us: the bytes that a rank must send / the bandwidth of all links that leave it.
+class Cut(NamedTuple):
+    """The slowest of the equal groups of ranks into which a topology is cut, and the mean of all groups.
 
-    In a reduce-scatter, a rank sends at least W - 1 partial sums, each as large as a shard. In an all-gather, each rank
-    receives W - 1 shards, so a rank sends W - 1 shards on average. An all-reduce does both.
+    share: the share of the ranks that are in a group. out, into: the bandwidth in bytes/us of the links over which routes leave
+    or enter the slowest group. mean: the lower of the means of `out` and `into` over all groups.
     """
-    if "leaving" not in topology.known:
-        rates = dict.fromkeys(range(topology.ranks), 0.0)
-        for link in topology.links:
-            if link.source in rates:
-                rates[link.source] += link.bytes_per_us
-        topology.known["leaving"] = min(rates.values()) if topology.links else math.inf
-    needed = count * (topology.ranks - 1) / topology.ranks * (2 if op == "all_reduce" else 1)
-    return needed / topology.known["leaving"]
+
+    share: float
+    out: float
+    into: float
+    mean: float
+
+
+def least_us(topology: Topology, op: Op, count: float) -> float:
+    """Return a lower bound on the time in us: for each cut, the bytes that cross it / the bandwidth of the links that cross it.
+
+    The cuts are those of `_cuts`. S: `count`. Shares of S that must cross:
+
+        reduce-scatter    a group sends a partial sum for each shard outside: 1 - share
+        all-gather        a group receives each shard from outside: 1 - share
+        all-reduce        a group sends, for each element, its partial sum or the result: 1. It also receives 1. On average
+                          over the groups, reducing and distributing take 2 * (1 - share)
+    """
+    cuts: tuple[Cut, ...] | None = topology.known.get("cuts")
+    if cuts is None:
+        cuts = topology.known["cuts"] = tuple(_cuts(topology))
+    longest = 0.0
+    for cut in cuts:
+        crossing = count * (1 - cut.share)
+        if op == "all_reduce":
+            longest = max(longest, count / min(cut.out, cut.into), 2 * crossing / cut.mean)
+        else:
+            longest = max(longest, crossing / (cut.into if op == "all_gather" else cut.out))
+    return longest
+
+
+def _cuts(topology: Topology) -> Iterator[Cut]:
+    """Yield the cut of the topology into single ranks, and into blocks of consecutive ranks along its dimensions, such as the
+    GPUs of a host.
+    """
+    world = topology.ranks
+    if world < 2 or not topology.links:
+        return
+    sizes = {1, *itertools.accumulate(topology.dims, operator.mul)}
+    for size in sorted(size for size in sizes if size < world and world % size == 0):
+        firsts = range(0, math.lcm(topology.period, size), size)  # these groups represent all groups
+        rates = [_crossing(topology, range(first, first + size)) for first in firsts]
+        outs, intos = zip(*rates, strict=True)
+        yield Cut(size / world, min(outs), min(intos), min(math.fsum(outs), math.fsum(intos)) / len(rates))
+
+
+def _crossing(topology: Topology, group: range) -> tuple[float, float]:
+    """Return the bandwidth of the links over which routes from `group` leave it, and routes to `group` enter it."""
+    out: dict[tuple[str, int], float] = {}
+    into: dict[tuple[str, int], float] = {}
+    for inside, outside in itertools.product(group, range(topology.ranks)):
+        if outside not in group:
+            for route in topology.routes(inside, outside):
+                link = next(link for link in reversed(route) if link.source in group)
+                out[link.kind, link.at] = link.bytes_per_us
+            for route in topology.routes(outside, inside):
+                link = next(link for link in route if link.target in group)
+                into[link.kind, link.at] = link.bytes_per_us
+    return math.fsum(out.values()), math.fsum(into.values())

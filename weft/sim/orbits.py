@@ -28,6 +28,7 @@ from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw.topology import Link, Paths, Topology, Wiring, torus
 from weft.schedule import ITEM_BYTES, Region, Tiles
+from weft.sim.collectives import Cut
 from weft.sim.costs import Cost, Operand, ResourcePlace, cost
 from weft.sim.engine import replayed
 from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
@@ -82,7 +83,8 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> 
     rows = ranks // columns
     kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
     found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows))
-    found.known["leaving"] = len(kinds) * bytes_per_us
+    rate = len(kinds) * bytes_per_us
+    found.known["cuts"] = (Cut(1 / ranks, rate, rate, rate),)  # of the real torus, whose ranks have a link of each kind
     found.__dict__["period"] = 1
     return found
 
