@@ -302,8 +302,9 @@ class Sending(_Dispatch):
                 self._arrive(distance, chunk)
 
     def _arrive(self, distance: int, chunk: int) -> None:
-        """Append the `Set` step that tells a peer that part `chunk` of its tokens has arrived. distance: the peer is
-        `distance` places after this rank in the ring.
+        """Append the `Set` step that tells a peer that part `chunk` of its tokens has arrived.
+
+        distance: the peer is `distance` places after this rank in the ring.
         """
         number, to = RANK * self._chunks + chunk, peer(self.world_size, distance)
         self._senders[distance - 1].set(self._arrived, number, at=to)

@@ -25,7 +25,8 @@ TIMES = "microseconds must be between 1e-6 and 1e12"
 def path_of(what: str, *names: object) -> Path:
     """Return the path of a file of measured numbers, such as cache_dir/calibration-nvidia-h200-2.json.
 
-    what: the kind of numbers, such as "calibration". names: the rest of the file name.
+    what: the kind of numbers, such as "calibration".
+    names: the rest of the file name.
     """
     return env.cache_dir() / f"{_stem(what, *names)}.json"
 

@@ -191,7 +191,9 @@ class LibraryGroupedMatmul(TileKernel):
         In the records of two H100s and two H200s, single GEMMs take 0.62 to 0.99 times as long as the grouped GEMM if this
         function returns True. Otherwise they take 0.97 to 3.6 times as long.
 
-        experts: the number of local experts. rows: the number of rows of all experts. itemsize: bytes of an element.
+        experts: the number of local experts.
+        rows: the number of rows of all experts.
+        itemsize: bytes of an element.
         """
         if experts == 1:
             return True

@@ -123,7 +123,10 @@ def with_messages(
 
 
 class _Split:
-    """The messages that one lane sends. receives: for each receiver, its `Receive` steps in order."""
+    """The messages that one lane sends.
+
+    receives: for each receiver, its `Receive` steps in order.
+    """
 
     def __init__(
         self, source: int, lane: int, is_far: Callable[[int, int], bool], awaited: Collection[CounterId] | None

@@ -49,7 +49,10 @@ _MAPPED_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class LinkFound:
-    """The measured link between two hosts. bytes_per_us: the rate of one stream, from the first host to the second."""
+    """The measured link between two hosts.
+
+    bytes_per_us: the rate of one stream, from the first host to the second.
+    """
 
     hosts: tuple[str, str]
     bytes_per_us: float

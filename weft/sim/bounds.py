@@ -43,8 +43,8 @@ def bound(problem: Problem, model: Model) -> Bound:
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
     """Return the lower bound for all schedules of a problem.
 
-    serial: the problem's serial schedule, lowered by `weft.sim.lower`. gemms_us: the time of its GEMMs if nothing else runs; 0
-        if it has no GEMMs.
+    serial: the problem's serial schedule, lowered by `weft.sim.lower`.
+    gemms_us: the time of its GEMMs if nothing else runs; 0 if it has no GEMMs.
     """
     works = [
         (origin.step, task)

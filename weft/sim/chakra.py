@@ -71,7 +71,10 @@ class _Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """The contents of a trace's files, by file name. scale: the factor by which all times are multiplied."""
+    """The contents of a trace's files, by file name.
+
+    scale: the factor by which all times are multiplied.
+    """
 
     files: dict[str, bytes]
     scale: int
@@ -167,8 +170,9 @@ class _Export:
 
         The send node is (rank of the peer, node) if the step copies data from a peer, otherwise None.
 
-        number: the index of the step's `task` in the lane. copied: {peer: receive nodes of the copies sent to it since
-        the last signal}. If the step copies to a peer, this method adds the copy's receive node.
+        number: the index of the step's `task` in the lane.
+        copied: {peer: receive nodes of the copies sent to it since the last signal}. If the step copies to a peer, this
+            method adds the copy's receive node.
         """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}

@@ -333,7 +333,8 @@ def _library_call(
 ) -> Cost:
     """Return the cost of a call of NCCL or RCCL.
 
-    latency_us: the latency in addition to the model's `collective_latency_us`. memory: the bytes read and written.
+    latency_us: the latency in addition to the model's `collective_latency_us`.
+    memory: the bytes read and written.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),

@@ -152,7 +152,8 @@ class Numbers:
     def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
         """Return the value of `index`, an expression in a step, on every rank; 0 for ranks that do not have the step.
 
-        turn: the values of the loop indices. there: 1 for ranks that have the step, otherwise 0.
+        turn: the values of the loop indices.
+        there: 1 for ranks that have the step, otherwise 0.
         """
         if not isinstance(index, Expr):
             return index
@@ -226,8 +227,8 @@ class Numbers:
     def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
         """Return, for distances 0, 1, and so on, the number of rows that each rank sends to the rank at this distance.
 
-        indices: for each destination rank, the expression for the number of rows that are sent to it. turn, there: as
-        for `operands`.
+        indices: for each destination rank, the expression for the number of rows that are sent to it.
+        turn, there: as for `operands`.
         """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [

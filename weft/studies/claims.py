@@ -21,11 +21,13 @@ fraction of the paper's percentage. For other numbers: a fraction.
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and weft's result for the same quantity. where: the section or figure of the paper. paper,
-    ours: the paper's and weft's number, or a text.
+    """A claim of a paper, and weft's result for the same quantity.
 
-    unit: the unit of both numbers, such as "x", "us" or "%". limit: the largest deviation with which the claim is
-    reproduced; None for the default. Deviations are fractions of the paper's number, or points if the unit is "%".
+    where: the section or figure of the paper.
+    paper, ours: the paper's and weft's number, or a text.
+    unit: the unit of both numbers, such as "x", "us" or "%".
+    limit: the largest deviation with which the claim is reproduced; None for the default. Deviations are fractions of
+        the paper's number, or points if the unit is "%".
     held: the study's verdict if `paper` or `ours` is a text; True if the claim is reproduced.
     """
 

@@ -68,8 +68,11 @@ def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Dlrm:
-    """A DLRM as in the paper's table 2, trained on a torus of nodes. samples: the batch size of each node. tables: the
-    number of embedding tables of each node. numbers: all other sizes of the model, and the rates of the machine.
+    """A DLRM as in the paper's table 2, trained on a torus of nodes.
+
+    samples: the batch size of each node.
+    tables: the number of embedding tables of each node.
+    numbers: all other sizes of the model, and the rates of the machine.
     """
 
     samples: int

@@ -47,9 +47,11 @@ _BINS = 50  # intervals in curves of bytes over time
 class Part:
     """A configuration of a figure, with the name `figure/config`.
 
-    batch: the global batch size. variants: the implementations to compare.
+    batch: the global batch size.
+    variants: the implementations to compare.
     tables: the number of tables of each rank, or if not `per_rank`, of all ranks together.
-    dim, rows: the size of each table. bags: the distribution of the number of rows in a bag.
+    dim, rows: the size of each table.
+    bags: the distribution of the number of rows in a bag.
     ranks: None to run on all ranks together; 1 to let each rank run alone, and record rank 0's times.
     """
 
@@ -99,9 +101,11 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Times:
-    """The times of the variants of a `Part` (a configuration of a figure). fields: {variant: timing fields of its
-    record}. errors: {variant: its largest error, as a fraction of the reference's largest element}. wrong: {variant
-    with a wrong result: error text}; such a variant has no times.
+    """The times of the variants of a `Part` (a configuration of a figure).
+
+    fields: {variant: timing fields of its record}.
+    errors: {variant: its largest error, as a fraction of the reference's largest element}.
+    wrong: {variant with a wrong result: error text}; such a variant has no times.
     """
 
     fields: dict[str, Record]
@@ -121,10 +125,11 @@ def time_ranks(
     """Time each call on every rank, one call at a time. Return {name of a call: fields of its record}. All ranks must
     make this call.
 
-    The fields are those of `Timing`, and rank_ms: the median time of each rank in ms. advance: called after each
-    repetition with its fraction of all repetitions. inspect: called in the last repetition with each call's name, the
-    index of its input set, and its output. waits: True to accept calls that take so long to enqueue that the device
-    waits for the CPU.
+    The fields are those of `Timing`, and rank_ms: the median time of each rank in ms.
+
+    advance: called after each repetition with its fraction of all repetitions.
+    inspect: called in the last repetition with each call's name, the index of its input set, and its output.
+    waits: True to accept calls that take so long to enqueue that the device waits for the CPU.
     """
     kind = HostClock if ranks.device.type == "cpu" else QueueClock
     clocks = {name: kind(call, ranks, waits, 1, input_sets) for name, call in calls.items()}
@@ -202,8 +207,10 @@ class Lines(NamedTuple):
     """The timeline of a fused embedding kernel. Times are in us from the start of the first unit of work.
 
     A unit is a slice (`put`), or some features of a sample (`direct`); one Triton program pools it. All arrays except
-    `waits` have an element for each unit. sent: the bytes that the unit sends to peers. program: the program that ran
-    the unit.
+    `waits` have an element for each unit.
+
+    sent: the bytes that the unit sends to peers.
+    program: the program that ran the unit.
     """
 
     start: np.ndarray
@@ -229,8 +236,11 @@ class Lines(NamedTuple):
 
 
 def timeline_of(variant: FusedVariant, which: int) -> Lines:
-    """Run a fused variant on a GPU, and return its kernel's timeline. which: the index of the input set. All ranks must
-    make this call.
+    """Run a fused variant on a GPU, and return its kernel's timeline.
+
+    which: the index of the input set.
+
+    All ranks must make this call.
     """
     work = variant.work
     executor = variant.executor
@@ -269,8 +279,9 @@ def lines_of(found: np.ndarray, units: int) -> Lines:
 def occupancy_of(registers: int, threads: int, shared_bytes: int = 0) -> float:
     """Return the theoretical occupancy of a kernel: the fraction of an SM's warps that can be resident.
 
-    registers: the number per thread. threads: the number per block. shared_bytes: shared memory per block; 0 if it does
-    not limit the occupancy.
+    registers: the number per thread.
+    threads: the number per block.
+    shared_bytes: shared memory per block; 0 if it does not limit the occupancy.
     """
     warps = -(-threads // _WARP)
     blocks = min(_SM_BLOCKS, _SM_WARPS // warps)

@@ -17,8 +17,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Study:
-    """A study that `weft reproduce` can simulate. name: its name on the command line. share: its fraction of the time
-    of `weft reproduce all`, for the progress display.
+    """A study that `weft reproduce` can simulate.
+
+    name: its name on the command line.
+    share: its fraction of the time of `weft reproduce all`, for the progress display.
     """
 
     name: str
@@ -41,7 +43,10 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Done:
-    """A study that has been simulated. rows: its results, from which tables, pictures and claims are made."""
+    """A study that has been simulated.
+
+    rows: its results, from which tables, pictures and claims are made.
+    """
 
     study: Study
     records: list[Record]

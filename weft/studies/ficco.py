@@ -70,9 +70,10 @@ def simulated(
     """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. The
     predictions use only the machine file.
 
-    gemms: None for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis. progress: called with the
-    name of the next GEMM, and the fraction of the work done since the last call. Raises `ValueError` for an unknown
-    machine or topology, or if the number of ranks does not divide a GEMM's M.
+    gemms: None for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis.
+    progress: called with the name of the next GEMM, and the fraction of the work done since the last call.
+
+    Raises `ValueError` for an unknown machine or topology, or if the number of ranks does not divide a GEMM's M.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()

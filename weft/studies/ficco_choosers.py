@@ -90,8 +90,10 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 
 
 class Swept(NamedTuple):
-    """The best result of one form of heuristic. form: a description of it. among: the schedules that it chooses from.
+    """The best result of one form of heuristic.
 
+    form: a description of it.
+    among: the schedules that it chooses from.
     near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
         thresholds}.
     thresholds: {table of GEMMs: the best thresholds, as text}.
@@ -156,8 +158,9 @@ def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, 
     """Return for how many GEMMs the paper's decision tree (figure 12(a)) picks a schedule that is about as fast as the
     fastest.
 
-    near: the result of `_near`. border: the largest M / K for which the tree picks the 2D schedule. low, high: the
-    FLOPs at which it changes between three 1D schedules.
+    near: the result of `_near`.
+    border: the largest M / K for which the tree picks the 2D schedule.
+    low, high: the FLOPs at which it changes between three 1D schedules.
     """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border

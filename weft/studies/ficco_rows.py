@@ -22,7 +22,9 @@ NEAR = 0.03
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
     """Return weft's name of a FiCCO schedule with as many steps as ranks. `weft.builders.ficco` explains the choices.
 
-    shape: "1d" (chunks of rows) or "2d" (chunks of columns). start: "uniform" or "hetero". gemms: "fused" or "unfused".
+    shape: "1d" (chunks of rows) or "2d" (chunks of columns).
+    start: "uniform" or "hetero".
+    gemms: "fused" or "unfused".
     by: how chunks are copied: "dma", "kernel" or "collective".
     """
     if by == "collective":
@@ -59,8 +61,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class GemmRows(list["GemmRow"]):
-    """The rows of a run, one for each GEMM. others: {variant: record} for records that are not about one GEMM, such as
-    the sensitivity analysis. mesh: True if the GPUs were fully connected, as in the paper.
+    """The rows of a run, one for each GEMM.
+
+    others: {variant: record} for records that are not about one GEMM, such as the sensitivity analysis.
+    mesh: True if the GPUs were fully connected, as in the paper.
     """
 
     others: Mapping[str, Record]

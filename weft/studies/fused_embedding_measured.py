@@ -386,8 +386,10 @@ def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
 
 
 def _programs(axis: Any, spans: Sequence[Any]) -> None:
-    """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. Most waits are shorter
-    than a pixel, so a triangle marks the beginning of each. spans: see `spans_of`.
+    """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. Most waits are
+    shorter than a pixel, so a triangle marks the beginning of each.
+
+    spans: see `spans_of`.
     """
     named: set[str] = set()
 

@@ -46,7 +46,11 @@ _SLICES_SAVE = 0.55
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration of figures 10 to 14. batch: the global batch size. tables: the number of tables on each GPU."""
+    """A configuration of figures 10 to 14.
+
+    batch: the global batch size.
+    tables: the number of tables on each GPU.
+    """
 
     batch: int
     tables: int
@@ -64,8 +68,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Times:
-    """The times in us of an operator. pooling, exchange, shuffle: the baseline's kernels, its all-to-all, and its
-    rearrangement of received vectors. fused: the time of the fused kernel on each node.
+    """The times in us of an operator.
+
+    pooling, exchange, shuffle: the baseline's kernels, its all-to-all, and its rearrangement of received vectors.
+    fused: the time of the fused kernel on each node.
     """
 
     pooling: float
@@ -88,8 +94,9 @@ class Times:
 
 
 def rate(numbers: Numbers, occupancy: float) -> float:
-    """Return the rate in bytes/us at which a GPU reads rows while it pools. occupancy: the fraction of possible
-    wavefronts that are active.
+    """Return the rate in bytes/us at which a GPU reads rows while it pools.
+
+    occupancy: the fraction of possible wavefronts that are active.
     """
     waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
     in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
@@ -110,7 +117,9 @@ def between_nodes(
     order: Order = "remote_first",
     occupancy: float = 0.0,
 ) -> Times:
-    """Return the times of the operator on two nodes with one GPU each. slice_size: the number of vectors in a slice.
+    """Return the times of the operator on two nodes with one GPU each.
+
+    slice_size: the number of vectors in a slice.
     occupancy: the occupancy of the fused kernel; 0 for the paper's value.
     """
     sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
@@ -129,8 +138,9 @@ def between_nodes(
 
 
 def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
-    """Return the time in us at which a node's last slice arrives at the other node. ready_us: when each slice is
-    pooled, in the order in which the NIC sends slices.
+    """Return the time in us at which a node's last slice arrives at the other node.
+
+    ready_us: when each slice is pooled, in the order in which the NIC sends slices.
     """
     bytes_us = 1e6 * slice_size * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"]
     each_us = bytes_us + numbers.us("nic.message")

@@ -24,8 +24,11 @@ _LEAST = 5  # schedules of a shape
 
 
 class LaunchRow(NamedTuple):
-    """The times of one schedule for one shape. steps: the number of steps that a rank launches in a call. cpu_us: the
-    CPU time to launch a call, in a row of queued calls. ms: {timing mode: ms per call}, for the recorded modes.
+    """The times of one schedule for one shape.
+
+    steps: the number of steps that a rank launches in a call.
+    cpu_us: the CPU time to launch a call, in a row of queued calls.
+    ms: {timing mode: ms per call}, for the recorded modes.
     """
 
     config: str

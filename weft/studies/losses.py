@@ -75,8 +75,8 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM and its all-gather. Some variants may be missing.
 
-    ms: {variant: median time}. overlap: {variant with two concurrent operations: the fraction of time in which both
-        ran}.
+    ms: {variant: median time}.
+    overlap: {variant with two concurrent operations: the fraction of time in which both ran}.
     varies: the spread of the undivided GEMM's time, as two fractions of its median: (80th minus 20th percentile over
         repetitions, slowest minus fastest rank).
     """
@@ -171,8 +171,9 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table with a line for each GEMM, and then the mean losses here and in the paper. losses: {column:
-    variant whose loss it shows}; `first` and `last` are the columns before and after them.
+    """Return a table with a line for each GEMM, and then the mean losses here and in the paper.
+
+    losses: {column: variant whose loss it shows}; `first` and `last` are the columns before and after them.
     """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
@@ -188,8 +189,11 @@ def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[st
 
 
 class Claim(NamedTuple):
-    """An observation of the paper, and whether it holds here. where: the paper's section. held: None if there are too
-    few GEMMs for a verdict. numbers: the result here, as text.
+    """An observation of the paper, and whether it holds here.
+
+    where: the paper's section.
+    held: True if it holds; None if there are too few GEMMs for a verdict.
+    numbers: the result here, as text.
     """
 
     where: str

@@ -48,8 +48,8 @@ _LONGEST_SLEEP_S = 0.05
 class StudyLane:
     """A lane: `count` calls of `call`, one after the other. Two lanes may run concurrently.
 
-    by: the kind of work: "gemm", or the transport of an all-gather. enqueue_s: how long it took the CPU to enqueue the
-    lane's last run on a GPU.
+    by: the kind of work: "gemm", or the transport of an all-gather.
+    enqueue_s: how long it took the CPU to enqueue the lane's last run on a GPU.
     """
 
     call: Call
@@ -67,7 +67,9 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """One rank's part of the all-gathers: it owns their memory, and runs lanes. nbytes: the size of the rank's shard.
+    """One rank's part of the all-gathers: it owns their memory, and runs lanes.
+
+    nbytes: the size of the rank's shard.
 
     Use it as a context manager, which frees the symmetric memory. All ranks must construct it.
     """
@@ -303,9 +305,9 @@ class Found:
 
 
 class MeasuringEffort(NamedTuple):
-    """The duration of measurements. alone_s, beside_s: the least time in seconds for which a lane runs alone, and
-    concurrently with another lane.
+    """The duration of measurements.
 
+    alone_s, beside_s: the least time in seconds for which a lane runs alone, and concurrently with another lane.
     repetitions: the number of recorded repetitions. One more, the first, is dropped.
     """
 
@@ -464,8 +466,10 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return a call that computes the GEMM in pieces. cut: "rows" or "columns": how A is divided. A piece of rows
-        computes its rows of the output. The products of pieces of columns are added up in the output.
+        """Return a call that computes the GEMM in pieces. A piece of rows computes its rows of the output. The products
+        of pieces of columns are added up in the output.
+
+        cut: "rows" or "columns": how A is divided.
         """
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)

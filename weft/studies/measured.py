@@ -12,8 +12,9 @@ Rows = Mapping[tuple[str, str], Mapping[str, Record]]
 
 
 def rows_of_study(records: Sequence[Record], study: str, what: str) -> Rows:
-    """Return the last run of each configuration of `study`. Raise `ValueError` if there are no records. what: the
-    study's subject, for the error text.
+    """Return the last run of each configuration of `study`. Raise `ValueError` if there are no records.
+
+    what: the study's subject, for the error text.
     """
     mine = [record for record in records if record.get("study") == study]
     if not mine:

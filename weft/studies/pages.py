@@ -54,7 +54,8 @@ def bars(
 ) -> list[Any]:
     """Draw grouped bars, and a line at 1. Return the bars of each group.
 
-    groups: {name in the legend: a height for each label}. base: the height at which bars begin.
+    groups: {name in the legend: a height for each label}.
+    base: the height at which bars begin.
     """
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
@@ -78,7 +79,8 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
     """Return the fields that all records of a simulated run have, also of runs without a machine file.
 
-    machine: a description. assumed: [how many numbers of the model are assumed, how many there are].
+    machine: a description.
+    assumed: [how many numbers of the model are assumed, how many there are].
     """
     code = provenance()
     return {
@@ -99,8 +101,9 @@ def scaled(machine: Machine, key: str, factor: float) -> Machine:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """Return the simulator's model of `ranks` GPUs of a machine. topology: the name of a topology to use instead of the
-    machine's own.
+    """Return the simulator's model of `ranks` GPUs of a machine.
+
+    topology: the name of a topology to use instead of the machine's own.
 
     Raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the machine file lacks.
     """
@@ -126,8 +129,10 @@ def last_run(records: Sequence[Record], study: str, what: str, command: str) -> 
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """Return sentences for the report on how its numbers were obtained. last: a record of the run. ranks: the numbers
-    of ranks as text, if records differ in them.
+    """Return sentences for the report on how its numbers were obtained.
+
+    last: a record of the run.
+    ranks: the numbers of ranks as text, if records differ in them.
     """
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
@@ -136,7 +141,9 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def where_simulated(last: Record, of: str, more: str = "") -> str:
-    """Return sentences for the report on how its numbers were simulated. of: text with the machines and the dtype.
+    """Return sentences for the report on how its numbers were simulated.
+
+    of: text with the machines and the dtype.
     more: text to append about assumed numbers.
     """
     assumed, known = last["assumed"]

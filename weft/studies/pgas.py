@@ -42,10 +42,13 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scaling experiment of the paper. tables: a function from the number of ranks to the number of tables of all
-    ranks. rows: the mean number of rows in a bag.
+    """A scaling experiment of the paper.
 
-    speedups: {number of ranks: the paper's speedup}. mean: the paper's mean speedup. where: the section.
+    tables: a function from the number of ranks to the number of tables of all ranks.
+    rows: the mean number of rows in a bag.
+    speedups: {number of ranks: the paper's speedup}.
+    mean: the paper's mean speedup.
+    where: the section.
     """
 
     name: str
@@ -69,9 +72,13 @@ speedups, mean: the paper's speedups of PGAS over its baseline."""
 class PgasRow:
     """The results of one scaling experiment on one number of GPUs.
 
-    Times are in us. pooling, unpacking: lower bounds at the memory's peak rate. exchange: a lower bound at the links'
-    peak rate. serial, direct: simulated times of the baseline and of the PGAS kernel. sent: the bytes that a rank sends
-    to all peers. link_sent: the bytes on the rank's busiest link.
+    Times are in us.
+
+    pooling, unpacking: lower bounds at the memory's peak rate.
+    exchange: a lower bound at the links' peak rate.
+    serial, direct: simulated times of the baseline and of the PGAS kernel.
+    sent: the bytes that a rank sends to all peers.
+    link_sent: the bytes on the rank's busiest link.
     """
 
     scaling: str
@@ -152,7 +159,10 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
 
 @dataclass(frozen=True)
 class PgasRows:
-    """The results of a run. rows: {(scaling experiment, number of GPUs): row}."""
+    """The results of a run.
+
+    rows: {(scaling experiment, number of GPUs): row}.
+    """
 
     rows: Mapping[tuple[str, int], PgasRow]
     sensitivity: Sequence[Any]
@@ -172,7 +182,9 @@ def rows_of(records: Sequence[Record]) -> PgasRows:
 
 def implied_gbps(row: PgasRow, speedup: float) -> float:
     """Return the rate in GB/s per rank at which the paper's baseline must have communicated, if its other times are as
-    simulated. speedup: the paper's.
+    simulated.
+
+    speedup: the paper's.
     """
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 

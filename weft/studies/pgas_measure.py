@@ -177,8 +177,10 @@ class _Dlrm(nn.Module):
         self.register_buffer("places", first * (features + 1) + second)
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the predictions [batch, 1]. dense: the output of the bottom MLP [batch, dim]. pooled: the pooled
-        vectors of all tables [batch, features * dim].
+        """Return the predictions [batch, 1].
+
+        dense: the output of the bottom MLP [batch, dim].
+        pooled: the pooled vectors of all tables [batch, features * dim].
         """
         vectors = torch.cat([dense, pooled], dim=1).view(len(dense), -1, dense.shape[1])
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
@@ -221,8 +223,10 @@ class _Inference(EmbeddingData):
 
 
 class _Pipeline:
-    """A way to run inference on a batch. retrieve: the variant that pools and exchanges the vectors. beside: True to
-    run the bottom MLP concurrently, on another stream.
+    """A way to run inference on a batch.
+
+    retrieve: the variant that pools and exchanges the vectors.
+    beside: True to run the bottom MLP concurrently, on another stream.
     """
 
     def __init__(self, work: _Inference, retrieve: Variant, beside: bool) -> None:

@@ -30,8 +30,9 @@ class PowerRow(NamedTuple):
     """The GPU driver's counters while one variant of operator `op` ran, or while one part of the operator, such as the
     GEMM, ran alone.
 
-    schedule: the schedule that ran; None for a part. counters: watts, and memory bytes per call. computed_bytes: the
-    memory bytes per call that the simulator computes from the schedule; None if it cannot.
+    schedule: the schedule that ran; None for a part.
+    counters: watts, and memory bytes per call.
+    computed_bytes: the memory bytes per call that the simulator computes from the schedule; None if it cannot.
     """
 
     op: str

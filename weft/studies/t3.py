@@ -53,9 +53,10 @@ BACKWARD = ("FC-1", "IP")
 
 
 class Network(NamedTuple):
-    """A Transformer of the paper's table 2. tokens: the number of tokens in a batch. ranks: the degrees of tensor
-    parallelism.
+    """A Transformer of the paper's table 2.
 
+    tokens: the number of tokens in a batch.
+    ranks: the degrees of tensor parallelism.
     large: True for the networks of section 6.4.
     """
 
@@ -90,11 +91,15 @@ _ABOVE = (
 
 @dataclass(frozen=True)
 class SublayerRow:
-    """The results of one sub-layer. problem: its sizes. chosen: the schedule that weft selected; `weft_ms` is its time.
+    """The results of one sub-layer.
 
-    gather_ms: the time of the all-gather; 0 if not recorded. moved: (memory traffic of serial, memory traffic of
-        `chosen`), each as {kind of access: bytes}; None for machines without a file.
-    pinned: {pinned schedule: ms}. row_major: True if the weight is not transposed, as in the backward pass.
+    problem: its sizes.
+    chosen: the schedule that weft selected; `weft_ms` is its time.
+    gather_ms: the time of the all-gather; 0 if not recorded.
+    moved: (memory traffic of serial, memory traffic of `chosen`), each as {kind of access: bytes}; None for machines
+        without a file.
+    pinned: {pinned schedule: ms}.
+    row_major: True if the weight is not transposed, as in the backward pass.
     """
 
     network: Network

@@ -28,7 +28,8 @@ def claims(
 ) -> Iterator[Claim]:
     """Yield the claims with the simulation's numbers.
 
-    small, large: the sub-layers of Mega-GPT-2 and T-NLG, and of GPT-3, PALM and MT-NLG. found: {figure: its record}.
+    small, large: the sub-layers of Mega-GPT-2 and T-NLG, and of GPT-3, PALM and MT-NLG.
+    found: {figure: its record}.
     """
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)

@@ -141,8 +141,9 @@ def ring_table(record: Record) -> ResultTable:
 def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
     """Simulate the memory traffic over time of a sub-layer: with the GEMM alone, with T3, and with T3-MCA (figure 17).
 
-    The sub-layer is T-NLG's second MLP layer (FC-2) on 8 ranks, with 4K tokens. bins: the number of time intervals in
-    which bytes are counted.
+    The sub-layer is T-NLG's second MLP layer (FC-2) on 8 ranks, with 4K tokens.
+
+    bins: the number of time intervals in which bytes are counted.
     """
     gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
     output = ring_reduce_scatter(gemm.tiles(gpu), 8)
@@ -287,7 +288,9 @@ def direct_table(record: Record) -> ResultTable:
 
 def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
     """Return a ring output map with which all ranks compute chunks in the same order. In T3's own order each rank
-    begins with a different chunk (section 4.4). tiles: the number of output tiles.
+    begins with a different chunk (section 4.4).
+
+    tiles: the number of output tiles.
     """
     ring = ring_reduce_scatter(tiles, world, rank=rank)
     entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)

@@ -29,8 +29,11 @@ _STEPS = 75  # progress steps
 
 
 class Rows(NamedTuple):
-    """The results of a run. small, large: {GB/s of a link in one direction: results of the sub-layers}. The small
-    networks are Mega-GPT-2 and T-NLG, and the large ones GPT-3, PALM and MT-NLG. figures: {figure: its record}.
+    """The results of a run.
+
+    small, large: {GB/s of a link in one direction: results of the sub-layers}. The small networks are Mega-GPT-2 and
+        T-NLG, and the large ones GPT-3, PALM and MT-NLG.
+    figures: {figure: its record}.
 
     There are two link rates, because the paper's "150 GB/s bi-directional" can mean 75 or 150 GB/s in each direction.
     """

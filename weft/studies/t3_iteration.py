@@ -60,8 +60,11 @@ class Iteration:
     """The times in us of the parts of one Transformer layer in an iteration. All layers are equal, so the whole network
     has the same ratios of times.
 
-    gemms: all GEMMs. sliced: the GEMMs before a collective. collectives: all collectives. saved: {configuration, such
-    as "t3-mca": the time that it saves}. rest: {kind of operation that the roofline estimates: its time}.
+    gemms: all GEMMs.
+    sliced: the GEMMs before a collective.
+    collectives: all collectives.
+    saved: {configuration, such as "t3-mca": the time that it saves}.
+    rest: {kind of operation that the roofline estimates: its time}.
     """
 
     name: str

@@ -76,7 +76,8 @@ class GroupCalls(_core.CallCounts):
     def refuse(self, text: str, peers: int = 0) -> bytes:
         """Record that this rank refuses its newest call. Return the message to send to every peer.
 
-        text: the reason. peers: the number of peers from which to expect an answer.
+        text: the reason.
+        peers: the number of peers from which to expect an answer.
         """
         self.layers.take()
         with self._lock:
@@ -144,8 +145,10 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 class MadeCalls(_core.CallDigest):
     """Digests of this rank's calls, for comparison with those of peers. Digest n covers the calls 1 to n.
 
-    `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest. fingerprint: a hash
-    of the call, equal on all ranks that make equal calls. what: the text of the call, for errors.
+    `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest:
+
+    fingerprint: a hash of the call, equal on all ranks that make equal calls.
+    what: the text of the call, for errors.
     """
 
     def __init__(self) -> None:
@@ -231,7 +234,8 @@ class CallLog:
         """Record this rank's call, and compare it with peers' calls of the same number that have arrived. Return the
         message to send to every peer.
 
-        number: the number of the call. what: its operator, file and line.
+        number: the number of the call.
+        what: its operator, file and line.
         """
         mine = what.encode()
         with self._lock:

@@ -208,7 +208,8 @@ class Communicator:
     ) -> int:
         """Wait until the counter at `address` is at least `wanted` (acquire order). Return its value.
 
-        name: the name of the signal, for error texts. peer: the rank that sets the counter; None for any rank.
+        name: the name of the signal, for error texts.
+        peer: the rank that sets the counter; None for any rank.
         deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
 
         Raises `DeadlineError` if the counter is not set in time, and poisons the group. Raises `PeerLostError` if `peer`

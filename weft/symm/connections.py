@@ -110,8 +110,8 @@ class UnixConnection:
 class TcpConnection:
     """A connection between hosts.
 
-    sending, receiving: the HMAC keys that authenticate the frames in each direction. silence_s: the connection is lost if
-        the other host's kernel does not respond for this number of seconds.
+    sending, receiving: the HMAC keys that authenticate the frames in each direction.
+    silence_s: the connection is lost if the other host's kernel does not respond for this number of seconds.
     """
 
     passes_files = False

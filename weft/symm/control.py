@@ -289,8 +289,8 @@ class Control:
         messages by rank.
 
         inboxes: for each peer, the messages that have arrived and have not been taken yet.
-        before, after: the words before and after the names of missing ranks in error texts. more: advice to append to the
-            text of a `DeadlineError`.
+        before, after: the words before and after the names of missing ranks in error texts.
+        more: advice to append to the text of a `DeadlineError`.
         """
         has_looked_again = False
         with self._lock:
@@ -323,8 +323,8 @@ class Control:
     def close(self, why: str, until: float | None = None) -> bool:
         """Notify the peers that this rank leaves, and stop the watchdog. Return False if the control plane was already closed.
 
-        why: the reason, which peers show in error texts. until: the end of the wait for running callbacks, by `time.monotonic`
-            (default: `CALLBACK_S` from now).
+        why: the reason, which peers show in error texts.
+        until: the end of the wait for running callbacks, by `time.monotonic` (default: `CALLBACK_S` from now).
         """
         with self._lock:
             if self.closed:

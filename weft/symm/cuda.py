@@ -78,7 +78,8 @@ class CudaRegion:
 class _Slab:
     """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
 
-    buffers: the memory of each rank, uint8 [nbytes]. addresses: the addresses of these buffers on this device.
+    buffers: the memory of each rank, uint8 [nbytes].
+    addresses: the addresses of these buffers on this device.
     free: the intervals (first byte, end) of the slab that belong to no region of this rank.
     """
 

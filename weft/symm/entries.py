@@ -23,7 +23,8 @@ class Entry:
     """The entry of one rank.
 
     name: the name of the rank's attempt to set up the group, which is also the name of its listening socket.
-    token: the rank's secret. host: the host's name.
+    token: the rank's secret.
+    host: the host's name.
     """
 
     rank: int

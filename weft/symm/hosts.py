@@ -173,7 +173,10 @@ class Caller:
 
 
 class ControlPort:
-    """The listening port of `rank`, and incoming connections whose handshake has not ended. token: the rank's secret."""
+    """The listening port of `rank`, and incoming connections whose handshake has not ended.
+
+    token: the rank's secret.
+    """
 
     def __init__(self, rank: int, token: str, world_size: int) -> None:
         self._rank, self._token = rank, token
@@ -227,7 +230,8 @@ class Dialing:
     """Attempts to connect to a peer's `port`, at all its addresses at once. The first connection with a successful
     handshake is used.
 
-    token: the peer's secret. rank, name: this rank, and the name of its attempt to set up the group.
+    token: the peer's secret.
+    rank, name: this rank, and the name of its attempt to set up the group.
     """
 
     def __init__(self, port: Port, token: str, rank: int, name: str) -> None:

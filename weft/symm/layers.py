@@ -57,7 +57,9 @@ class Layers:
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
         """Record the options of a layer whose forward begins.
 
-        text: the options. fingerprint: a 64-bit hash of the text. is_collective: True if the forward needs all ranks.
+        text: the options.
+        fingerprint: a 64-bit hash of the text.
+        is_collective: True if the forward needs all ranks.
         """
         (self._collective if is_collective else self._others)[text] = fingerprint
         self._counts.has_layers = True
@@ -119,7 +121,8 @@ class MadeLayers:
     def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
         """Add the options of a call. Return the two digests of the options up to this call.
 
-        words: the two digests of the options up to the previous call. noted: the options of this call.
+        words: the two digests of the options up to the previous call.
+        noted: the options of this call.
         """
         for text in noted.texts:
             if text not in self._known:

@@ -18,7 +18,8 @@ _NUMBER = struct.Struct("!Q")
 class Rounds:
     """The newest round that this rank has begun, and the newest that each peer is known to have begun.
 
-    lock: a reentrant lock that guards this object. tell: a function that sends a message to a peer.
+    lock: a reentrant lock that guards this object.
+    tell: a function that sends a message to a peer.
     """
 
     def __init__(self, peers: Iterable[int], lock: threading.RLock, tell: Callable[[int, bytes], None]) -> None:

@@ -20,8 +20,11 @@ from weft.trace.picture import bytes_sent, require_named
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return the events of all timelines. timelines: {name of the variant: timeline}. Each timeline is shifted to start
-    at time 0.
+    """Return the events of all timelines.
+
+    timelines: {name of the variant: timeline}.
+
+    Each timeline is shifted to start at time 0.
 
     Raise `ValueError` if all timelines are empty.
     """

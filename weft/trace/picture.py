@@ -47,9 +47,12 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
     """Write a PNG with a panel for each timeline, and a panel with curves of the bytes sent, all on one time axis.
 
-    In a timeline's panel, each lane of each rank has a row. timelines: {name of the variant: timeline}. title: a
-    description of the run; also stored as the file's description. Missing folders are created. Raise `ValueError` if a
-    timeline is empty.
+    In a timeline's panel, each lane of each rank has a row.
+
+    timelines: {name of the variant: timeline}.
+    title: a description of the run; also stored as the file's description.
+
+    Missing folders are created. Raise `ValueError` if a timeline is empty.
     """
     require_named(timelines)
     for variant, timeline in timelines.items():

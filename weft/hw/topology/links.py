@@ -144,8 +144,9 @@ class Topology:
 class Wiring:
     """A rule that builds the topology of a given number of ranks.
 
-    builder: a function such as `weft.hw.topology.ring`. numbers: the builder's arguments after the number of ranks.
-        ranks: the only allowed number of ranks; 0 if any number is allowed.
+    builder: a function such as `weft.hw.topology.ring`.
+    numbers: the builder's arguments after the number of ranks.
+    ranks: the only allowed number of ranks; 0 if any number is allowed.
     """
 
     builder: Callable[..., Topology]

@@ -108,8 +108,8 @@ class ControllerRun:
 def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us: float = 0.0) -> ControllerRun:
     """Simulate a GEMM without communication.
 
-    bypass: True if the GEMM's output bypasses the last-level cache. bin_us: the length of the time bins in the result's
-        `bins`; 0 for no bins.
+    bypass: True if the GEMM's output bypasses the last-level cache.
+    bin_us: the length of the time bins in the result's `bins`; 0 for no bins.
     """
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)

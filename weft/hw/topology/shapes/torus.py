@@ -12,7 +12,10 @@ from weft.hw.topology.shape import PAIRS, shape
 
 
 class Torus(Topology):
-    """A torus whose links are of the kinds "row" and "column". A route uses row links first. dims: (columns, rows)."""
+    """A torus whose links are of the kinds "row" and "column". A route uses row links first.
+
+    dims: (columns, rows).
+    """
 
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
         columns, rows = self.dims
