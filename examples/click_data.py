@@ -49,7 +49,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class ClickModel:
-    """The synthetic model. zipf: the exponent of the ids' distribution; 0 is uniform. rows: ids of each feature."""
+    """The synthetic model. zipf: the exponent of the ids' distribution; 0 is uniform. rows: the number of different ids
+    of each feature.
+    """
 
     rows: int = 1000
     zipf: float = 1.05

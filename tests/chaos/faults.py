@@ -142,7 +142,9 @@ class Sabotage:
         raise Leave
 
     def swaps(self, n: int) -> bool:
-        """Return whether this rank makes another call in this step, or makes two calls in another order."""
+        """Return whether, in step n, this rank makes a call that its peers do not make, or makes two calls in another
+        order.
+        """
         injection = self.injection
         swaps = injection.second is not None and injection.kind.startswith("other ")
         swapped = self.mine and n == injection.step and swaps and not self.done
@@ -282,7 +284,7 @@ def _idle(sabotage: Sabotage, work: Work, given: Given) -> int:
 
 
 def _uses(sabotage: Sabotage, work: Work, given: Given) -> int:
-    """Make the call, which must raise a named error at once. Return the child's exit status."""
+    """Make the call in a forked child, where it must raise a named error at once. Return the child's exit status."""
     try:
         work.forward(given)
     except (WeftError, ValueError) as error:
@@ -320,7 +322,8 @@ _OF_TENSOR = (
 def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
     """Let one call of a torch function fail, as if there were no memory for its result.
 
-    choice: selects which call of these functions fails. Calls of known shapes use few of them.
+    choice: selects which call of these functions fails. first: True in the first call of a shape, which uses more of
+    them than later calls.
     """
     left = choice % (16 if first else 4)
     told = False

@@ -125,7 +125,9 @@ class Job:
             self.sabotage.runs_out()
 
     def _made(self, work: Work, place: str) -> bool:
-        """Make modules together with the other ranks. Repeat this after an error, at most MOST_ERRORS times."""
+        """Make modules together with the other ranks. Repeat this after an error, at most MOST_ERRORS times. Return
+        whether it succeeded.
+        """
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})

@@ -230,8 +230,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 class MatmulAllReduce(Products):
     """Work of matmul_all_reduce. bias, residual, norm: whether the operation follows the sum.
 
-    Before a norm, the residual turns every sum into 1 or -1, so the mean of squares is 1. With eps it becomes 4 or 16,
-    and the norm divides by 2 or 4. So the norm and its gradients are exact if the number of columns is a power of two.
+    Before a norm, the residual turns every sum into 1 or -1, so the mean of squares is 1. With eps added it is 4 or 16,
+    so the norm divides by 2 or 4. So the norm and its gradients are exact if the number of columns is a power of two.
     """
 
     arguments = ("x", "w", "bias", "residual", "norm")

@@ -183,8 +183,8 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("operator", TRAINING)
 def test_other_tables_than_computed_are_recognised(operator: str, alone: dist.ProcessGroup, tmp_path: Path) -> None:
-    """Train on one rank. All tables are as computed, also after a checkpoint. After an update with another learning rate,
-    after a lost update, and with other loaded tables they are not.
+    """Train on one rank. The check must accept the tables, also after a checkpoint. It must reject them after an update
+    with another learning rate, after a lost update, and if other tables were loaded.
     """
     options = OPERATORS[operator].drawn(random.Random(0), "cpu") | {
         "optimizer": "Adam",

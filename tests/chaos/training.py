@@ -42,7 +42,9 @@ _FAR = 100_000  # the distance between the numbers of a step's batches
 
 
 class Tables:
-    """All tables and optimizer states, in float64."""
+    """All tables and optimizer states, in float64. blocks: for each table, the ranges of columns that have rowwise
+    states of their own.
+    """
 
     def __init__(self, weights: list[torch.Tensor], blocks: list[list[tuple[int, int]]], options: Given) -> None:
         self.weights = [weight.double() for weight in weights]
@@ -50,7 +52,9 @@ class Tables:
         self.blocks, self.options, self.steps = blocks, options, 0
 
     def updated(self, grads: list[torch.Tensor], rows: list[torch.Tensor], lr: float) -> Tables:
-        """Return the tables after an update. blocks: the ranges of columns with rowwise states of their own."""
+        """Return the tables and states after an update. grads, rows: the gradients of each table, and the rows that
+        change.
+        """
         new = copy.deepcopy(self)
         new.steps += 1
         if (most := self.options.get("clip_norm")) is not None:
@@ -271,7 +275,7 @@ class Training(Collection, Differentiable):
             self.module.cancel_prefetch()
 
     def succeeded(self) -> None:
-        """Take over the tables that the step was to leave."""
+        """Expect from now on the tables that this step was computed to leave."""
         self.model = self.next
 
     # --- right results ---

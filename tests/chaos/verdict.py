@@ -1,7 +1,7 @@
 """Judge a trial by what its ranks recorded.
 
-Every call of a rank that is still alive must give the right result of its step, or a named error, in time. The
-categories of faults are:
+Every call of a rank that is still alive must give the right result of its step, or a named error, in time. Anything
+else is a wrong outcome, a `Fault`. The kinds are:
 
 - hang: a call lasts more than 5 s longer than its deadline, or a process does not end. A rank that was stopped has 5 s
   from its waking.
@@ -35,7 +35,7 @@ _NO_MEMORY_OF_THREAD = {
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:
-    """Return the faults of a trial. The list is empty if all is well."""
+    """Return the wrong outcomes of a trial. The list is empty if all is well."""
     faults: list[Fault] = [("hang", f"rank {rank} {where}") for rank, where in seen.hung.items()]
     if injection.kind == "fork, uses the group":
         for event in _all(seen, "child"):

@@ -32,7 +32,7 @@ def several(*changes: Change) -> Change:
 
 
 def blocks(*shape: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a change of a matrix's rows into several dimensions."""
+    """Return a change that gives the rows of a matrix several dimensions."""
     return lambda x: x.reshape(*shape, x.shape[-1])
 
 

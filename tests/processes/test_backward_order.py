@@ -94,7 +94,9 @@ def test_so_do_lookups_of_rows(pool: Pool) -> None:
 
 
 def mixed(group: dist.ProcessGroup, how: str) -> list[str]:
-    """Make calls and their backwards. On rank 0, one of the two runs in a dispatch mode of torch."""
+    """Make calls, and run their backwards. Rank 0 runs the forward or (how: "mode") the backward in a dispatch mode of
+    torch.
+    """
     own = dist.new_group([0, 1])
     call, _ = differentiable(own, "all_gather_matmul")
     found = []

@@ -303,7 +303,9 @@ def test_autograd_finds_outputs_that_were_written_after_it_had_saved_them(pool: 
 
 
 def made_wrongly(group: dist.ProcessGroup, name: str | int) -> str:
-    """Return the error if rank 1's function for y, or rank 0's number of rows, `name`, is wrong."""
+    """Return this rank's error. name: the mistake of rank 1's function for y (a key of `MADE`), or a wrong number of
+    rows that rank 0 announces.
+    """
     own, rank, rows = own_group(group), group.rank(), [3, 5]
     x = torch.full((rows[rank], K), float(rank))
     given = {"x": x, "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}

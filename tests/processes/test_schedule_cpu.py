@@ -336,7 +336,7 @@ def in_a_group_of_its_own(group, function, *args):
 
 
 def relu_rows(world: int, rows: int, dtype: str = "fp32") -> Schedule:
-    """Return a schedule that computes relu of `rows` of four rows, beginning with the row of the rank's number."""
+    """Return a schedule in which rank r computes relu of `rows` of x's four rows, beginning with row r."""
     d = Draft("rows", world)
     x, y = d.buffer("x", 4, 3, dtype, "input"), d.buffer("y", 4, 3, dtype, "output")
     d.lane("compute").compute("relu", y.part(rows=(RANK, rows)), x.part(rows=(RANK, rows)))

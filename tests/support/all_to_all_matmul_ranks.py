@@ -19,8 +19,8 @@ from weft.runtime.unfused import experts
 
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
-    """While the context is open, let backward call the operator `dual` with schedule `name`, for shapes that are not yet
-    compiled. Yield a list that gets the name of each exchange of an unfused call.
+    """While the context is open, let backward call the operator `dual` with schedule `name`, for shapes that are not
+    yet compiled. Yield a list, to which each exchange of an unfused call adds its name.
     """
     choose, send, sent = select.choose, experts.send, list[str]()
 
@@ -39,7 +39,8 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
 
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
-    """Compare the gradient of the tokens with float64, if only the tokens want one. matmul_all_to_all computes it.
+    """Compare the gradient of the tokens with float64, if only the tokens need a gradient. matmul_all_to_all computes
+    it.
 
     With `max_rows`, y has more rows than have arrived. Return the number of compiled shapes of matmul_all_to_all.
     """

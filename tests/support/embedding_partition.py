@@ -138,7 +138,10 @@ def by_torch(
     dtype: torch.dtype, steps: int, samples: int, optimizer: Any, scale: float, in_dtype: torch.dtype, is_weighted: bool,
     hash: bool, accumulates: bool = False,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
-    """Train in one process, in `in_dtype`. Return the tables, and the output of the last step."""
+    """Train in one process, computing in `in_dtype`. Return the tables, and the output of the last step.
+
+    dtype: the dtype of the tables in `train`, which determines the initial values.
+    """
     tables = TABLES[dtype]
     weights = {name: weight.to(in_dtype) for name, weight in full_weights(tables).items()}
     rules = {name: Rule(optimizer, weight) for name, weight in weights.items()}

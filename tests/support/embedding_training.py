@@ -90,7 +90,9 @@ def trained(
 def rounded_on_the_way(
     group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype, transport: Any = "auto"
 ) -> bool:
-    """True if sending gradients in 16 bits gives the same tables as rounding them to 16 bits before."""
+    """True if gradients that are sent in 16 bits give the same tables as gradients that are rounded to 16 bits before
+    sending.
+    """
     device, found = device_of(group), []
     generator = torch.Generator().manual_seed(5)
     upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]

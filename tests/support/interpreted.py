@@ -1,7 +1,7 @@
 """GPU kernels under Triton's interpreter, which must be selected before Triton is imported.
 
-So a test file is also a script: a process with TRITON_INTERPRET=1 forks and runs the file once. The script runs its
-cases (`play_all`) and prints the error of each case, which `wrong_in` returns.
+So each test file that uses this module is also a script. A process with TRITON_INTERPRET=1 runs the script in a fork.
+The script runs its cases (`play_all`) and prints the error of each case. `wrong_in` returns these errors.
 """
 
 from __future__ import annotations

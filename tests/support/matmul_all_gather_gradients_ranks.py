@@ -1,5 +1,5 @@
-"""Both gradients of matmul_all_gather by their own operator, on CPU processes and on GPUs. These functions run on the
-ranks.
+"""The operator that computes both gradients of matmul_all_gather, on CPU processes and on GPUs. These functions run on
+the ranks.
 
 The public function selects the schedule of backward, so tests replace its choice by `taking`.
 """
@@ -27,7 +27,7 @@ from weft.ops.matmul_all_gather_gradients import OPERATOR
 
 @contextlib.contextmanager
 def taking(schedule: str) -> Iterator[None]:
-    """Let backward call the operator of both gradients, with this schedule."""
+    """Let backward call the operator that computes both gradients, with this schedule."""
     native, called = public.within, []
 
     def within(op: Any, call: Any, group: dist.ProcessGroup, turn: Any) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]
     """Compare gradients with float64, for every kind of traffic and every set of wanted gradients. Return the gradients
     of weights.
 
-    all_to_all_matmul, with schedule `dual`, computes the gradients of the rows. Equal calls must give equal bits, for
-    any wanted gradients, and rows must be sent only once. Gradients of weights do not depend on the order of GEMMs in
+    all_to_all_matmul, with schedule `dual`, computes the gradient of h. Equal calls must give equal bits, whichever
+    gradients are wanted, and rows must be sent only once. Gradients of weights do not depend on the order of GEMMs in
     `dual`.
     """
     own, found = own_group(group), list[torch.Tensor]()
@@ -113,8 +113,9 @@ def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = F
 
 
 def sizes_are_known(group: dist.ProcessGroup, schedule: str | None, with_gradients: bool) -> dict[str, bool]:
-    """Return True if the combine finds the CPU's copy of its dispatch's sizes: with the same tables, and with other
-    tables.
+    """Return {tables that the combine gets: True if weft then finds the CPU's copy of the dispatch's sizes}.
+
+    The tables are those of the dispatch, or copied, other or changed tables.
     """
     rank, world = group.rank(), group.size()
     splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())

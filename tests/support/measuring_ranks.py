@@ -70,7 +70,7 @@ def this_file() -> str | None:
 
 
 def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
-    """Call with [m, K] on each rank @ [K, N], and check the result. Return the schedule."""
+    """Call all_gather_matmul with x [m, K] on each rank and w [K, N], and check the result. Return the schedule."""
     call = AllGatherMatmulCall(Gathered((m, K), N), group, 1)
     call.check(group, call(group, **options))
     p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())

@@ -1,4 +1,4 @@
-"""State of weft.nn's tensor-parallel layers: saved, divided by FSDP, and initialised. These functions run on the ranks."""
+"""Saving, sharding by FSDP2, and initialising weft.nn's tensor-parallel layers. These functions run on the ranks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Stream:
 
 @pytest.mark.parametrize("row", [1, 2, 3, 7])
 def test_each_call_multiplies_its_own_input_set(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of calls begin at each input set, as the repetitions of a benchmark do. `row`: the length of a row."""
+    """Each repetition of a benchmark makes `row` calls with consecutive input sets, beginning at any set."""
     cuda: Any = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: contextlib.nullcontext())
     monkeypatch.setattr(all_gather_matmul.torch, "cuda", cuda)
     monkeypatch.setattr(all_gather_matmul, "all_gather_by_torch", lambda out, x, group: out.copy_(x))

@@ -35,7 +35,7 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Case:
-    """optimizer: None to compute gradients of tables, dense and sparse, and of per-sample weights.
+    """A case. optimizer: None to compute gradients of tables, dense and sparse, and of per-sample weights.
 
     bad: the number of rank 0's ids that are out of range. small: True to use 64-bit numbers, and small constants, with
     which short runs count as long.

@@ -18,8 +18,8 @@ PATTERN = -7.0
 
 @dataclass(frozen=True)
 class Case:
-    """wait: True if the kernels wait, for signals that are set before they run. poisoned: a rank whose signals contain
-    POISON.
+    """A case. wait: True if the kernels wait for signals, which are set before they run. poisoned: a rank whose signals
+    contain POISON.
     """
 
     p: Problem

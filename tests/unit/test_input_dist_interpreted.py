@@ -14,8 +14,8 @@ PATTERN = -7
 
 @dataclass(frozen=True)
 class Case:
-    """features: for each rank, the features that it receives, as indices of keys. bad: the kind of error in rank 0's
-    input. sizes: the numbers of lengths that a program scans, reduces and counts at once.
+    """A case. features: for each rank, the features that it receives, as indices of keys. bad: the kind of error in
+    rank 0's input. sizes: the numbers of lengths that a program scans, reduces and counts at once.
     """
 
     keys: int

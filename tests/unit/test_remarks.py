@@ -1,4 +1,6 @@
-"""Remarks on numbers in tables: noise, gains within the noise in parentheses, and options that peers ran without."""
+"""Remarks on numbers in tables: noise, parentheses around gains within the noise, and variants that ran without NVLink
+multicast.
+"""
 
 from typing import Any
 

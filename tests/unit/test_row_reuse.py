@@ -21,7 +21,9 @@ KIB = 1024
 
 
 def _of_a_cache(tables: list[tuple[int, float, int, int]], passing: int, cache: int, samples: int) -> float:
-    """Return the share of row bytes that an LRU cache supplies, after as many samples to warm up."""
+    """Return the share of row bytes that an LRU cache supplies in `samples` samples, after equally many samples to warm
+    up.
+    """
     draws = [
         Zipf(exponent)
         .draw(rows, 2 * samples * bag, torch.Generator().manual_seed(number))

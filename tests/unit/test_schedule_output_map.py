@@ -167,7 +167,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(name: str) -> None:
 
 
 def scatter(*, world: int = 4, ranks: dict[int, Callable[[OutputMap], OutputMap]] | None = None) -> Schedule:
-    """Return the maps of a ring, changed for the ranks in `ranks` by the given functions."""
+    """Return the schedule of a ring's maps. ranks: {rank: a function that changes the map of this rank}."""
     changed = ranks or {}
     of_each = [changed.get(r, lambda made: made)(maps.ring_reduce_scatter(20, world, rank=r)) for r in range(world)]
     return schedule_of(of_each, MatmulReduceScatter(world, 20, N, K, "fp32"))

@@ -151,7 +151,7 @@ def check_race(schedule: Schedule, buffer: str, copies: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize(("first", "by", "races"), [(2, "kernel", True), (4, "kernel", False), (2, "dma", False)])
 def test_consecutive_copies_by_kernel_that_write_the_same_rows(first: int, by: CopyBy, races: bool) -> None:
-    """They may be one launch, which copies all parts concurrently."""
+    """The two copies may be one launch, which copies all parts concurrently."""
     d = Draft("twice", 2)
     x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
     lane = d.lane("compute").copy(x.part(rows=(0, 4)), y.part(rows=(0, 4)), by)
@@ -164,7 +164,7 @@ def test_consecutive_copies_by_kernel_that_write_the_same_rows(first: int, by: C
     ("first", "at", "races"), [(2, (RANK + 1) % 2, True), (2, RANK, False), (4, (RANK + 1) % 2, False)]
 )
 def test_copies_of_one_region_with_a_signal_to_a_peer_between_them(first: int, at: Index, races: bool) -> None:
-    """They are one launch, unless the signal stays on the rank."""
+    """The two copies are one launch, unless the signal stays on the rank."""
     d = Draft("twice", 2)
     x, box = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("box", 8, 8, "fp32", "scratch")
     y, signal = d.buffer("y", 8, 8, "fp32", "output"), d.signals("done", 1)
@@ -461,7 +461,7 @@ REAL = [
 
 @pytest.mark.parametrize("schedule", mostly(REAL, *REAL[::2]), ids=lambda s: s.name)
 def test_real_schedules_need_each_of_their_waits(schedule: Schedule) -> None:
-    """Without any of its waits, a candidate has a race."""
+    """If any single wait is removed, the schedule has a race."""
     for i, lane in enumerate(schedule.lanes):
         for number, step in enumerate(lane.steps):
             if isinstance(step, Wait):

@@ -71,7 +71,9 @@ def test_copies_look_like_copies_and_fused_stores_like_kernels() -> None:
 
 
 def test_holistic_trace_analysis_reads_a_trace(tmp_path: Path) -> None:
-    """PyPI's `HolisticTraceAnalysis`, if it is installed. The GPU computes in 700 of 1,000 us, and copies in the others."""
+    """Read the trace with PyPI's `HolisticTraceAnalysis`, if it is installed. The GPU computes in 700 of 1,000 us, and
+    copies in the others.
+    """
     analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
     path = tmp_path / "rank.json"
     write_trace(path, {"": Timeline([span for span in _serial() if span.rank == 0])})

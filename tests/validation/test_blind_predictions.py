@@ -94,7 +94,7 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
     ],
 )
 def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100: float, h200: float) -> None:
-    """In the mean. The schedule is the one that ran."""
+    """Limit the mean error. Each record is compared with the prediction for the schedule that ran."""
     for machine, most in (("h100", h100), ("h200", h200)):
         errors = _errors(machine, op, mode)
         assert len(errors) >= 12
@@ -103,10 +103,10 @@ def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100:
 
 @pytest.mark.parametrize(("machine", "most"), [("h100", 0.10), ("h200", 0.12)])
 def test_serial_combines_take_about_as_long_as_predicted(machine: str, most: float) -> None:
-    """In queued calls. The CPU knows the sizes, so it does not wait.
+    """Limit the mean error of queued calls. The CPU knows the sizes, so it does not wait.
 
-    On the H200, shapes with one expert per rank are left out, because these records are older than the rule that gives one
-    expert a cuBLAS GEMM.
+    On the H200, shapes with one expert per rank are left out, because these records are older than the rule that gives
+    one expert a cuBLAS GEMM.
     """
     model, errors = _model(machine), []
     for record in _records(machine):

@@ -75,8 +75,8 @@ def test_links_of_a_reduce_scatter_by_hand() -> None:
 
 
 def test_links_of_an_all_to_all_on_a_torus_by_hand() -> None:
-    """In a row of four, a link carries all traffic over one step, and half of the traffic over two steps: 2 of 8
-    vectors, for both rows.
+    """In a row of four ranks, a link carries the data of one rank for its neighbour, and half of the data of two ranks
+    for ranks at distance two. It carries both for each of the two rows, so 4 parts.
     """
     slots = tuple(((64 * rank, 64),) for rank in range(8))
     problem: Problem = EmbeddingAllToAll(8, (512,) * 8, slots)

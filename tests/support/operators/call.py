@@ -100,7 +100,7 @@ class Call:
         raise NotImplementedError
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-        """Return lists of arguments for the operator in torch.ops."""
+        """Return the argument lists with which `opcheck` calls the operator in torch.ops."""
         raise NotImplementedError
 
     # --- the same for all operators ---

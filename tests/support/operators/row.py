@@ -16,7 +16,7 @@ class Row:
     """The parameters of an operator's tests.
 
     results: cases by name. Each is called `calls` times in a row, on groups of each size in `worlds`.
-    more: further (ranks, case).
+    more: pairs (number of ranks, case) whose results are checked too.
     every: (ranks, case, builders). All schedules of the case are tried; they must come from `builders`.
     gradients: (case, for each input True if it wants a gradient). An entry may be marked as slow.
     block: the schedule that `use` selects for eager calls with gradients.
