@@ -38,8 +38,8 @@ class Rows:
 class Operands:
     """A `Draft` (a schedule under construction) with the caller's tensors as buffers, and their scales if they are fp8.
 
-    x: this rank's shard.
-    ys: the results.
+    x: the buffer of this rank's shard.
+    ys: the buffers of the results.
     gathered: the buffer for the gathered x; None if the caller does not need it.
     """
 

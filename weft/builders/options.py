@@ -92,7 +92,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
     """Raise `ValueError` if operator `op` lacks one of the options `given`. The error lists the options that `op` has.
 
-    given: {name: value as text}.
+    given: {name of an option: its value as text}.
     problems: the problem class of each operator, by name.
     """
     having = {name: _names(one) for name, one in problems.items()}
@@ -131,7 +131,7 @@ _VALUES = {
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
     """Return a text for each type or Literal value in `wanted`, for error messages.
 
-    texts: the text of each type.
+    texts: {type: its text}.
     show: a function that prints a value of a Literal.
     """
     found: list[str] = []

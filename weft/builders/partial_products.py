@@ -127,7 +127,7 @@ class PartialProducts:
     ) -> LaneDraft:  # fmt: skip
         """Append to `lane` the GEMM that computes this rank's contribution to rows of rank `owner`, into `out`.
 
-        chunk: the rows (first, count); None for all.
+        chunk: the rows (first, count) of `owner`; None for all its rows.
         add: True to accumulate into `out`.
         to: a region that the GEMM adds to the product, if given.
         """

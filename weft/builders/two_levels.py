@@ -55,7 +55,7 @@ from weft.schedule.steps import Buffer, Region
 class _Grid:
     """The division of the ranks into `hosts` hosts. Each host has `near` consecutive ranks.
 
-    host: the host of this rank.
+    host: the index of this rank's host.
     others: the other hosts, in the order in which this rank sends to them.
     """
 

@@ -142,7 +142,7 @@ _WITHOUT_FILE = (
 def read_file(what: str, name: str | Path, known: Collection[str]) -> dict[str, Any]:
     """Read a machine or topology file: a TOML file at a path, or a machine file that comes with weft.
 
-    what: "machine" or "topology".
+    what: the kind of file: "machine" or "topology".
     known: the names that are legal in place of a path.
 
     Raise `ValueError` with the known names, or with the error in the file.

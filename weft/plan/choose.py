@@ -364,7 +364,7 @@ def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = 
     exist.
 
     mode: the mode for which serial was chosen; None if the choice is the same in all modes.
-    reason: the reason of the choice.
+    reason: the reason of the choice, for the text of the warning.
     near: True if the choice was made for a nearby size, not for a call of `problem` itself.
     """
     global _warned

@@ -92,7 +92,7 @@ class Explanation:
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
         """Return the table's rows: the `shown` fastest candidates, serial, the choice and the heuristic's choice.
 
-        shown: None for all candidates with a time.
+        shown: the number of the fastest candidates to include; None for all candidates with a time.
         """
         timed = [row for row in self.choice.rows if row.us is not None]
         kept = timed if shown is None else timed[:shown]

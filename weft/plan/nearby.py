@@ -89,7 +89,7 @@ def between(known: Mapping[int, T], here: int) -> T | None:
     """Return the choice of the nearest planned buckets below and above bucket `here`, if both are the same; otherwise
     None.
 
-    known: {bucket: its choice}.
+    known: {bucket: its choice} of the buckets that have been planned.
 
     If times are linear in the number of rows, the faster of two schedules changes at most once. So buckets in between
     have the same choice.

@@ -24,7 +24,7 @@ def load(
     """Return the object of class `kind` that was saved for this machine and number of ranks; None if there is no file.
 
     what: the kind of file, such as "calibration", for the file's name and error texts.
-    checks: a check for each field.
+    checks: {name of a field: function that returns True if a value is valid for the field}.
     fix: the advice at the end of error texts.
 
     Raise `UnreadableError` if the file is broken or belongs to another machine, and `ValueError` if other versions are

@@ -154,7 +154,7 @@ class TrackedMatmul(TileKernel):
     The body of the `Tiles` step is one matmul or addmm, followed by `Set` steps. If several tiles set the same signal,
     the kernel sets the signal as soon as the last of these tiles is stored.
 
-    rows, cols: the maximum size of a tile; powers of two.
+    rows, cols: the maximum numbers of rows and columns of a tile; powers of two.
     least_part: if there are fewer tiles than compute units, several units share a tile, and each multiplies a part of k. This
         is the minimum length of a part, in elements.
     """
@@ -222,7 +222,7 @@ class PooledSlices(TileKernel):
 
     transport: "direct" stores vectors in the destination's memory. "put" pools a slice into local memory, then copies
         it.
-    order: "remote_first" pools the slices of other ranks' samples first.
+    order: "remote_first" pools the slices of other ranks' samples first; "natural" follows the order of the batch.
     found: for the simulator, the fraction of reads of table rows that hit a cache, for each cache size in
         `weft.builders.row_reuse`. An empty tuple: unknown.
     """

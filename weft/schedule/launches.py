@@ -294,7 +294,7 @@ def launches_of_rank(
 
     lanes: the names of the rank's lanes. The index of a name is the lane's number in the launches.
     order: the rank's steps as (lane, step), in the order of issue (`weft.schedule.verify.issue_order`).
-    awaited: this rank's entry of `setters`.
+    awaited: the counters of this rank that another rank or a tile kernel sets: this rank's entry of `setters`.
 
     A launch is issued at its last wait, so waits after its sets delay the sets. It includes these waits only if, in
     `order`, no other lane waits for a peer between the sets and these waits. Otherwise the delayed sets could be stuck

@@ -71,7 +71,7 @@ class Region:
 class Norm:
     """An RMSNorm of the rows that a step writes: out = row / sqrt(mean(row^2) + eps) * weight.
 
-    out: the region of the result.
+    out: the region into which the norm is stored.
     weight: the factor of each column, `[1, cols]`.
 
     The norm reads the rows after they are rounded to their buffer's dtype. It computes in fp32 (fp64 for fp64), and

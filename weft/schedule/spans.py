@@ -14,7 +14,7 @@ from weft.schedule.steps import Step
 def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -> str:
     """Return the name of a step of `rank`, in which regions of `rank` get no "@rank".
 
-    numbers: values of the step's variables.
+    numbers: {name: value} of the step's variables, such as loop indices.
     """
     known = numbers or {}
 

@@ -349,7 +349,7 @@ class _Engine:
     def _free(self, rank: _Rank, units: float) -> None:
         """Release the compute units of a finished GEMM. Waiting kernels get them first.
 
-        units: a fraction of the rank's compute units.
+        units: the compute units to release, as a fraction of the rank's units.
         """
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []

@@ -84,7 +84,7 @@ def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
     """Return the time in us of the serial schedule's GEMMs, each alone, on the slowest rank. For experts, this is the
     time of torch's grouped GEMM or of weft's kernel, whichever is faster.
 
-    launches: True to include launches.
+    launches: True to include the time of launches.
     """
     models = [model]
     if isinstance(problem, ExpertsProblem):
@@ -149,7 +149,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
     """Return {rank: sum of the times in us of its matmuls, each alone}.
 
-    launches: True to include their launches.
+    launches: True to include the time of their launches.
     """
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:

@@ -84,7 +84,7 @@ class _Tiles(NamedTuple):
     """Tiles that represent all tiles of a kernel in the evaluation of some expressions. On every rank, these expressions have
     equal values for a tile and for the tile that represents it.
 
-    at: the indices of these tiles.
+    at: the indices of the representative tiles.
     times: the number of tiles that each represents.
     last: where the last tile that each represents ends, as a fraction of all tiles.
     """

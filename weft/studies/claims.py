@@ -24,7 +24,7 @@ class Claim:
     """A claim of a paper, and weft's result for the same quantity.
 
     where: the section or figure of the paper.
-    paper, ours: the paper's and weft's number, or a text.
+    paper, ours: the number of the paper and of weft, or a text if the claim has no number.
     unit: the unit of both numbers, such as "x", "us" or "%".
     limit: the largest deviation with which the claim is reproduced; None for the default. Deviations are fractions of
         the paper's number, or points if the unit is "%".

@@ -50,7 +50,7 @@ class Part:
     batch: the global batch size.
     variants: the implementations to compare.
     tables: the number of tables of each rank, or if not `per_rank`, of all ranks together.
-    dim, rows: the size of each table.
+    dim, rows: the numbers of columns and rows of each table.
     bags: the distribution of the number of rows in a bag.
     ranks: None to run on all ranks together; 1 to let each rank run alone, and record rank 0's times.
     """
@@ -103,7 +103,7 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 class Times:
     """The times of the variants of a `Part` (a configuration of a figure).
 
-    fields: {variant: timing fields of its record}.
+    fields: {variant: the fields of its record that contain times}.
     errors: {variant: its largest error, as a fraction of the reference's largest element}.
     wrong: {variant with a wrong result: error text}; such a variant has no times.
     """
@@ -210,7 +210,7 @@ class Lines(NamedTuple):
     `waits` have an element for each unit.
 
     sent: the bytes that the unit sends to peers.
-    program: the program that ran the unit.
+    program: the index of the program that ran the unit.
     """
 
     start: np.ndarray

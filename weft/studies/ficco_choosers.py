@@ -92,8 +92,8 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 class Swept(NamedTuple):
     """The best result of one form of heuristic.
 
-    form: a description of it.
-    among: the schedules that it chooses from.
+    form: a description of the form.
+    among: the schedules from which the heuristic chooses.
     near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
         thresholds}.
     thresholds: {table of GEMMs: the best thresholds, as text}.
@@ -158,7 +158,7 @@ def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, 
     """Return for how many GEMMs the paper's decision tree (figure 12(a)) picks a schedule that is about as fast as the
     fastest.
 
-    near: the result of `_near`.
+    near: the result of `_near`, which says for each schedule and GEMM if the schedule is about as fast as the fastest.
     border: the largest M / K for which the tree picks the 2D schedule.
     low, high: the FLOPs at which it changes between three 1D schedules.
     """

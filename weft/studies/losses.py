@@ -75,7 +75,7 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM and its all-gather. Some variants may be missing.
 
-    ms: {variant: median time}.
+    ms: {variant: median time in ms}.
     overlap: {variant with two concurrent operations: the fraction of time in which both ran}.
     varies: the spread of the undivided GEMM's time, as two fractions of its median: (80th minus 20th percentile over
         repetitions, slowest minus fastest rank).

@@ -79,7 +79,7 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
     """Return the fields that all records of a simulated run have, also of runs without a machine file.
 
-    machine: a description.
+    machine: a description of the machine.
     assumed: [how many numbers of the model are assumed, how many there are].
     """
     code = provenance()
@@ -143,7 +143,7 @@ def where(last: Record, ranks: str = "") -> str:
 def where_simulated(last: Record, of: str, more: str = "") -> str:
     """Return sentences for the report on how its numbers were simulated.
 
-    of: text with the machines and the dtype.
+    of: a text that names the machines and the dtype.
     more: text to append about assumed numbers.
     """
     assumed, known = last["assumed"]

@@ -48,7 +48,7 @@ class Scaling:
     rows: the mean number of rows in a bag.
     speedups: {number of ranks: the paper's speedup}.
     mean: the paper's mean speedup.
-    where: the section.
+    where: the section of the paper.
     """
 
     name: str
@@ -74,8 +74,8 @@ class PgasRow:
 
     Times are in us.
 
-    pooling, unpacking: lower bounds at the memory's peak rate.
-    exchange: a lower bound at the links' peak rate.
+    pooling, unpacking: lower bounds of the times of pooling and unpacking, at the memory's peak rate.
+    exchange: a lower bound of the time of the all-to-all, at the links' peak rate.
     serial, direct: simulated times of the baseline and of the PGAS kernel.
     sent: the bytes that a rank sends to all peers.
     link_sent: the bytes on the rank's busiest link.
@@ -184,7 +184,7 @@ def implied_gbps(row: PgasRow, speedup: float) -> float:
     """Return the rate in GB/s per rank at which the paper's baseline must have communicated, if its other times are as
     simulated.
 
-    speedup: the paper's.
+    speedup: the paper's speedup.
     """
     return 1e-3 * row.sent / (speedup * row.direct - row.pooling - row.unpacking)
 

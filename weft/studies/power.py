@@ -31,7 +31,7 @@ class PowerRow(NamedTuple):
     GEMM, ran alone.
 
     schedule: the schedule that ran; None for a part.
-    counters: watts, and memory bytes per call.
+    counters: the mean power in watts, and the bytes of memory traffic per call.
     computed_bytes: the memory bytes per call that the simulator computes from the schedule; None if it cannot.
     """
 

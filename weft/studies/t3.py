@@ -93,12 +93,12 @@ _ABOVE = (
 class SublayerRow:
     """The results of one sub-layer.
 
-    problem: its sizes.
+    problem: the sizes of the sub-layer.
     chosen: the schedule that weft selected; `weft_ms` is its time.
-    gather_ms: the time of the all-gather; 0 if not recorded.
+    gather_ms: the time of the all-gather in ms; 0 if not recorded.
     moved: (memory traffic of serial, memory traffic of `chosen`), each as {kind of access: bytes}; None for machines
         without a file.
-    pinned: {pinned schedule: ms}.
+    pinned: {pinned schedule: its time in ms}.
     row_major: True if the weight is not transposed, as in the backward pass.
     """
 

@@ -51,9 +51,9 @@ READINGS: Mapping[str, Callable[[], TrackingGpu]] = {"75": t3_gpu, "150": other_
 class HardwareRow:
     """The results of a sub-layer, in us and bytes.
 
-    gemm, scatter, gather: GEMM, reduce-scatter and all-gather, each alone.
-    scatter_nmc: the reduce-scatter alone, with near-memory compute.
-    t3, mca: the fused GEMM and reduce-scatter with T3 and with T3-MCA.
+    gemm, scatter, gather: the times of GEMM, reduce-scatter and all-gather, each alone.
+    scatter_nmc: the time of the reduce-scatter alone, with near-memory compute.
+    t3, mca: the times of the fused GEMM and reduce-scatter, with T3 and with T3-MCA.
     gemm_t3, gemm_mca: the time until their GEMM ends.
     threshold: the queue length below which T3-MCA issues the ring's memory accesses.
     moved: {"sequential" or "t3-mca": {kind of access: bytes}}.

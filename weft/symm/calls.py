@@ -76,7 +76,7 @@ class GroupCalls(_core.CallCounts):
     def refuse(self, text: str, peers: int = 0) -> bytes:
         """Record that this rank refuses its newest call. Return the message to send to every peer.
 
-        text: the reason.
+        text: the reason for the refusal.
         peers: the number of peers from which to expect an answer.
         """
         self.layers.take()
@@ -235,7 +235,7 @@ class CallLog:
         message to send to every peer.
 
         number: the number of the call.
-        what: its operator, file and line.
+        what: the call's operator, file and line.
         """
         mine = what.encode()
         with self._lock:

@@ -23,7 +23,7 @@ class Entry:
     """The entry of one rank.
 
     name: the name of the rank's attempt to set up the group, which is also the name of its listening socket.
-    token: the rank's secret.
+    token: the secret that other ranks must know to connect to this rank.
     host: the host's name.
     """
 

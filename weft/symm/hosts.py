@@ -175,7 +175,7 @@ class Caller:
 class ControlPort:
     """The listening port of `rank`, and incoming connections whose handshake has not ended.
 
-    token: the rank's secret.
+    token: the secret of `rank`, which an incoming connection must prove to know.
     """
 
     def __init__(self, rank: int, token: str, world_size: int) -> None:
@@ -230,7 +230,7 @@ class Dialing:
     """Attempts to connect to a peer's `port`, at all its addresses at once. The first connection with a successful
     handshake is used.
 
-    token: the peer's secret.
+    token: the peer's secret, with which both ends prove that they belong to the group.
     rank, name: this rank, and the name of its attempt to set up the group.
     """
 

@@ -287,7 +287,7 @@ def direct_reduce_scatter(
 ) -> OutputMap:
     """Return the map of a direct reduce-scatter (section 7.1): each chunk is sent to the rank that owns its rows.
 
-    by: the sender of the chunks (`Sender`).
+    by: the sender of the chunks: "store" (the GEMM stores them at the peer) or "dma" (a copy engine).
     rows, world: the number of rows of all ranks together, and the number of ranks.
     per_rank: the number of chunks of each rank's rows.
     rank: the rank that follows the map. Default: an expression, so that one map describes all ranks.

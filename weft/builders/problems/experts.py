@@ -18,7 +18,7 @@ class ExpertsProblem(Problem):
 
     experts: the number of experts on each rank.
     rows: the number of tokens of each rank.
-    n, k: columns and rows of an expert's weights.
+    n, k: the numbers of columns and rows of an expert's weights.
     splits: for each rank, the expected number of its tokens for each expert of all ranks. The actual numbers are known
         only at run time. An empty tuple means equal numbers for all experts.
     most: the largest number of tokens that a rank may send to the experts of one peer.

@@ -18,7 +18,7 @@ class MatmulAllReduce(GemmProblem):
 
         normed = y / sqrt(mean(y^2 over a row) + eps) * norm
 
-    bias, residual: True to add it.
+    bias, residual: True to add a bias, or a residual, to the sum.
     eps: the norm's epsilon; None for no norm.
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out.

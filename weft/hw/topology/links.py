@@ -144,7 +144,7 @@ class Topology:
 class Wiring:
     """A rule that builds the topology of a given number of ranks.
 
-    builder: a function such as `weft.hw.topology.ring`.
+    builder: the function that builds the topology, such as `weft.hw.topology.ring`.
     numbers: the builder's arguments after the number of ranks.
     ranks: the only allowed number of ranks; 0 if any number is allowed.
     """

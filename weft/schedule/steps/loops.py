@@ -142,7 +142,7 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
 
     Return a list of (values of `numbers`, number of tiles), sorted by values.
 
-    tiles: a step whose extent is a number.
+    tiles: the step. Its extent must be a number, not an expression.
     values: the values of the other variables in the body; None if the index of the tile is the only variable.
     """
     extent = cast(int, tiles.extent)

@@ -20,7 +20,7 @@ class Read(Step):
     `weft.schedule.expr.total` makes the expressions for such sizes. The expressions use the numbers that were read,
     even if the buffer changes later.
 
-    region: the whole buffer, int64.
+    region: the buffer to read, as a whole; int64.
     by: who reads the numbers:
 
         device     kernels only. The CPU never reads the numbers

@@ -41,8 +41,8 @@ class Event(NamedTuple):
     """One execution of a step.
 
     run: the number of the run, from 1.
-    lane: the index among the rank's lanes.
-    step: the index in the lane.
+    lane: the index of the step's lane among the rank's lanes.
+    step: the index of the step in its lane.
     """
 
     run: int

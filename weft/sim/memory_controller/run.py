@@ -73,7 +73,7 @@ class HardwareGemm:
 class ControllerRun:
     """The result of a simulation. Times are in us. Bytes count reads and writes of the GPU's memory.
 
-    us: the time of the last access.
+    us: the time of the last access, at which the simulation ends.
     gemm_us: the time at which the last work-group ended; 0 without a GEMM.
     busy: the fraction of time in which memory was busy.
     tracker_most: the maximum number of tracker entries in use.

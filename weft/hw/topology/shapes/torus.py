@@ -14,7 +14,7 @@ from weft.hw.topology.shape import PAIRS, shape
 class Torus(Topology):
     """A torus whose links are of the kinds "row" and "column". A route uses row links first.
 
-    dims: (columns, rows).
+    dims: the numbers of columns and rows of the torus.
     """
 
     def _found(self, source: int, target: int) -> tuple[Route, ...]:
