@@ -195,7 +195,8 @@ def draw(
         options |= {"nonfinite": "raise"}
     if kind == "fewer backwards":
         options |= {"batches": 2, "prefetch": "now" if options["prefetch"] else None}
-    if (kind == "fork, uses the group" or of_kind.second != "never") and options.get("placement") == "replicated":
+    calls_forward = kind == "fork, uses the group" or (of_kind.second != "never" and phase != BACKWARD)
+    if calls_forward and options.get("placement") == "replicated":
         options |= {"placement": "rows"}  # forward of data-parallel tables alone does not use the group
     if kind.startswith("other dimensions"):
         options |= {"outer": rng.choice([None, 0, 1]), "backward": False}
@@ -314,7 +315,7 @@ def _second(
         return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}
     if kind == "other dtype" and (dtype := OPERATORS[operator].other_dtype) is not None:
-        return operator, changed | {"dtype": dtype}
+        return operator, {name: value for name, value in changed.items() if name != "rounding"} | {"dtype": dtype}
     return operator, changed | {"other_size": True}
 
 

@@ -39,7 +39,7 @@ from .faults import Injected, Leave, Sabotage, injected
 from .operators import OPERATORS
 from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .training import Training
-from .work import Differentiable, Given, Results, Work
+from .work import Differentiable, Given, Results, Tolerance, Work
 
 _SAVED = 1  # the step before which a checkpoint is saved, if the fault comes later
 MOST_ERRORS = 4  # the number of failed steps after which a rank ends
@@ -280,27 +280,30 @@ class Job:
     def leave(self) -> dict[str, Any]:
         """Drop everything, and return which descriptors, mappings and threads of weft are left in this process."""
         self.sabotage.reap()
+        tolerance = self.work.tolerance
         self.work = self.second = bad._mesh = None  # type: ignore[assignment]
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.destroy_process_group()
         gc.collect()
-        _start_afresh(self.device, self.loads, self.trace)
+        _start_afresh(self.device, self.loads, tolerance, self.trace)
         until = time.monotonic() + 1.0
         while (left := traces_left())["threads"] and time.monotonic() < until:
             time.sleep(0.02)  # threads that poll need time to notice that no group is left
         return left
 
 
-def _start_afresh(device: torch.device, loads: Callable[[], tuple[Results, Results]] | None, trace: Trace) -> None:
+def _start_afresh(
+    device: torch.device, loads: Callable[[], tuple[Results, Results]] | None, tolerance: Tolerance, trace: Trace
+) -> None:
     """Make a new group in this process and destroy it, like a program that continues without the failed ranks.
 
     loads: a function that loads a checkpoint of the failed ranks, and returns (what it has loaded, the right values).
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if loads is not None:
-        trace.write("loaded", result=compare(*loads(), padded=False, tolerance=Training.tolerance))
+        trace.write("loaded", result=compare(*loads(), padded=False, tolerance=tolerance))
     symm.communicator(dist.group.WORLD, device).close()
     dist.destroy_process_group()
     gc.collect()
@@ -311,7 +314,7 @@ def _at_the_door(error: BaseException) -> bool:
     return bool(frames) and all(frame.name in _DOORS for frame in frames)
 
 
-def compare(results: Results, wanted: Results, padded: bool, tolerance: float = 0.0) -> str:
+def compare(results: Results, wanted: Results, padded: bool, tolerance: Tolerance = 0.0) -> str:
     if len(results) != len(wanted):
         return "wrong"
     nan = False
@@ -329,8 +332,10 @@ def compare(results: Results, wanted: Results, padded: bool, tolerance: float = 
     return "nan" if nan else "right"
 
 
-def _equal(x: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
-    return torch.allclose(x, w, tolerance, tolerance) if tolerance else torch.equal(x, w)
+def _equal(x: torch.Tensor, w: torch.Tensor, tolerance: Tolerance) -> bool:
+    if not tolerance:
+        return torch.equal(x, w)
+    return torch.allclose(x, w, *(tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)))
 
 
 def traces_left() -> dict[str, Any]:

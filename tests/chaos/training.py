@@ -25,7 +25,7 @@ from weft.embedding.partition import TablePart
 from weft.nn import FusedOptimizers, LoadPlanner, ModelState, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 from .bad import Form, put
-from .pooled import Collection, Features, LocalBatch
+from .pooled import Collection, Features, GlobalBatch, LocalBatch
 from .work import Differentiable, Given, Results
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -42,14 +42,22 @@ _FAR = 100_000  # the distance between the numbers of a step's batches
 
 
 class Tables:
-    """All tables and optimizer states, in float64. blocks: for each table, the ranges of columns that have rowwise
-    states of their own.
+    """All tables and optimizer states, in float64.
+
+    blocks: for each table, the ranges of columns that have rowwise states of their own. dtype: the dtype to which updates round
+    tables; None if they round at random or are as good as exact.
     """
 
-    def __init__(self, weights: list[torch.Tensor], blocks: list[list[tuple[int, int]]], options: Given) -> None:
+    def __init__(
+        self,
+        weights: list[torch.Tensor],
+        blocks: list[list[tuple[int, int]]],
+        options: Given,
+        dtype: torch.dtype | None,
+    ) -> None:
         self.weights = [weight.double() for weight in weights]
         self.first, self.second = ([torch.zeros_like(weight) for weight in self.weights] for _ in range(2))
-        self.blocks, self.options, self.steps = blocks, options, 0
+        self.blocks, self.options, self.dtype, self.steps = blocks, options, dtype, 0
 
     def updated(self, grads: list[torch.Tensor], rows: list[torch.Tensor], lr: float) -> Tables:
         """Return the tables and states after an update. grads, rows: the gradients of each table, and the rows that
@@ -62,11 +70,14 @@ class Tables:
             grads = [grad * min(1.0, most / (float(norm) + 1e-6)) for grad in grads]
         for i, (grad, of_rows) in enumerate(zip(grads, rows, strict=True)):
             grad = grad + self.options.get("weight_decay", 0.0) * self.weights[i]
-            new._update(i, grad, of_rows, lr)
+            most = self.options.get("clip_value", float("inf"))
+            new._update(i, grad.clamp(-most, most), of_rows, lr)
+            if self.dtype is not None:
+                new.weights[i] = new.weights[i].to(self.dtype).double()
         return new
 
     def _update(self, i: int, g: torch.Tensor, rows: torch.Tensor, lr: float) -> None:
-        rule, square = self.options["optimizer"], g * g
+        rule, square = self.options["optimizer"] or "SGD", g * g
         if "owwise" in rule:
             for begin, end in self.blocks[i]:
                 square[:, begin:end] = square[:, begin:end].mean(1, keepdim=True)
@@ -87,7 +98,8 @@ class Training(Collection, Differentiable):
     """A training step: forward, and a backward that updates the tables.
 
     prefetch: "now" distributes the ids in a call of its own before forward. "ahead" does so one step before. batches: the
-    number of batches of a step, whose gradients make one update (`accumulate`). optimizer: None for gradients in `.grad`.
+    number of batches of a step, whose gradients make one update (`accumulate`). optimizer: None for gradients in `.grad`,
+    which may be sparse. torchs: True if an optimizer of torch then updates the tables.
     """
 
     devices, differentiable, local_batch, told_sizes = ("cpu",), True, True, False
@@ -98,6 +110,11 @@ class Training(Collection, Differentiable):
     bad_calls = LocalBatch.bad_calls
 
     @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        of = GlobalBatch if options.get("input") == "global_batch" else super()
+        return of.bad_values(options)
+
+    @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
         rule, batches = rng.choice([None, *RULES, *RULES]), rng.choice([1, 1, 2])
         prefetch = rng.choice([None, None, "now", "ahead" if batches == 1 else "now"])
@@ -105,15 +122,20 @@ class Training(Collection, Differentiable):
             **super().drawn(rng, device), "backward": True, "batches": batches, "prefetch": prefetch, "optimizer": rule,
             "gradients": rng.choice(["sum", "mean"]), "restores": rng.random() < 0.5, "max_ids": rng.choice([None, 10**6]),
         }  # fmt: skip
-        if rule is not None:
-            drawn["nonfinite"] = rng.choice(["propagate", "raise"])
-            drawn |= rng.choice([{}, {"weight_decay": 0.125}, {"clip_norm": 20.0}])
-        return drawn
+        if rule is None:
+            return drawn | {"sparse": rng.random() < 0.5, "torchs": rng.random() < 0.5}
+        drawn["nonfinite"] = rng.choice(["propagate", "raise"])
+        drawn |= rng.choice([{}, {}, {"dtype": "float16"}, {"dtype": "float16", "rounding": "stochastic"}])
+        return drawn | rng.choice([{}, {"weight_decay": 0.125}, {"clip_norm": 20.0}, {"clip_value": 2.0}])
 
     @classmethod
     def other_makings(cls, world: int, options: Given) -> list[Given]:
         rules = [{"optimizer": rule} for rule in (None, *RULES) if rule != options["optimizer"]]
-        others = [{"gradients": "sum" if options["gradients"] == "mean" else "mean"}, {"max_ids": 10**5}]
+        others = [{"gradients": "sum" if options["gradients"] == "mean" else "mean"}]
+        if options.get("input") != "global_batch":
+            others.append({"max_ids": 10**5})
+        if options["optimizer"] is None:
+            others.append({"sparse": not options["sparse"]})
         return [*rules, *others, *cls._other_placements(world, options), *cls._other_settings(options)]
 
     @classmethod
@@ -139,15 +161,25 @@ class Training(Collection, Differentiable):
         ]
         self.weighted = self.options["is_weighted"]
         self.batches, self.skips, self.ahead = self.options["batches"], False, None
+        self.local_batch = self.options.get("input") != "global_batch"  # type: ignore[misc]
+        if self.dtype == torch.float16:  # every update rounds to 16 bits, either to the nearest number or up or down
+            self.tolerance = (0.03, 0.5) if "rounding" in self.options else (0.01, 0.25)
         self._saved: Any = None
         self.module: Any = self._made(self.group, self._placement())
         self.module.load_full_weights({table.name: self._table(i) for i, table in enumerate(self.tables)})
         self.parts = self._parts()
+        if not self.local_batch:
+            self.sharding = self.module.sharding
+        self.torchs = None
+        if self.options["optimizer"] is None and self.options.get("torchs"):
+            weights = [weight for _, weight in self.parts] or [torch.zeros(0, requires_grad=True)]
+            self.torchs = torch.optim.SGD(weights, _LR)
         blocks = [
             sorted({(p.column, p.column + p.columns) for p in self._all_parts() if p.table == i}) for i in range(4)
         ]
         whole = [of or [(0, dim)] for of, dim in zip(blocks, self.dims, strict=True)]
-        self.model = Tables([self._table(i) for i in range(4)], whole, self.options)
+        rounds_to = torch.float16 if self.dtype == torch.float16 and "rounding" not in self.options else None
+        self.model = Tables([self._table(i) for i in range(4)], whole, self.options, rounds_to)
 
     def _dims(self) -> tuple[int, ...]:
         return 4, 3, 8, 11 + self.other
@@ -155,20 +187,21 @@ class Training(Collection, Differentiable):
     def _made(self, group: Any, placement: list[Any]) -> Any:
         rule, optimizer = self.options["optimizer"], None
         if rule is not None:
-            names = ("nonfinite", "weight_decay", "clip_norm")
+            names = ("nonfinite", "weight_decay", "clip_norm", "clip_value", "rounding")
             given = {name: self.options[name] for name in names if name in self.options}
             optimizer = RULES[rule](lr=_LR, **given, **({} if rule == "SGD" else {"eps": _EPS}))
         return self._module(
             tables=self.tables, group=group, placement=placement, device=self.device, optimizer=optimizer,
             gradients=self.options["gradients"], max_ids=self.options["max_ids"], deadline_s=self.options["deadline_s"],
-            **self._settings(),
+            sparse=rule is None and self.options.get("sparse", False), **self._settings(),
         )  # fmt: skip
 
     def _placement(self) -> list[Any]:
         raise NotImplementedError
 
     def _module(self, **options: Any) -> Any:
-        return ShardedEmbeddingBagCollection(is_weighted=self.weighted, **options)
+        input = self.options.get("input", "local_batch")
+        return ShardedEmbeddingBagCollection(is_weighted=self.weighted, input=input, **options)
 
     def _parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         found: list[tuple[TablePart, torch.Tensor]] = self.module.parts()
@@ -182,8 +215,8 @@ class Training(Collection, Differentiable):
 
     def begin(self, n: int) -> None:
         """Set the learning rate of step n. In some steps, save the tables and states, or load those that were saved."""
-        if self.options["optimizer"] is not None:
-            self.module.fused_optimizer.param_groups[0]["lr"] = self._lr(n)
+        if (optimizer := self.torchs or self._fused) is not None:
+            optimizer.param_groups[0]["lr"] = self._lr(n)
         if not self.options["restores"] or self.options["optimizer"] is None:
             return
         if n % _EVERY == _SAVE:
@@ -194,6 +227,10 @@ class Training(Collection, Differentiable):
             self.module.load_state_dict(weights)
             self.module.fused_optimizer.load_state_dict(states)
             self.module.fused_optimizer.param_groups[0]["lr"] = self._lr(n)
+
+    @property
+    def _fused(self) -> Any:
+        return None if self.options["optimizer"] is None else self.module.fused_optimizer
 
     def save(self, folder: str) -> Callable[[], tuple[Results, Results]] | None:
         """Save a checkpoint together with the other ranks. Return a function that loads it into a module of one rank, and
@@ -237,7 +274,10 @@ class Training(Collection, Differentiable):
     def forward(self, given: Given) -> Results:
         features, self.ahead = self._features(given), None
         with torch.set_grad_enabled(self.backward):
-            return self._results(self.module(features))
+            return self._results(self._called(features, given))
+
+    def _called(self, features: Any, given: Given) -> Any:
+        return self.module(features, batch_sizes=given["batch_sizes"])
 
     def _results(self, out: Any) -> Results:
         return [out.values()]
@@ -248,13 +288,17 @@ class Training(Collection, Differentiable):
             weight.grad = None
         several = self.batches > 1
         with self.module.accumulate() if several else contextlib.nullcontext():
-            torch.autograd.backward(results, grads, retain_graph=True)  # may run again after Ctrl-C
+            given_dtype = [grad.to(self.dtype) for grad in grads]
+            torch.autograd.backward(results, given_dtype, retain_graph=True)  # may run again after Ctrl-C
             for number in range(1, self.batches - self.skips):
                 of_batch = n + number * _FAR
                 more = self.forward(Collection.inputs(self, of_batch))
-                torch.autograd.backward(more, self._upstream(self.rank, of_batch))
-        if self.options["optimizer"] is None:
-            return [torch.zeros_like(weight) if weight.grad is None else weight.grad for _, weight in self.parts]
+                torch.autograd.backward(more, [grad.to(self.dtype) for grad in self._upstream(self.rank, of_batch)])
+        if self.torchs is not None:
+            self.torchs.step()
+        elif self.options["optimizer"] is None:
+            found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for _, weight in self.parts]
+            return [grad.to_dense() for grad in found]
         return self._tables()
 
     def _tables(self) -> Results:
@@ -265,7 +309,9 @@ class Training(Collection, Differentiable):
         return found
 
     def _states(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self.module.fused_optimizer.state.get(weight, {})
+        if self._fused is None:
+            return {}
+        found: dict[str, torch.Tensor] = self._fused.state.get(weight, {})
         return found
 
     def failed(self) -> None:
@@ -317,7 +363,7 @@ class Training(Collection, Differentiable):
                     rows[at] = True
             of_tables.append(total / (self.world if self.options["gradients"] == "mean" else 1))
             read.append(rows)
-        if self.options["optimizer"] is None:
+        if self.options["optimizer"] is None and self.torchs is None:
             self.next = self.model
             return self._upstream(self.rank, n), [_part(of_tables[p.table], p) for p, _ in self.parts]
         self.next = self.model.updated(of_tables, read, self._lr(n))
@@ -357,11 +403,20 @@ class WholeTables(Training):
     """Training of a `ShardedEmbeddingBagCollection` with a rank for each table."""
 
     @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        drawn = super().drawn(rng, device)
+        if "placement" not in drawn and drawn["prefetch"] is None and rng.random() < 0.5:
+            drawn |= {"input": "global_batch", "max_ids": None}
+        return drawn
+
+    @classmethod
     def _other_settings(cls, options: Given) -> list[Given]:
         others = [{"transport": name} for name in ("direct", "put", "serial") if name != options["transport"]]
         order = {"order": "natural" if options["order"] == "remote_first" else "remote_first"}
         more = [*others, order, {"outputs": 5 - options["outputs"]}, {"slice_size": 3}, {"output_dtype": "bf16"}]
-        return [*super()._other_settings(options), *more, {"is_weighted": not options["is_weighted"]}]
+        if options.get("input") != "global_batch":  # otherwise no rank sends weights to another
+            more.append({"is_weighted": not options["is_weighted"]})
+        return [*super()._other_settings(options), *more]
 
     @classmethod
     def _other_placements(cls, world: int, options: Given) -> list[Given]:
@@ -389,7 +444,7 @@ class CutTables(WholeTables):
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        drawn = {**super().drawn(rng, device), "placement": rng.choice(cls.PLACEMENTS)}
+        drawn = {**Training.drawn.__func__(cls, rng, device), "placement": rng.choice(cls.PLACEMENTS)}  # type: ignore[attr-defined]
         if drawn["placement"] not in ("columns", "rows"):  # clip_norm does not support data-parallel tables
             drawn.pop("clip_norm", None)
         return drawn
@@ -460,6 +515,9 @@ class Rows(CutTables):
 
     def _module(self, **options: Any) -> Any:
         return ShardedEmbeddingCollection(dedup=self.options["dedup"], **options)
+
+    def _called(self, features: Any, given: Given) -> Any:
+        return self.module(features)
 
     def _settings(self) -> Given:
         return {name: self.options[name] for name in ("bounds_check", "hash") if name in self.options}

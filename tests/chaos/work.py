@@ -25,6 +25,7 @@ from .bad import DEADLINES, Form, each, put
 
 Given = dict[str, Any]
 Results = list[torch.Tensor]
+Tolerance = float | tuple[float, float]
 FP8 = torch.float8_e4m3fn
 
 
@@ -90,7 +91,8 @@ class Work(ABC):
 
     backward = False  # whether steps have a backward
     padded = False  # whether results may have more rows than expected
-    tolerance = 0.0  # the allowed difference of a result, relative to the larger of 1 and the right value
+    tolerance: Tolerance = 0.0
+    """The allowed difference of a result, relative to the larger of 1 and the right value; or (relative, absolute)."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, seed: int, size: int, turn: int, options: Given
