@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from .operators import OPERATORS, TRAINING
+from .checkpoints import SAVING
+from .operators import CHECKPOINTS, OPERATORS, TRAINING
 from .work import Work
 
-Phase = Literal["set-up", "first call", "steady", "backward"]
+Phase = Literal["set-up", "first call", "steady", "backward", "checkpoint"]
 STEPS, TURN = 36, 14  # STEPS: the number of a rank's steps. From step TURN on, calls have another shape.
-SET_UP, FIRST, STEADY, BACKWARD = "set-up", "first call", "steady", "backward"
+SET_UP, FIRST, STEADY, BACKWARD, CHECKPOINT = "set-up", "first call", "steady", "backward", "checkpoint"
 CALLED = (SET_UP, FIRST, STEADY)
 
 
@@ -101,6 +102,12 @@ KINDS: dict[str, Kind] = {
         "other option", (SET_UP,), lives=True, second="cold", told="DisagreementError", operators=MODULES
     ),
     "other learning rate": Kind("other option", (BACKWARD,), told="DisagreementError", operators=TRAINING),
+    "damaged checkpoint": Kind(
+        "checkpoint", (CHECKPOINT,), lives=True, told="CheckpointException", times=2, operators=CHECKPOINTS
+    ),
+    "other checkpoint": Kind(
+        "checkpoint", (CHECKPOINT,), lives=True, told="CheckpointException", operators=CHECKPOINTS
+    ),
     "other tables": Kind(
         "other tables", CALLED, lives=True, times=2, told="RefusedError", operators=("matmul_all_to_all",)
     ),
@@ -125,7 +132,7 @@ class Injection:
     size: int
     phase: str
     step: int  # -1: the fault comes while a module is made, or before the first call
-    place: str  # before, between or after the calls of the step
+    place: str  # before, between or after the calls of the step; or before save or load
     victim: int
     delay_s: float  # time between the place in the program and the signal
     pauses_s: tuple[float, ...]
@@ -183,6 +190,8 @@ def draw(
     phase = rng.choice(of_kind.phases)
     if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
         phase = SET_UP  # about half of all injections, because ranks meet and map memory during set-up
+    if operator in CHECKPOINTS and kind in _IN_CHECKPOINTS and rng.random() < 0.7:
+        phase = CHECKPOINT
     deadline_s = _deadline_s(of_kind, device)
     world = rng.choice([2, 2, 2, 3, 3, 4]) if device == "cpu" else 2
     options = _options(operator, rng, deadline_s, device, world)
@@ -191,6 +200,8 @@ def draw(
         options |= OPERATORS[operator].plain
     if kind in ("infinite gradient", "other learning rate", "fewer backwards") and not options["optimizer"]:
         options |= {"optimizer": "SGD"}
+    if kind == "short stop":
+        options.pop("rounding", None)  # in so many steps, tables that round at random move too far
     if kind == "infinite gradient":
         options |= {"nonfinite": "raise"}
     if kind == "fewer backwards":
@@ -212,6 +223,9 @@ def draw(
         phase, rng.choice([rng.randrange(2, TURN - 4), rng.randrange(TURN + 2, STEPS - 8)])
     )
     place = "between" if phase == BACKWARD or kind == "exception between calls" else "before"
+    if phase == CHECKPOINT:
+        step = rng.choice([n for n in SAVING if 3 < n < STEPS - 8])
+        place = "load" if of_kind.family == "checkpoint" else rng.choice(["save", "load"])
     if kind == "exception after calls":
         place = "after"
     if step < 0 and (
@@ -219,7 +233,11 @@ def draw(
     ):
         step = 0
     steady_s = _STEP_S[operator in TRAINING]
-    most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, steady_s) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
+    most_s = (
+        {SET_UP: 0.3, FIRST: 0.05, CHECKPOINT: 0.03}.get(phase, steady_s)
+        if device == "cpu"
+        else {SET_UP: 3.0}.get(phase, 0.05)
+    )
     steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
     if device == "cuda" and phase == SET_UP:
         steps, pace_s = 130, 0.02  # so that steps last as long as signals may arrive
@@ -234,6 +252,9 @@ def draw(
 _STEP_S = (0.004, 0.015)  # the duration of a call, and of a training step
 _LONG = ("long stop", "long straggler", "never call", "fewer batches")
 _LONG_RUN = 250  # steps; enough of them for several pauses that coincide with calls
+_IN_CHECKPOINTS = (
+    *SIGNALS, "exit", "leave", "short straggler", "long straggler", "never call", "exception between calls",
+)  # fmt: skip
 _WHILE_MAKING = (
     "exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads", "other module",
 )  # fmt: skip

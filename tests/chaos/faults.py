@@ -86,6 +86,11 @@ class Sabotage:
         elif kind == "other learning rate":
             self.told()
             work.spoil()  # type: ignore[attr-defined]
+        elif kind == "damaged checkpoint":
+            self.told(form=work.damage(injection.choice))  # type: ignore[attr-defined]
+        elif kind == "other checkpoint":
+            self.told()
+            work.stale = True  # type: ignore[attr-defined]
         elif kind in ("exception between calls", "exception after calls"):
             then = (
                 ("goes on", "leaves", "stays away")[injection.choice % 3] if injection.device == "cuda" else "goes on"

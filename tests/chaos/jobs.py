@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import weft
 from weft import symm
@@ -34,6 +35,7 @@ from weft.symm.calls import calls_of
 from weft.symm.entries import Entry
 
 from . import bad
+from .checkpoints import Checkpoints
 from .draw import Injection
 from .faults import Injected, Leave, Sabotage, injected
 from .operators import OPERATORS
@@ -96,6 +98,9 @@ class Job:
         if injection.second is not None:
             others = injection.of_kind.family != "other option"  # 1: the second work has other data than the first
             self.second = self._work(group, *injection.second, injection.seed * 1000003 + injection.index + others)
+        for work in (self.work, self.second):
+            if isinstance(work, Checkpoints):
+                work.folder = checkpoint
 
     def _work(self, group: dist.ProcessGroup, operator: str, options: Given, seed: int) -> Work:
         return OPERATORS[operator](group, self.device, seed, self.injection.size, self.injection.turn, options)
@@ -144,7 +149,8 @@ class Job:
             self._swapped(n)
             return
         self.work.begin(n)
-        if n == _SAVED and self.injection.step > _SAVED and isinstance(self.work, Training):
+        saves = isinstance(self.work, Training) and not isinstance(self.work, Checkpoints)
+        if n == _SAVED and self.injection.step > _SAVED and saves:
             self.loads = self.work.save(str(self.checkpoint))
         given = self.work.inputs(n)
         given, around = self.sabotage.act(n, "before", self.work, given)
@@ -166,6 +172,9 @@ class Job:
             self._call(n, "backward", backward, lambda: wanted, around)
             self.work.succeeded()
             del backward
+            for name, more, wanted_of_more in self.work.more(n):
+                _, around = self.sabotage.act(n, name, self.work, given)
+                self._call(n, name, more, wanted_of_more, around)
         elif self._calls_twice:
             assert self.second is not None
             others, around = self.sabotage.act(n, "between", self.second, self.second.inputs(n))
@@ -242,6 +251,8 @@ class Job:
         kind = self.injection.kind
         mine = self.rank == self.injection.victim and injected(error, kind)
         named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
+        if name in ("save", "load"):  # torch's collectives
+            named = named or isinstance(error, CheckpointException | RuntimeError)
         frames = traceback.extract_tb(error.__traceback__)
         inside = [
             f"{frame.filename[len(_PACKAGE) :]}:{frame.lineno}"
@@ -260,7 +271,7 @@ class Job:
     def _like(self, results: Results, n: int, name: str, padded: bool) -> str:
         """Return which step's results the wrong results resemble."""
         work = self.second if name in ("second", "warm") else self.work
-        if work is None or name in ("make", "backward", "prefetch"):
+        if work is None or name in ("make", "backward", "prefetch", "save", "load"):
             return "differs"
         shares = {}
         for m in range(n - 4, n + 5):
@@ -281,6 +292,7 @@ class Job:
         """Drop everything, and return which descriptors, mappings and threads of weft are left in this process."""
         self.sabotage.reap()
         tolerance = self.work.tolerance
+        self.loads = self.loads or getattr(self.work, "loads", None)
         self.work = self.second = bad._mesh = None  # type: ignore[assignment]
         gc.collect()
         if self.device.type == "cuda":

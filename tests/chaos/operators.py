@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .checkpoints import Checkpoints
 from .combine import MatmulAllToAll
 from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
@@ -23,5 +24,7 @@ OPERATORS: dict[str, type[Work]] = {
     "training, whole tables": WholeTables,
     "training, cut tables": CutTables,
     "training, rows": Rows,
+    "training, checkpoints": Checkpoints,
 }
+CHECKPOINTS = ("training, checkpoints",)
 TRAINING = tuple(name for name, work in OPERATORS.items() if issubclass(work, Training))

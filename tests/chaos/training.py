@@ -238,14 +238,18 @@ class Training(Collection, Differentiable):
         """
         if self.options["optimizer"] is None:
             return None
-        dcp.save(_state(self.module), checkpoint_id=folder, process_group=self.group)
+        dcp.save(checkpoint_state(self.module), checkpoint_id=folder, process_group=self.group)
+        return self._loads_alone(folder)
+
+    def _loads_alone(self, folder: str) -> Callable[[], tuple[Results, Results]]:
+        """Return a function that loads the present tables from `folder` into a module of one rank, as `save` does."""
         alone = copy.copy(self)
         alone.module, alone.group, alone.parts, alone.rank = None, None, [], 0  # type: ignore[assignment]
         return lambda: alone._loaded(folder, dist.group.WORLD)
 
     def _loaded(self, folder: str, group: Any) -> tuple[Results, Results]:
         self.module = self._made(group, [_alone(sharding) for sharding in self._placement()])
-        dcp.load(_state(self.module), checkpoint_id=folder, process_group=group, planner=LoadPlanner())
+        dcp.load(checkpoint_state(self.module), checkpoint_id=folder, process_group=group, planner=LoadPlanner())
         self.parts = self._parts()
         return self._tables(), self._right(self.model)
 
@@ -383,7 +387,7 @@ class Training(Collection, Differentiable):
         raise NotImplementedError  # `gradients` needs no leaves
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
+def checkpoint_state(module: nn.Module) -> dict[str, Any]:
     model = nn.ModuleDict({"tables": module})
     return {"model": ModelState(model), "optimizers": FusedOptimizers(model)}
 

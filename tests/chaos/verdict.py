@@ -11,7 +11,7 @@ else is a wrong outcome, a `Fault`. The kinds are:
 - lost: a group that had to survive has failed, or a later call in it is not right.
 - split: after an error, the last calls give right results on some ranks and errors on others.
 - unnamed: an error is neither a `WeftError` nor a `ValueError`, and was not injected into the rank itself; or it is not
-  the error that must come (`Kind.told`).
+  the error that must come (`Kind.told`). While torch saves or loads a checkpoint, errors of torch are named, too.
 - crash: a process ended by a signal that nobody sent. An abort of glibc without memory is no crash.
 - leak: memory, descriptors, threads or names are left.
 """
@@ -193,7 +193,9 @@ def _told(injection: Injection, seen: Seen) -> list[Fault]:
             if call["call"] == "warm" and call["result"] == "error":
                 said = ": ".join(call["error"])
                 faults.append(("lost", f"{_named(injection, rank, call)}: {said}, of a call that all ranks make"))
-        names = ("backward",) if injection.phase == "backward" else ("make", "forward", "second", "prefetch")
+        names = {"backward": ("backward",), "checkpoint": ("load",)}.get(
+            injection.phase, ("make", "forward", "second", "prefetch")
+        )
         at_step = [call for call in calls if call["n"] == injection.step and call["call"] in names]
         # A prefetch waits for no peer, so the call after it may be the first that raises.
         call = next((call for call in at_step if call["call"] != "prefetch" or call["result"] == "error"), None)

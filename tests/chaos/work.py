@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -115,6 +116,10 @@ class Work(ABC):
 
     def succeeded(self) -> None:  # noqa: B027
         """Note that backward of the step has returned results."""
+
+    def more(self, n: int) -> list[tuple[str, Callable[[], Results], Callable[[], Results]]]:
+        """Return further calls of step n, after backward, as (name, call, function that returns the right results)."""
+        return []
 
     @abstractmethod
     def inputs(self, n: int) -> Given:

@@ -88,6 +88,20 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool, tmp_path: Path, change
         assert same
 
 
+def loads_another(group: dist.ProcessGroup, folders: list[str]) -> tuple[str, str, bool]:
+    return loads_wrongly(group, folders[group.rank()], {})
+
+
+def test_ranks_that_load_different_checkpoints_are_refused(pool: Pool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        pool.run(saves, folder, ADAM, torch.float32, ranks=2)
+    for kind, text, same in pool.run(loads_another, folders, ranks=2):
+        assert kind == "CheckpointException"
+        assert all(folder in text for folder in folders), text
+        assert same
+
+
 def saves_and_loads(
     group: dist.ProcessGroup, folder: str, pairs: list[tuple[Any, Any]], written_by: str
 ) -> list[tuple[str, bool]]:

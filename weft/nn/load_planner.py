@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from weft.caller import warn
 from weft.nn.checkpoint import OPTIMIZER, OPTIONAL
@@ -23,7 +24,8 @@ class LoadPlanner(DefaultLoadPlanner):
     It compares names, shapes and dtypes of all tensors with the checkpoint, and the classes and hyperparameters of the
     tables' optimizers, except learning rates. An optimizer state in the checkpoint that the model's optimizer lacks is
     also a difference. If there are differences on any rank, every rank raises torch's `CheckpointException` with a
-    `ValueError` that names them. (torch's own planner silently converts dtypes.)
+    `ValueError` that names them. (torch's own planner silently converts dtypes.) Every rank also raises this exception
+    if ranks load different checkpoints. (torch's own planner mixes their values.)
 
     TorchRec's checkpoints have no learning rates and no numbers of updates: the model keeps its own, and a warning says
     so. They also lack the class and hyperparameters of the optimizer, so only its states are compared.
@@ -60,7 +62,24 @@ class LoadPlanner(DefaultLoadPlanner):
         without.update(kept)
         if without:
             self.state_dict = {name: value for name, value in self.state_dict.items() if name not in without}
-        return super().create_local_plan()
+        return replace(super().create_local_plan(), planner_data=_saved_as(self.metadata))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        saved = [plan.planner_data for plan in global_plan]
+        for rank, (number, folder) in enumerate(saved):
+            if number != saved[0][0]:
+                raise ValueError(
+                    "ranks load different checkpoints, so nothing was loaded: rank 0 loads a checkpoint that was saved as "
+                    f"{saved[0][1]}, and rank {rank} a checkpoint that was saved as {folder}. Pass the same checkpoint_id on "
+                    "every rank"
+                )
+        return super().create_global_plan(global_plan)
+
+
+def _saved_as(metadata: Metadata) -> tuple[str | None, str]:
+    """Return (the unique number of a save, or None if the checkpoint has none; the checkpoint_id that was saved)."""
+    found = getattr(metadata, "storage_meta", None)
+    return getattr(found, "save_id", None), str(getattr(found, "checkpoint_id", None))
 
 
 def _tables(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
