@@ -16,8 +16,8 @@ from weft.words import counted, kind
 class Problem:
     """The sizes and options of an operator's call, for builders and the planner.
 
-    Every problem has a builder `serial`, the baseline, which calls NCCL and cuBLAS one after the other. Its GEMM and
-    its collective are not cut into pieces.
+    Every problem has a builder `serial`, the baseline, which calls NCCL and cuBLAS one after the other. The GEMM and
+    the collective of `serial` are not cut into pieces.
     """
 
     world_size: int

@@ -174,7 +174,7 @@ def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
     Raises `ValueError` if the calibration was measured with other versions of packages or driver, and `UnreadableError`
-    if its file is broken. Both texts give the fix.
+    if its file is broken. The error texts give the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 

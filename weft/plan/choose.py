@@ -250,9 +250,9 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be faster than serial to be chosen.
 
     Usually this is a fraction of serial's time (`_clearly`). If serial makes the CPU wait for sizes, the device is idle
-    after the wait until the CPU has issued more work. This took 7% of serial's time on H100s (1204x14336x30336, 32
-    experts). If `row` has no such wait, it avoids this idle time, which its predicted time does not show. The idle time
-    is estimated by serial's CPU time, and subtracted. The result is at least `CLEARLY_US`.
+    after the wait until the CPU has issued more work. This idle time was 7% of serial's time on H100s
+    (1204x14336x30336, 32 experts). If `row` has no such wait, it avoids this idle time, which its predicted time does
+    not show. The idle time is estimated by serial's CPU time, and subtracted. The result is at least `CLEARLY_US`.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:

@@ -4,8 +4,8 @@
     compute     the time of the serial schedule's GEMMs on the slowest rank, if nothing else runs. If the operator pools
                 embeddings instead: the time of the pooling at full memory bandwidth, or on all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
-    sent        for each collective other than an all-to-all: the bytes that a rank or a host must send or receive / the
-                bandwidth of the links over which its routes leave, for the slowest of them; summed over these collectives
+    sent        the sum, over all collectives other than all-to-alls, of (bytes that a rank or a host must send or receive) /
+                (bandwidth of the links by which its routes leave or enter), for the slowest rank or host
     exchanged   for all all-to-alls together: the time that the link with the most bytes needs. This is a bound for all
                 schedules, because all use the same routes
 

@@ -188,10 +188,11 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
 
 
 class Cut(NamedTuple):
-    """The slowest of the equal groups of ranks into which a topology is cut, and the mean of all groups.
+    """A division of the ranks into groups of equal size, with the bandwidths between a group and the other ranks.
 
-    share: the share of the ranks that are in a group. out, into: the bandwidth in bytes/us of the links over which routes leave
-    or enter the slowest group. mean: the lower of the means of `out` and `into` over all groups.
+    share: the fraction of all ranks that are in a group.
+    out, into: the bandwidths in bytes/us by which data leave, and enter, the slowest group.
+    mean: the mean over all groups, of the bandwidth by which data leave or enter a group, whichever is lower.
     """
 
     share: float
@@ -201,14 +202,15 @@ class Cut(NamedTuple):
 
 
 def least_us(topology: Topology, op: Op, count: float) -> float:
-    """Return a lower bound on the time in us: for each cut, the bytes that cross it / the bandwidth of the links that cross it.
+    """Return a lower bound on the time of a collective in us.
 
-    The cuts are those of `_cuts`. S: `count`. Shares of S that must cross:
+    The bound is (bytes that a group of ranks must send or receive) / (bandwidth by which data leave or enter the group):
+    the maximum over the groups of all cuts (`_cuts`). With `share`, the fraction of ranks in a group, these bytes are:
 
-        reduce-scatter    a group sends a partial sum for each shard outside: 1 - share
-        all-gather        a group receives each shard from outside: 1 - share
-        all-reduce        a group sends, for each element, its partial sum or the result: 1. It also receives 1. On average
-                          over the groups, reducing and distributing take 2 * (1 - share)
+        reduce-scatter    (1 - share) `count`: a group sends a partial sum for each shard of the other ranks
+        all-gather        (1 - share) `count`: a group receives each shard of the other ranks
+        all-reduce        `count` in each direction: for each element, a group sends its partial sum or the result, and
+                          receives the other. On average over all groups 2 (1 - share) `count`, to reduce and distribute
     """
     cuts: tuple[Cut, ...] | None = topology.known.get("cuts")
     if cuts is None:
@@ -224,8 +226,8 @@ def least_us(topology: Topology, op: Op, count: float) -> float:
 
 
 def _cuts(topology: Topology) -> Iterator[Cut]:
-    """Yield the cut of the topology into single ranks, and into blocks of consecutive ranks along its dimensions, such as the
-    GPUs of a host.
+    """Yield the cuts of the topology: into single ranks, and into blocks of consecutive ranks along its dimensions,
+    such as the GPUs of a host.
     """
     world = topology.ranks
     if world < 2 or not topology.links:
@@ -239,7 +241,7 @@ def _cuts(topology: Topology) -> Iterator[Cut]:
 
 
 def _crossing(topology: Topology, group: range) -> tuple[float, float]:
-    """Return the bandwidth of the links over which routes from `group` leave it, and routes to `group` enter it."""
+    """Return the total bandwidths in bytes/us of the links by which routes leave the ranks `group`, and enter them."""
     out: dict[tuple[str, int], float] = {}
     into: dict[tuple[str, int], float] = {}
     for inside, outside in itertools.product(group, range(topology.ranks)):

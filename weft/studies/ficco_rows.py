@@ -76,8 +76,8 @@ class GemmRow:
     """The results for one GEMM.
 
     gemm: the sizes that ran. N is the number of columns on one rank, and M may be smaller than in the paper.
-    pick: the schedule that the paper's heuristic chooses. Its threshold is that of the machine that ran, or of the paper's
-        machine if weft has no file for the machine that ran.
+    pick: the schedule that the paper's heuristic chooses. The heuristic uses the threshold of the machine that ran, or
+        of the paper's machine if weft has no file for the machine that ran.
     ms: {variant: milliseconds per call}, including serial.
     closed: the schedule that weft's closed form chooses; "" if it was not recorded.
     """

@@ -1,11 +1,11 @@
 """PGAS embedding retrieval on V100s: simulated weak and strong scaling, upper bounds of the speedup, and the rate at
 which the paper's baseline must have communicated.
 
-The paper's baseline pools, calls an all-to-all and unpacks; here `serial`. Its PGAS kernel stores pooled vectors in the
-peers' outputs while it pools; here `direct`. If the baseline communicated at the full rate of the V100's links, the
-speedup of `direct` could not be as large as the paper's. So the paper's baseline must communicate more slowly. The
-model is not fitted to the paper's speedup. Instead, the study computes from this speedup the rate of the paper's
-baseline:
+The paper's baseline pools, calls an all-to-all and unpacks; here `serial`. The paper's PGAS kernel stores pooled
+vectors in the peers' outputs while it pools; here `direct`. If the baseline communicated at the full rate of the V100's
+links, the speedup of `direct` could not be as large as the paper's. So the paper's baseline must communicate more
+slowly. The model is not fitted to the paper's speedup. Instead, the study computes from this speedup the rate of the
+paper's baseline:
 
     implied rate = bytes / (speedup * direct - pooling - unpacking)
 

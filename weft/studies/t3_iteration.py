@@ -152,7 +152,7 @@ def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, li
 def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
     """Return a table of the collectives' fraction of an iteration (figure 4).
 
-    The last columns show their fraction of the time of sub-layers, now and with GEMMs that are twice as fast.
+    The last columns show the collectives' fraction of the time of sub-layers, now and with GEMMs that are twice as fast.
     """
     lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}

@@ -35,7 +35,7 @@ class EmbeddingAllToAll(Problem):
 
         bags     in, [sum(batch_sizes), tables]: an element represents all ids of one bag; a rank has the bags of its own tables
         tables   in, [most rows read, columns]: the columns of all tables side by side; a rank has its own tables. The rows that
-                 a bag will read are not known. Its step reads the first rows instead, as many as a bag reads on average
+                 a bag will read are not known. So the step of a bag reads the first rows, as many as a bag reads on average
         out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
