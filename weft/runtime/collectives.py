@@ -109,7 +109,7 @@ def exchange_both_ways(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Make the caller's stream wait for `work`. If `work` is None, the backend has already made the stream wait."""
+    """Make the caller's stream wait for `work`, a collective. If `work` is None, the backend has already made the stream wait."""
     if work is not None:
         work.wait()
 
@@ -123,7 +123,9 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
 
 
 def completed(work: dist.Work, seconds: float) -> bool:
-    """Wait at most `seconds` for gloo's `work`. Return True if the work has ended. Raise `RuntimeError` if it has failed."""
+    """Wait at most `seconds` for `work`, a collective of gloo. Return True if the work has ended. Raise `RuntimeError` if it
+    has failed.
+    """
     try:
         work.wait(datetime.timedelta(seconds=max(0.001, seconds)))
         return True

@@ -322,7 +322,7 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
 
 
 def device_code(device: torch.device) -> ModuleType:
-    """Return the module that computes backward on `device`."""
+    """Return the module with the local computation of embeddings' backward on `device`: the one for CPU or the one for GPUs."""
     if device.type == "cpu":
         return cpu
     from weft.runtime.cuda import embedding_backward  # needs Triton, which a CPU machine may lack

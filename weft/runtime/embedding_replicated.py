@@ -168,7 +168,7 @@ def _are_read(flags: torch.Tensor, sharding: EmbeddingSharding) -> tuple[torch.T
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
-    """Update each row that any rank has read. The caller must already have incremented `tables.step`.
+    """Update each table row that any rank has read, by the optimizer. The caller must already have incremented `tables.step`.
 
     flat: the result of `reduced`.
     """

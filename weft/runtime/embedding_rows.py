@@ -152,6 +152,6 @@ def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) 
 
 @functools.lru_cache(maxsize=256)
 def _plan_of(tables: tuple[EmbeddingBagConfig, ...]) -> EmbeddingPlan:
-    """Return a plan for `tables`, each with one feature that is pooled by sums."""
+    """Return a plan of embedding_all_to_all in which each of `tables` has one feature, pooled by sums."""
     alone = tuple(replace(one, feature_names=(f"row of {number}",), pooling="sum") for number, one in enumerate(tables))
     return EmbeddingPlan(EmbeddingSharding(alone, (0,) * len(alone), 1), EmbeddingOptions("direct"))

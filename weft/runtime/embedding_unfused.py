@@ -51,7 +51,7 @@ _MOST_BYTES = (
 
 
 class EmbeddingAllToAllUnfused(Executor):
-    """The executor of a plan with transport "serial" on a communicator. The executor keeps no memory."""
+    """The executor of embedding_all_to_all for a plan with transport "serial", on a communicator. The executor keeps no memory."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule

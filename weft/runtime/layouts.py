@@ -38,7 +38,7 @@ def layout_of(tensors: list[torch.Tensor]) -> Hashable:
 
 
 def known_layout(known: Mapping[int, Hashable], number: int, tensors: list[torch.Tensor]) -> tuple[Hashable, bool]:
-    """Return the key of `tensors` (`layout_of`), and True if it equals `known[number]`. The tensors then need no check."""
+    """Return the key of `tensors` (`layout_of`), and True if the key equals `known[number]`, so that the tensors need no check."""
     layout, before = layout_of(tensors), known.get(number)
     if layout is None or layout != before:
         return layout, False

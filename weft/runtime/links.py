@@ -47,7 +47,9 @@ def network_of(comm: Communicator) -> HostNetwork | None:
 
 
 def is_settled(comm: Communicator) -> bool:
-    """True if the planner's network for `comm` has been set by `settle`, be it known or unknown."""
+    """True if `settle` has set the network (the rates between hosts) that the planner uses for `comm`. The rates may be
+    unknown.
+    """
     return comm in _networks
 
 
@@ -131,7 +133,7 @@ def _rate(timed: Sequence[tuple[int, float]], latency_s: float) -> float:
 
 
 class _Probe:
-    """Timed exchanges and copies of all ranks.
+    """A probe that times exchanges and copies of all ranks.
 
     elapsed_s: the time since the construction of the probe, on the slowest rank. It is equal on all ranks.
     """

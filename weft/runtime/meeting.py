@@ -159,7 +159,9 @@ class Meeting:
         return [payload[1:_FORWARD_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
-        """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse it."""
+        """Publish that this rank refuses its next call, with the reason `text`. Return the reasons of all ranks that refuse the
+        call.
+        """
         self._layers.take()
         self.refused += 1
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
@@ -195,8 +197,8 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Raise `DisagreementError` about topics that differ, and make the group fail. Every rank raises, because all have
-        read the same payloads.
+        """Raise `DisagreementError`, because ranks make different calls (their topics differ), and make the group fail. Every
+        rank raises, because all have read the same payloads.
         """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
@@ -217,8 +219,8 @@ class Meeting:
         self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Raise `DisagreementError` about options of layers that differ, and make the group fail. Every rank must call this
-        method, in which ranks gather the options of all ranks.
+        """Raise `DisagreementError`, because ranks call a layer with different options, and make the group fail. Every rank
+        must call this method, because it gathers the options of all ranks.
         """
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
@@ -308,7 +310,9 @@ _meetings: dict[Communicator, Meeting] = {}
 
 
 def meeting_of(comm: Communicator) -> Meeting:
-    """Return the rendezvous of a communicator. All ranks must make the first call together."""
+    """Return the rendezvous in which the CPU ranks of a communicator compare their calls. All ranks must make the first call
+    together.
+    """
     return of_communicator(_meetings, comm, Meeting)
 
 

@@ -104,7 +104,7 @@ class OutputPool:
         return self.slot_bytes * self.count
 
     def base_addresses(self) -> list[int]:
-        """Return the address of buffer 0 of each rank, in this process."""
+        """Return the address, in this process, of the first output buffer of each rank."""
         return [self._region.address(rank) for rank in range(self._comm.world_size)]
 
     def acquire(self) -> int:

@@ -25,8 +25,8 @@ def uses_nccl(comm: Communicator) -> bool:
 
 
 def own_nccl(comm: Communicator) -> dist.ProcessGroup:
-    """Return a group of the ranks of `comm` with a NCCL communicator of its own; the user's group if that does not use NCCL.
-    All ranks must make the first call together.
+    """Return a process group of the ranks of `comm` that has its own NCCL communicator. If the user's group does not use NCCL,
+    return the user's group. All ranks must make the first call together.
     """
     return of_communicator(_known, comm, _OwnNccl).group if uses_nccl(comm) else comm.group
 

@@ -48,8 +48,8 @@ _BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
-    """A collective whose data travel with a rendezvous. The methods are called in this order: `load`, `pack`, `go_on`,
-    `unpack`. All tensors are uint8.
+    """The base class of small collectives whose data are sent together with the messages of a rendezvous. The methods are
+    called in this order: `load`, `pack`, `go_on`, `unpack`. All tensors are uint8.
     """
 
     near_bytes: int
@@ -65,19 +65,21 @@ class Cargo(Protocol):
         size that this collective reserves for a message.
 
         near: the shared memory of each rank of this host, which `load` has written.
-        far: far[h] is the message to write for this rail's rank on host h.
+        far: far[h] is the message to write for host h, to the rank with the same index there as this rank has here.
         """
 
     def go_on(self) -> None:
         """Do work that does not need the messages from other hosts, while these messages are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        """Compute the result. received: received[h] is the message from this rail's rank on host h."""
+        """Compute the result. received: received[h] is the message from host h, sent by the rank with the same index there as
+        this rank has here.
+        """
 
 
 class Rails:
-    """The rendezvous between hosts on `comm`, with payloads of up to `payload_bytes`. All ranks must construct it, and make
-    the same calls from one thread at a time.
+    """The rendezvous of CPU ranks on several hosts, on `comm`. Each rank publishes a payload of up to `payload_bytes` bytes.
+    All ranks must construct it, and make the same calls from one thread at a time.
     """
 
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:
@@ -333,8 +335,8 @@ class _Sum(_Still):
         return [self._parts[index] if at == index else self._of(memory, index) for at, memory in enumerate(near)]
 
     def _sum_of_hosts(self, received: dict[int, torch.Tensor], out: torch.Tensor) -> None:
-        """Write the sum over all hosts to `out`. `_mine` is the sum of this host, and `received` has the sums of other
-        hosts.
+        """Write the sum over all hosts to `out`. The attribute `_mine` is the sum over this host, and `received` has the sums
+        over other hosts.
         """
         host = self.rails.levels.host
         parts = {host: self._mine, **{at: like(out, data, out.shape) for at, data in received.items()}}
@@ -382,8 +384,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum a slice (`of`) of the part that this rank reduces over the ranks of its host. Write the sum into `far`, the
-        message to each other host. Return the sum as a view of the first message.
+        """Sum, over the ranks of this host, the slice `of` of the part of the matrix that this rank reduces. Write the sum into
+        `far`, the message to each other host. Return the sum as a view of the first message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [like(parts[0], memory, parts[0].shape) for memory in far]
@@ -486,7 +488,7 @@ def _split(data: memoryview, count: int) -> list[bytes]:
 
 
 def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of at least two parts to `out`. Compute it in fp32 (fp64 for fp64), and round it once."""
+    """Write the sum of `parts`, at least two tensors, to `out`. Compute it in fp32 (fp64 for fp64), and round it once."""
     wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty(out.shape, dtype=torch.float32)
     if wide is out:
         torch.add(parts[0], parts[1], out=out)

@@ -78,8 +78,8 @@ class AllToAll:
             numbers[:] = _numbers(message, numbers.shape)
 
     def rows_from(self, host: int) -> torch.Tensor:
-        """Return the rows from another host, ordered by the rank that sent them. They are valid until the next rendezvous.
-        Call it only if no rank has more bytes than `Rails.rows_bytes`.
+        """Return the rows that this rank has received from another host, ordered by the rank that sent them. They are valid
+        until the next rendezvous. Call it only if no rank has more bytes than `Rails.rows_bytes`.
         """
         return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
 
@@ -108,5 +108,5 @@ class AllToAll:
 
 
 def _numbers(memory: torch.Tensor, shape: Sequence[int]) -> Counts:
-    """Return the numbers at the beginning of `memory`, int64."""
+    """Read the int64 numbers at the beginning of `memory`. Return them as an array of this shape."""
     return memory.numpy()[: 8 * shape[0] * shape[1]].view(np.int64).reshape(shape)  # type: ignore[no-any-return]

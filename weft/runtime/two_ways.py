@@ -95,5 +95,5 @@ def _is_clear(first_s: float, other_s: float) -> bool:
 
 
 def _is_other(call: int) -> bool:
-    """True if measured call number `call`, counted from 0, uses the second implementation."""
+    """True if call number `call`, counted from 0, of the calls that are measured uses the second implementation."""
     return call // _BLOCK % 2 == 1

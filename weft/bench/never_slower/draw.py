@@ -76,8 +76,7 @@ RANGES = {
 @dataclass(frozen=True)
 class Bounds:
     """Upper bounds on what a random shape may need on each rank. flops: the FLOPs of its GEMMs. read_bytes: the bytes of table
-    rows
-    that a call reads. bytes: the bytes of inputs and float64 results in memory.
+    rows that a call reads. bytes: the bytes of inputs and float64 results in memory.
     """
 
     device: str
@@ -172,8 +171,8 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the bytes of memory that a rank needs to compare results with float64: for `2 + ranks` copies of the operands in
-    the shape's dtype, the operands in fp32 and in fp64, and two fp64 products for each rank.
+    """Return the bytes of memory that a rank needs to compare results with float64. They hold `2 + ranks` copies of the
+    operands in the shape's dtype, the operands in fp32 and in fp64, and two fp64 products for each rank.
     """
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n

@@ -103,7 +103,8 @@ def _meetings(schedule: Schedule) -> Schedule:
 
 
 def _with_messages(ranks: Sequence[Sequence[Lane]], hosts: Sequence[str]) -> list[tuple[Lane, ...]]:
-    """Replace sends, and signals to other hosts, by steps that send and receive messages. Return the new lanes, by rank.
+    """Replace the `Send` steps of all ranks, and the signals to other hosts, by steps that send and receive messages. Return
+    the new lanes, by rank.
 
     hosts: the host of each rank; empty for one host.
     """

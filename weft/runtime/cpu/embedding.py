@@ -141,7 +141,7 @@ def meet(
 
 
 class EmbeddingAllToAllCpu(LendingExecutor):
-    """The executor of a plan on a communicator of CPU processes."""
+    """The executor of embedding_all_to_all for one plan (tables, placement and options), on a communicator of CPU processes."""
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
@@ -281,7 +281,9 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """Return the rank that sets flag number `flag` in this rank's memory. `_flag_blocks` defines the order of flags."""
+        """Return the rank that sets flag number `flag` in this rank's memory, when a slice has arrived. `_flag_blocks` defines
+        the order of flags.
+        """
         ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 

@@ -78,8 +78,9 @@ _memories: dict[Any, np.ndarray[Any, Any]] = {}
 
 
 def _memory_of(of: ForwardCall, tables: Tables) -> np.ndarray[Any, Any]:
-    """Return an array int64 [tables, 5]. The row of a table has the addresses of the table and of up to three optimizer states,
-    and the table's index among all tables. The result is cached by `of.layout`.
+    """Describe the memory of this rank's tables to native code. Return an array int64 [tables, 5]. The row of a table has the
+    addresses of the table and of up to three optimizer states, and the table's index among all tables. The result is cached by
+    `of.layout`.
     """
     key = of.plan, of.rank, of.layout
     if of.layout is not None and (known := _memories.get(key)) is not None:
@@ -141,7 +142,7 @@ def gradients_of_tables(
 
 
 def gradients_in(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write the gradients of all tables to `flat`, one table after the other.
+    """Write the gradients of this rank's tables to `flat`, one table after the other.
 
     flat: zeros in float32, with at least as many elements as all tables.
     """
@@ -154,14 +155,16 @@ def gradients_in(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor
 def _write_gradients(
     of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, addresses: list[int], dtype: torch.dtype
 ) -> None:
-    """Write the gradient of each table to its address, as `dtype`."""
+    """Write the gradient of each table, with elements of type `dtype`, to the address given for the table in `addresses`."""
     memory = np.zeros((len(addresses), 5), dtype=np.int64)
     memory[:, 3] = addresses
     _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 8, math.inf], False, dtype)
 
 
 def rows_read(of: ForwardCall, rows: _core.SortedRows) -> torch.Tensor:
-    """Return a flag for each row of all tables of this rank, float32: 1 if the batch reads the row."""
+    """Return a float32 tensor with an element for each row of this rank's tables, one table after the other: 1 if the batch
+    reads the row, else 0.
+    """
     sharding, flags = of.plan.sharding, []
     for number, (index, count) in enumerate(zip(sharding.local_tables(of.rank), rows.counts(), strict=True)):
         indices = torch.empty(1, count, dtype=torch.int64)

@@ -31,7 +31,9 @@ _NAME = "gradients of embeddings"
 
 
 class PushedGradients:
-    """The exchange of gradients on a communicator. All ranks must construct it, and make the same calls."""
+    """The exchange of embeddings' gradients between the CPU ranks of one host, by copies into the memory of the ranks that own
+    the tables. All ranks must construct it, and make the same calls.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self._exchanges = comm, 0
@@ -115,5 +117,7 @@ _exchanges: dict[Communicator, PushedGradients] = {}
 
 
 def pushed_on(comm: Communicator) -> PushedGradients:
-    """Return the `PushedGradients` of `comm`. The first call constructs it, so all ranks must make this call together."""
+    """Return the exchange of embeddings' gradients (`PushedGradients`) on `comm`. The first call constructs it, so all ranks
+    must make this call together.
+    """
     return of_communicator(_exchanges, comm, PushedGradients)

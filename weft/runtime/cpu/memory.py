@@ -70,7 +70,9 @@ class Mapped:
 
 
 class MemoryUser(Protocol):
-    """An executor's `Program`, as `Memory` sees it: two methods to call when the addresses of memory change."""
+    """The interface of an object that uses the group's shared memory, such as an executor's `Program`. `Memory` calls its two
+    methods when the addresses of the memory change.
+    """
 
     def map(self, mapped: Mapped) -> None:
         """Use the addresses of `mapped`, the current version of the group's memory, from now on."""
@@ -174,8 +176,8 @@ class Worker(threading.Thread):
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Wait until the job is done. After Ctrl-C the run fails, but the wait continues, because the job uses the caller's
-        tensors.
+        """Wait until the worker has done its job. After Ctrl-C the run fails, but the wait continues, because the job uses the
+        caller's tensors.
         """
         # Ctrl-C may arrive just after this thread has taken the lock, so `_busy` says if the job is done.
         while self._busy:

@@ -72,7 +72,7 @@ class Channels:
         self._known.update(new)
 
     def close(self) -> None:
-        """Drop the groups. The communicator calls this method when it closes."""
+        """Drop the gloo groups of all channels. The communicator calls this method when it closes."""
         _channels.pop(self.comm, None)
 
     def begin(self, channel: Channel, data: torch.Tensor) -> dist.Work:
@@ -149,7 +149,9 @@ class Arrival:
             _core.signal_add(self._counter, 1)
 
     def abandon(self) -> None:
-        """Keep the memory that gloo uses for this message until the process ends. The message may still arrive after an error."""
+        """Keep the memory into which gloo receives this message until the process ends. The message may still arrive after an
+        error.
+        """
         if self._work is not None and not self._work.is_completed():
             leave(self._channels.groups, self._work, self._data)
         self._work = self._data = None
@@ -188,4 +190,4 @@ def _described(step: Send | Set, receiver: int) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing: the previous message of the channel carries this signal."""
+    """Do nothing. This function stands for a signal that needs no message of its own, because the previous message carries it."""

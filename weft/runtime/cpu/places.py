@@ -27,7 +27,7 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """The memory of one rank's buffer, a matrix [rows, cols].
+    """The memory of a schedule's buffer on one rank, as a tensor of shape [rows, cols].
 
     flat: the same memory as a tensor of one dimension. row_stride, col_stride: the strides of the matrix, in elements.
     """
@@ -131,17 +131,19 @@ class Places:
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """Return (index, amount) for each counter of this rank that a run increases. The amount is the counter's growth in a
-        run.
+        """Return (index, amount) for each counter of this rank that a run increases. The amount is the number by which a run
+        increases the counter.
         """
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:
-        """Return the ranks that increase the counter of `wait` in a run. A rank that increases it twice occurs twice."""
+        """Return the ranks that increase, in a run, the counter for which the step `wait` waits. A rank that increases it twice
+        occurs twice.
+        """
         return self._setters[wait.signal, value(wait.index)]
 
     def senders(self, wait: Wait) -> tuple[int, ...]:
-        """Return the ranks whose messages increase the counter of `wait` when they arrive."""
+        """Return the ranks whose messages, when they arrive, increase the counter for which the step `wait` waits."""
         return self._senders.get((wait.signal, value(wait.index)), ())
 
     def is_updated_elsewhere(self, region: Region) -> bool:

@@ -53,7 +53,7 @@ BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank, with a function for each step. Call `map` and `bind` before a run.
+    """The lanes of this rank, with a function that runs each step. Call `map` and `bind` before a run.
 
     checked: the checked steps of `schedule` on this rank. run: the state that the lanes share during a run.
     """
@@ -227,8 +227,8 @@ class Program:
 
 
 class _CallerTensor:
-    """A buffer for which the caller passes a tensor: the required shape and dtype, the tensor's address in the last run, and
-    the steps that use the buffer.
+    """The record of a buffer for which the caller passes a tensor. It has the required shape and dtype, the tensor's address in
+    the last run, and the steps that use the buffer.
     """
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
@@ -244,8 +244,9 @@ class _CallerTensor:
         self.key: tuple[int, int, int, int] | None = None  # key of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the tensor's address, row stride, column stride and number of rows. Return None for a function that will
-        allocate the tensor during the run. Raise `ValueError` if the tensor does not match the buffer.
+        """Check the caller's `tensor` for this buffer. Return its address, row stride, column stride and number of rows. Return
+        None if the caller has passed a function, which allocates the tensor during the run. Raise `ValueError` if the tensor
+        does not match the buffer.
         """
         if self.rows is not None and callable(tensor):
             return None

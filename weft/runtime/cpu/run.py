@@ -80,7 +80,7 @@ class Run:
         self.comm.poison(f"schedule {self.name}, {where}: {error!r}")  # no effect if the group has already failed
 
     def end(self) -> None:
-        """End a run, when all lanes have ended. Raise the error of the first lane that failed, if any."""
+        """End a run. Call it when all lanes have ended. Raise the error of the first lane that failed, if any."""
         errors, self.errors, self.tensors = self.errors, [], {}
         if errors:
             # A lane that saw the poisoned group may have reported before the lane that caused the failure.

@@ -84,7 +84,7 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
-    """Return the values of the expressions `indices` for each of `count` tiles, [tiles, indices].
+    """Evaluate the expressions `indices` for each of `count` tiles. Return an array [tiles, indices].
 
     values: for each variable in the expressions, its value: a number, or an array with a number for each tile.
     """
@@ -95,8 +95,8 @@ def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarr
 def _table(
     region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
 ) -> list[Region]:
-    """Return `region` with numbers in place of expressions, for each of `count` tiles. Raise `ValueError` for a region
-    outside its buffer.
+    """Evaluate the expressions in `region` for each of `count` tiles. Return the region of each tile. Raise `ValueError` for a
+    region outside its buffer.
     """
     rows = _numbers(count, values, region.row, region.rows, region.col, region.cols, region.at)
     for at in np.unique(rows[:, 4]).tolist():

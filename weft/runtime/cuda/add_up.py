@@ -30,8 +30,8 @@ handles a whole row.
 
 
 class Address(NamedTuple):
-    """The position of a matrix in memory: the index of a base address, an offset in bytes, and the row pitch in bytes. A
-    summand with pitch 0 is one row, which is added to all rows.
+    """The location of a matrix in memory, for the reduction kernel: the index of a base address, an offset in bytes, and the
+    row pitch in bytes. A summand with pitch 0 is one row, which is added to all rows.
     """
 
     base: int
@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
 
 class SumNorm(NamedTuple):
-    """A second result of the kernel: the RMS norm of the sum, multiplied by one row of weights."""
+    """A second result of the reduction kernel: the RMS norm of the sum, multiplied by one row of weights."""
 
     out: Address
     weight: Address
@@ -48,7 +48,7 @@ class SumNorm(NamedTuple):
 
 
 class SumVariant(NamedTuple):
-    """The parameters for which the kernel is compiled.
+    """The parameters for which the reduction kernel is compiled.
 
     block: the number of bytes that a program reduces at a time.
     step: the alignment of all addresses and pitches: a power of two in bytes.
@@ -128,8 +128,8 @@ class AddUp:
         }
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
-        kernel.
+        """Record the launch of the reduction kernel into `program`, on the program's stream number `stream`. Return False if
+        only Triton can launch the kernel.
         """
         if not self._programs:
             return True
@@ -140,7 +140,7 @@ class AddUp:
         return record_one_of(program, stream, calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
-        """Launch the kernel.
+        """Launch the reduction kernel.
 
         bases: all base addresses of this run, including those of the caller's tensors.
         stream: a stream's handle; None in Triton's interpreter.

@@ -36,7 +36,7 @@ class Agreeing:
         self._compiled = _compiled(expected.device, item_bytes)
 
     def launch(self, out: int, out_rows: int) -> None:
-        """Enqueue the kernel on the current stream. out: the address of the `out_rows` received rows."""
+        """Enqueue the comparison of row counts on the current stream. out: the address of the `out_rows` received rows."""
         self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
 
 

@@ -46,7 +46,7 @@ class Operation(NamedTuple):
 
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
-    """Return the torch call that runs `step`. Raise `ScheduleError` if there is none."""
+    """Return the torch call that runs the compute step `step`. Raise `ScheduleError` if no torch call can run it."""
     out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
     operation = _computing(step, out, inputs)
     if not regions.is_shared(step.out):
@@ -60,8 +60,8 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor with the shape, layout and alignment of `x`, for which cuBLAS chooses the same kernel. The warm-up
-    writes to this tensor instead of `x`.
+    """Allocate a tensor like `x`, with the same shape, layout and alignment, so that cuBLAS chooses the same kernel for it. The
+    warm-up writes to this tensor instead of `x`.
     """
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)

@@ -192,8 +192,8 @@ class Compiler:
         return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
-        """Add a signal between lanes of this rank: record an event for a `Set`, or let the stream wait for the event for a
-        `Wait`.
+        """Add the stream operation for a signal between lanes of this rank: record an event for a `Set`, or let the stream wait
+        for the event for a `Wait`.
         """
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
@@ -239,7 +239,9 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> SignalPart:
-        """Return the part of a stream operation that writes `number` to this rank's signal word with index `word`."""
+        """Return the part of a stream operation that writes `number` to one of this rank's signal words. word: the index of the
+        signal word.
+        """
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
@@ -252,8 +254,8 @@ class Compiler:
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
-        """Add one kernel that runs several steps: it sets signals and waits, then copies, then sets signals and waits
-        again.
+        """Add the launch of one kernel that runs several steps: it sets signals and waits, then copies, then sets signals and
+        waits again.
         """
         context, words = self.context, self.context.words
 
@@ -342,8 +344,8 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Return the empty region at row 0 with the columns of `region`. Its address is known when the schedule is compiled, unlike
-    the address of a region with dynamic rows.
+    """Return a region with no rows that begins at row 0 and has the columns of `region`. It stands for a region with dynamic
+    rows, because its address is known when the schedule is compiled.
     """
     return replace(region, row=0, rows=0)
 
@@ -429,8 +431,8 @@ def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
-    """Add the operations of a read of dynamic sizes. If the lane has copies by kernel, a kernel computes their first rows
-    and numbers of rows on the device. Except with by="device", the CPU reads the sizes too.
+    """Add the operations of a `Read` step, which reads dynamic sizes. If the lane has copies by kernel, a kernel computes their
+    first rows and numbers of rows on the device. Except with by="device", the CPU reads the sizes too.
     """
     context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:

@@ -140,7 +140,9 @@ class Context(RankSchedule):
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
-        """Raise the error that was found since the last run, or the group's error, if any. Do not wait for the device."""
+        """Raise the error that the watching thread or the device has found since the last run, or the group's error, if any. Do
+        not wait for the device.
+        """
         run = self.run
         if run.failure is not None:
             failure, run.failure = run.failure, None

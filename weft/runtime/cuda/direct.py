@@ -70,7 +70,9 @@ def _program(
     warps: int,
     constants: dict[str, Any],
 ) -> _core.StreamProgram | None:
-    """Compile the kernel. Return a program that launches it, or None if only Triton can launch it."""
+    """Compile the kernel for these arguments. Return a `_core.StreamProgram` that launches it, or None if only Triton can
+    launch it.
+    """
     return direct_program(_compiled(kernel, warps, constants, arguments, device), len(arguments))
 
 

@@ -36,7 +36,9 @@ _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", d
 
 
 class EmbeddingAllToAllCuda(LendingExecutor):
-    """The executor of one plan on a communicator of GPUs. All ranks must construct it."""
+    """The executor of embedding_all_to_all for one plan (tables, placement and options), on a communicator of GPUs. All ranks
+    must construct it.
+    """
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
@@ -300,7 +302,7 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of the pinned tensor `record`, from which a number is read in nanoseconds."""
+    """Return a memoryview of the pinned tensor `record`. Reading a number from it takes nanoseconds."""
     return memoryview(cast(Any, record.numpy()))
 
 

@@ -173,7 +173,7 @@ def gradients_of_tables(
 
 
 def gradients_in(of: ForwardCall, rows: Rows, received: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write the gradients of all tables to `flat`, one table after the other.
+    """Write the gradients of this rank's tables to `flat`, one table after the other.
 
     flat: zeros in float32, with at least as many elements as all tables.
     """
@@ -216,7 +216,9 @@ def _tables_in_flat(
 
 
 def rows_read(of: ForwardCall, rows: Rows) -> torch.Tensor:
-    """Return a flag for each row of all tables of this rank, float32: 1 if the batch reads the row."""
+    """Return a float32 tensor with an element for each row of this rank's tables, one table after the other: 1 if the batch
+    reads the row, else 0.
+    """
     shape, arrays, device = rows.shape, rows.tensors, rows.buffer.device
     is_run = torch.arange(rows.count, device=device) < arrays.runs
     row = torch.where(is_run, arrays.keys.to(torch.int64) // shape.split, shape.rows)
@@ -407,8 +409,8 @@ def _made_numbers(
 
 
 def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the constants of an update rule as an fp32 device tensor. The device computes bias corrections, which depend on
-    the number of updates.
+    """Return the constants of the optimizer's update rule as an fp32 device tensor. The device computes bias corrections, which
+    depend on the number of updates.
 
     scale: a device tensor that multiplies the gradients; None for 1.
     """

@@ -49,7 +49,9 @@ _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have
 
 
 class Tables(NamedTuple):
-    """Device tensors that many launches read, with their addresses, which are expensive to read from a tensor."""
+    """Device tensors that many launches read, and the addresses of the tensors, because asking a tensor for its address takes
+    long.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     addresses: tuple[int, ...]
@@ -338,7 +340,7 @@ class EmbeddingKernel:
 
     @property
     def footprints(self) -> dict[VariantKey, Footprint]:
-        """The resources of each variant of the kernel that has been compiled so far."""
+        """The registers and other resources of each variant of the kernel that has been compiled so far."""
         return {
             key: Footprint(
                 int(variant.compiled.n_regs), int(variant.compiled.n_spills), variant.resident // self._sms, self._sms
@@ -418,7 +420,7 @@ class EmbeddingKernel:
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
-        """Return the kernel's compile-time arguments for a variant, in order."""
+        """Return the compile-time arguments (`tl.constexpr`) of the embedding kernel for a variant, in order."""
         sharding = self.plan.sharding
         dims = [slot.dim for slot in sharding.slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
@@ -456,7 +458,9 @@ class EmbeddingKernel:
         }
 
     def _compile(self, key: VariantKey) -> _Variant:
-        """Compile and load a variant. Loading it later, while a kernel waits for a peer, would deadlock."""
+        """Compile and load a variant of the embedding kernel. Loading it later, while a kernel waits for a peer, would
+        deadlock.
+        """
         refuse_capture(self.device)
         constants = self.constants(key)
         compiled, program, resident = None, None, self._sms
@@ -476,7 +480,7 @@ class EmbeddingKernel:
         return variant
 
     def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
-        """Compile a variant for Triton's current device, without loading the kernel."""
+        """Compile a variant of the embedding kernel for Triton's current device, without loading it."""
         kernel = device_code.embedding_all_to_all_kernel
         types = {
             "values": key.values,

@@ -55,9 +55,11 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
-    """Return the pieces of a rank's gradients (ranges of columns with one destination rank). They are ordered by destination:
-    rank + 1, rank + 2 and so on, cyclically. This rank's
-    own pieces are last. itemsize: the number of bytes of an element.
+    """Return the pieces of a rank's gradients. A piece is a range of columns with one destination rank.
+
+    Pieces are ordered by destination: the next rank first, then the others in cyclic order, and this rank's own pieces last.
+
+    itemsize: the number of bytes of an element.
     """
     columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
@@ -132,7 +134,9 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 
 class PushedGradients:
-    """The exchange of gradients on a communicator. All ranks must construct it, and make the same calls."""
+    """The exchange of embeddings' gradients between GPUs, by stores into the memory of the ranks that own the tables. All ranks
+    must construct it, and make the same calls.
+    """
 
     deadline_s = math.inf  # kernels have their own deadlines
 
@@ -166,8 +170,8 @@ class PushedGradients:
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Enqueue the exchange. Return the gradients of the vectors that this rank pooled, [global batch, columns of this
-        rank's tables], as `dtype`. They are valid until `free`.
+        """Enqueue the exchange of gradients on the current stream. Return the gradients of the vectors that this rank pooled,
+        [global batch, columns of this rank's tables], as `dtype`. They are valid until `free`.
         """
         self.check()
         comm, patience_s = self.comm, deadline_s or env.deadline_s()
@@ -262,7 +266,7 @@ class PushedGradients:
         return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
 
     def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels, because the group has failed. Runs on the watchdog thread."""
+        """End every wait of this rank's kernels, because the group has failed. The watchdog thread calls this method."""
         with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
             words = self._signals.tensor(self.comm.rank, (2 * self.comm.world_size,), torch.int64)
             words.copy_(self._poison, non_blocking=True)
@@ -272,5 +276,7 @@ _exchanges: dict[Communicator, PushedGradients] = {}
 
 
 def pushed_on(comm: Communicator) -> PushedGradients:
-    """Return the `PushedGradients` of `comm`. The first call constructs it, so all ranks must make this call together."""
+    """Return the exchange of embeddings' gradients (`PushedGradients`) on `comm`. The first call constructs it, so all ranks
+    must make this call together.
+    """
     return of_communicator(_exchanges, comm, PushedGradients)

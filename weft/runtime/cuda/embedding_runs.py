@@ -205,7 +205,7 @@ class SortedAhead:
         self._done = None if side is None else side.record_event()
 
     def take(self) -> Rows:
-        """Make the current stream wait for the sort. Return the rows."""
+        """Make the current stream wait for the sort of ids on the other stream. Return the sorted ids."""
         self._is_taken = True
         if self._done is not None:
             here = torch.cuda.current_stream(self._rows.buffer.device)
@@ -393,7 +393,7 @@ def _laid_out(of: ForwardCall, jagged: JaggedInput) -> _LaidOut:
 
 @functools.lru_cache(maxsize=64)
 def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
-    """Return the `Shape` of the tables that `rank` stores."""
+    """Return the sizes (`Shape`) of the tables that `rank` stores."""
     slots, tables = sharding.local_slots(rank), sharding.local_tables(rank)
     bases = [0]
     for index in tables:
@@ -414,7 +414,7 @@ def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
 def _slots_of(
     sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...], keys: int, device: torch.device
 ) -> _Slots:
-    """Return the rank's slots as tensors on the device. keys: the number of keys of the jagged input."""
+    """Return the features (slots) of the rank's tables as tensors on the device. keys: the number of keys of the jagged input."""
     local = {index: number for number, index in enumerate(sharding.local_tables(rank))}
     shape, slots = shape_of(sharding, rank), sharding.local_slots(rank)
     turns, columns = dict.fromkeys(local, 0), 0

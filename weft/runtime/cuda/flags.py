@@ -101,7 +101,7 @@ def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
 
 
 def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
-    """Raise `ScheduleError` if two steps of a run set the same counter."""
+    """Raise `ScheduleError` if two steps of a run set the same counter, which a binary flag cannot represent."""
     sets = Counter(counter for lanes in ranks for lane in lanes for step in lane.steps for counter in step.sets())
     for (at, signal, index), count in sets.items():
         if count > 1:
@@ -125,7 +125,7 @@ def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> 
 
 
 def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
-    """Return, for each counter, the word indices of all flags that a set of this counter raises."""
+    """Return, for each counter (signal, index), the word indices of all flags that a set of this counter raises."""
     words = defaultdict[Key, list[int]](list)
     for flag in flags.values():
         words[flag.key].append(flag.word)

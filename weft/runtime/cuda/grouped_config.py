@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The tile sizes and other compile-time parameters of the kernel.
+    """The tile sizes and other compile-time parameters of the grouped GEMM kernel.
 
     parts: the number of pieces in which a tile is stored, 1 or 2. Two pieces leave more shared memory for pipeline stages.
     """
@@ -95,5 +95,5 @@ def choose_config(
 
 
 def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:
-    """Return the expected number of tiles of a launch."""
+    """Return the expected number of tiles of a launch of the grouped GEMM."""
     return int(segments * -(-rows_per_segment // config.block_m) * -(-n // config.block_n))

@@ -28,7 +28,7 @@ MAX_SEGMENTS = 1024
 
 
 class GroupedVariant(NamedTuple):
-    """The parameters for which the kernel is compiled."""
+    """The parameters for which the grouped GEMM kernel is compiled."""
 
     dtype: torch.dtype
     world_size: int
@@ -116,7 +116,7 @@ def compile_variant(variant: GroupedVariant) -> Any:
 
 @lru_cache(maxsize=256)
 def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
-    """Compile and load a kernel. Loading it later, while a stream waits for a peer, could hang the device."""
+    """Compile and load the grouped GEMM kernel. Loading it later, while a stream waits for a peer, could hang the device."""
     return loaded(device, lambda: compile_variant(variant))
 
 
@@ -293,7 +293,9 @@ def launch(
     splits: torch.Tensor,
     **how: Any,
 ) -> None:
-    """Make a `GroupedMatmulLauncher` and launch it once. how: further arguments of the launcher."""
+    """Multiply rows by the weights of their experts: make a `GroupedMatmulLauncher` with these tensors, and launch it once.
+    how: further arguments of the launcher.
+    """
     GroupedMatmulLauncher(slots, counts, splits, **how).launch(x, w, y)
 
 

@@ -19,8 +19,8 @@ _BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces that a rank sends, sorted by destination. A piece is the ids of one key. Two device tensors, int64
-    [pieces], give the key and the destination rank of each piece.
+    """The parts of its ids that a rank sends to other ranks, sorted by destination. A piece is the ids of one key. Two device
+    tensors, int64 [pieces], give the key and the destination rank of each piece.
     """
 
     key: torch.Tensor

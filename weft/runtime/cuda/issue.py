@@ -33,8 +33,8 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """The list of items (see the module), and the state that is needed to issue them. timed: True if each run must record time
-    stamps.
+    """The list of operations that the CPU issues in every run of a schedule, and the state that is needed to issue them. timed:
+    True if each run must record time stamps.
     """
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
@@ -74,7 +74,7 @@ class StreamItems:
         self.launch(lane, lambda bases, stream: stamps.launch(index, stream))
 
     def flush(self) -> None:
-        """Add an item for the native operations that were recorded since the last item."""
+        """Add one item for all native operations that have been recorded since the last item."""
         if len(self.program) > self._native_from:
             self.items.append(_Item(_NATIVE, self._native_from, len(self.program)))
             self._native_from = len(self.program)

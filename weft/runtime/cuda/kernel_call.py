@@ -17,15 +17,15 @@ from weft import _core
 
 
 class Base(NamedTuple):
-    """An address in a program: the index of a base address, which each run passes, and an offset in bytes."""
+    """An address in a `_core.StreamProgram`: the index of a base address, which each run passes, and an offset in bytes."""
 
     number: int
     offset: int
 
 
 class Grid(NamedTuple):
-    """A grid whose two sizes may differ in each run. A run passes the sizes in its list of base addresses: x and y are their
-    indices in this list.
+    """The grid of a kernel launch, if its two sizes may differ in each run. A run passes the sizes in its list of base
+    addresses: x and y are their indices in this list.
     """
 
     x: int

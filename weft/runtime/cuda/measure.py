@@ -40,7 +40,7 @@ _LARGEST_OPERAND = 1 << 31
 
 @dataclass(frozen=True)
 class Effort:
-    """The duration of each measurement, and the size of its buffers."""
+    """The effort of a calibration: the duration of each measurement, and the size of its buffers."""
 
     buffer_bytes: int = 1 << 30
     enough_us: float = 2000.0  # measured work after one sleep

@@ -132,7 +132,7 @@ class ScheduleMemory:
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
-        """Remove an executor from this memory's users. If it was the last one, close the memory."""
+        """Record that `executor` no longer uses this memory. If no other executor uses the memory, close it."""
         self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:
@@ -231,7 +231,7 @@ class ScheduleMemory:
     def _fail(self, seconds: float, waited: str, run: str = "") -> None:
         """Make the group fail, because this rank has waited too long.
 
-        waited: what it waited for. run: further words about the run, for the error text.
+        waited: the signal or other thing that it waited for, as text. run: further words about the run, for the error text.
         """
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "
@@ -274,8 +274,8 @@ _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemo
 
 
 def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Add `outgrown`, a memory that has become too small, to the list of such memories. Close the oldest until the rest
-    hold at most `SPARE_BYTES`. All ranks must make this call.
+    """Add `outgrown`, a memory that has become too small, to the list of such memories. Close the oldest of them until the
+    others hold at most `SPARE_BYTES` bytes. All ranks must make this call.
     """
     known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))

@@ -133,8 +133,8 @@ class CopyLaunch:
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
-        kernel.
+        """Record the launch of the copy kernel into `program`, on the program's stream number `stream`. Return False if only
+        Triton can launch the kernel.
 
         source, target: addresses, or offsets from base addresses that each run sets.
         """
@@ -185,7 +185,7 @@ def _constants(step: int, adds: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
-    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants.
+    """Compile and load the copy kernel for addresses that are multiples of `step` bytes. Return the kernel and its constants.
 
     adds: the dtype of the elements if the copy adds to the target, otherwise "".
     """

@@ -65,7 +65,8 @@ class PermuteLauncher:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, segments: int, step: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the compiled and loaded kernel for addresses that are multiples of `step` bytes, and its constants.
+    """Compile and load the kernel that copies segments of rows, for addresses that are multiples of `step` bytes. Return the
+    kernel and its constants.
 
     segments: a power of two that is at least the number of segments.
     """

@@ -167,7 +167,7 @@ class CudaSchedule(Executor):
         self.memory.leave(self)
 
     def let_go(self) -> None:
-        """Drop all references to the memory. The executor cannot run any more."""
+        """Drop all references to the executor's memory. The executor cannot run any more."""
         self._programs.clear()
         self.context.own.clear()
 

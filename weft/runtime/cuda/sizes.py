@@ -57,8 +57,8 @@ class Totals:
         self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """Record the launch into `program`, on its stream number `stream`. Return False if only Triton can launch the
-        kernel.
+        """Record the launch of the kernel into `program`, on the program's stream number `stream`. Return False if only Triton
+        can launch the kernel.
         """
         call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
         if call is not None:
@@ -79,8 +79,8 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """The read of a buffer by the CPU, once in a run. The CPU waits for the buffer's contents, then allocates the outputs
-    whose number of rows they determine.
+    """A `Read` step in which the CPU reads a buffer, once in a run. The CPU waits for the buffer's contents, then allocates the
+    outputs whose number of rows they determine.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:

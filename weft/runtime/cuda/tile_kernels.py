@@ -107,7 +107,7 @@ def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, lane: TilesLane) -> Tile
 
 
 def permuted(step: Step) -> list[Copy]:
-    """Return the copies of all tiles of a `Permute` step, grouped by source buffer."""
+    """Return the copies that the tiles of `step` make, grouped by source buffer. The kernel of `step` is `Permute`."""
     assert isinstance(step, Tiles)
     tiles = [of_kind(substitute(step.body, {step.index: number}, partially_evaluated=True), Copy)
              for number in range(int(step.extent))]  # fmt: skip

@@ -23,7 +23,7 @@ _LARGE = 128 * 256  # elements from which a tile needs eight warps
 
 
 class TrackedVariant(NamedTuple):
-    """The parameters for which the kernel is compiled. rows, cols: the size of a tile."""
+    """The parameters for which the kernel of the tracked GEMM is compiled. rows, cols: the size of a tile."""
 
     dtype: torch.dtype
     k: int
@@ -78,7 +78,7 @@ class TrackedVariant(NamedTuple):
 
 
 def compile_variant(variant: TrackedVariant) -> Any:
-    """Compile the variant for Triton's current device, without loading the kernel."""
+    """Compile this variant of the tracked GEMM for Triton's current device, without loading the kernel."""
     v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
     w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
     tables, numbers = [torch.int64] * 3 + [torch.float32, torch.int32], [1] * 5
@@ -90,7 +90,9 @@ def compile_variant(variant: TrackedVariant) -> Any:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
-    """Compile and load a kernel. Loading it later, while a stream waits for a peer, could hang the device."""
+    """Compile and load the kernel of the tracked GEMM. Loading it later, while a stream waits for a peer, could hang the
+    device.
+    """
     return loaded(device, lambda: compile_variant(variant))
 
 

@@ -16,7 +16,7 @@ Cells: TypeAlias = np.ndarray[Any, Any]
 
 
 def run(steps: Iterator[None]) -> None:
-    """Run all steps of an iterator."""
+    """Run all steps of an iterator that does one step of work for each item."""
     for _ in steps:
         pass
 

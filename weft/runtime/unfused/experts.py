@@ -122,8 +122,8 @@ def matmul_all_to_all(
 
     h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored.
     most: the largest number of rows of a rank in typical calls, by which ranks on several hosts choose between two
-    implementations. Used only if the ranks have synchronised in this call. Otherwise they exchange their numbers of rows, and
-    use the largest.
+        implementations. Used only if the ranks have synchronised in this call. Otherwise they exchange their numbers of rows,
+        and use the largest.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
@@ -142,8 +142,8 @@ def matmul_all_to_all(
 def begin_matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn, most: int
 ) -> Begun | None:  # fmt: skip
-    """Return a call of `matmul_all_to_all`, with the same arguments, that this rank may begin before the rendezvous has
-    ended. Return None on one host, and before the first call on several hosts.
+    """Return a call of `matmul_all_to_all`, with the same arguments, that this rank may begin before the rendezvous of CPU
+    ranks has ended. Return None on one host, and before the first call on several hosts.
     """
     comm = turn.comm_between_hosts
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:

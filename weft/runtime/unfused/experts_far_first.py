@@ -39,7 +39,8 @@ _LONG_US = 8000.0  # if all rows go to other hosts. Far first needs more message
 
 
 class FarFirst:
-    """Dispatch and combine, with the rows for other hosts sent first. All ranks must construct it.
+    """Dispatch and combine of experts' rows between CPU ranks of several hosts, with the rows for other hosts sent first. All
+    ranks must construct it.
 
     comm: a communicator of CPU ranks on several hosts.
     """
@@ -70,8 +71,8 @@ class FarFirst:
         call when its call ends. The function records the time of the call. All ranks must make the same calls of this
         method.
 
-        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early`
-        whose rows take long to send is not timed: it always sends the rows for other hosts first.
+        The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` whose rows take
+        long to send is not timed: it always sends the rows for other hosts first.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
@@ -162,8 +163,8 @@ class FarFirst:
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
     def make_early(self, key: Hashable) -> None:
-        """Construct the exchanges that `early` returns, unless messages of calls with this key are too large for them.
-        All ranks must make this call.
+        """Construct the exchanges that may begin before a rendezvous has ended (see `early`), unless messages of calls with
+        this key are too large for them. All ranks must make this call.
 
         key: the kind of the call, and its largest number of rows.
         """
@@ -330,12 +331,14 @@ _known: dict[Communicator, FarFirst] = {}
 
 
 def far_first_on(comm: Communicator) -> FarFirst:
-    """Return the `FarFirst` of `comm`. All ranks must make the first call together."""
+    """Return the object that dispatches and combines with the rows for other hosts first (`FarFirst`), on `comm`. All ranks
+    must make the first call together.
+    """
     return of_communicator(_known, comm, FarFirst)
 
 
 def far_first_made(comm: Communicator) -> FarFirst | None:
-    """Return the `FarFirst` of `comm`; None if ranks have not constructed it yet."""
+    """Return the `FarFirst` of `comm`. Return None if the ranks have not constructed it yet."""
     return _known.get(comm)
 
 

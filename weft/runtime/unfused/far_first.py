@@ -85,7 +85,7 @@ class _Ways:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the groups. The communicator calls this method when it closes."""
+        """Drop both gloo groups. The communicator calls this method when it closes."""
         _ways.pop(self._comm, None)
 
 

@@ -43,7 +43,9 @@ def multiply(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, y: torch.Tensor) ->
 
 
 def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return the gradient of w, [experts, K, N], in the layout of w. x and grad_y are sorted by expert."""
+    """Return the gradient of w, [experts, K, N], in the layout of w. x: the rows of the experts. grad_y: the gradients of their
+    products. Both are sorted by expert.
+    """
     if w.stride(1) == 1 and w.shape[1] > 1:
         return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
     return _grouped_outer(x, grad_y, sizes)

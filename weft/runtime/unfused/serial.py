@@ -74,8 +74,8 @@ class Unfused:
 
     @property
     def only_scales(self) -> set[str]:
-        """The names of the buffers that are used only as scales of scaled GEMMs. In place of such a buffer, a caller may
-        also pass a tensor of any shape with one element.
+        """The names of the buffers that are used only as scales of scaled GEMMs. For such a buffer, a caller may also pass a
+        tensor of another shape with one element.
         """
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):
@@ -114,7 +114,9 @@ class Unfused:
         return span_name(step, self.rank)
 
     def made(self, region: Region) -> str:
-        """Return the name of the buffer that a step writes. Raise `ScheduleError` unless `region` is the whole buffer."""
+        """Return the name of the buffer that a step writes, given the `region` that it writes. Raise `ScheduleError` unless
+        `region` is the whole buffer.
+        """
         if not self.is_whole(region):
             raise ScheduleError(
                 f"schedule {self.schedule.name}: a step writes {region}, but a step that runs as a torch call must write a whole "
@@ -136,7 +138,7 @@ class Unfused:
         return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
 
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
-        """Return the number of rows that a region of this collective has on each rank.
+        """Return, for each rank, the number of rows of a region (source or destination) of the collective `step`.
 
         of: a function that returns the region of a collective, such as its source.
         """

@@ -110,8 +110,8 @@ counter, and the CPU's copy of these two tensors.
 
 
 def remember(sizes: Sizes) -> None:
-    """Keep the CPU's copy of `splits` and `received`, so that the combine after a dispatch, and backward, need not wait for
-    another copy from the device (`sizes_of`).
+    """Keep the copy of `splits` and `received` (the numbers of rows of an exchange) on the CPU. The combine after a dispatch,
+    and backward, then need not wait for another copy from the device (`sizes_of`).
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):

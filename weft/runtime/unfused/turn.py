@@ -110,7 +110,7 @@ class Turns:
 
     @opaque
     def meet(self, what: str, deadline_s: float) -> None:
-        """Wait until all ranks have reached the call that `what` describes."""
+        """Wait until all ranks have reached the call that the text `what` describes."""
         self._meeting.meet(self._topic(what), deadline_s=deadline_s)
 
     @opaque
