@@ -28,7 +28,7 @@ from weft.sim import Mode, Model
 from weft.sim.memory import require_memory
 from weft.sim.model import MatmulShape
 from weft.sim.orbits import MOST_RANKS
-from weft.words import decimal_us, in_us, kind
+from weft.words import counted, decimal_us, in_us, kind
 
 HEADER = (
     "candidate",
@@ -125,7 +125,7 @@ class Explanation:
                 by_reason.setdefault(kind, []).append(row)
         for reason, rows in by_reason.items():
             builders = dict.fromkeys(row.candidate.builder for row in rows)
-            lines.append(f"{len(rows)} of {', '.join(builders)}: {reason}")
+            lines.append(f"{counted(len(rows), 'candidate')} of {', '.join(builders)}: {reason}")
         return lines
 
     def facts(self) -> list[tuple[str, str]]:
