@@ -84,8 +84,11 @@ class KnownCall {
         if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
-        if (!on_gpu_ && !any_rows_) return call_method(of_, names.on_cpu, given.positional, given.named, group);
-        const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
+        if (!on_gpu_) {
+            const nb::object result = call_method(of_, names.on_cpu, given.positional, given.named, group);
+            return result.is(Py_NotImplemented) ? nb::object() : result;
+        }
+        const bool capturing = is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
         const bool native = native_[capturing];
         const nb::handle captured = capturing ? Py_True : Py_False;

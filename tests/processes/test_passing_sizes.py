@@ -1,5 +1,5 @@
-"""Sizes that do not recur are run by NCCL and cuBLAS, and are not compiled; sizes that recur are compiled. This is the
-rule on GPUs. In these tests CPU ranks follow it too.
+"""Sizes that do not recur run unfused, and are not compiled; sizes that recur are compiled. On CPU, ranks still refuse
+calls that differ.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from support.slow import slow
 from test_replay import long_ways
 
 import weft
+from weft.errors import DisagreementError, PoisonedGroupError, RefusedError
 from weft.launch import Pool
 from weft.operator import calls
-from weft.operator.cache import PASSING, PASSING_ON
+from weft.operator.cache import PASSING
 
 K, N = 8, 6
 
 
-SHORT = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather", "matmul_all_gather of columns")
-"""Operators whose unfused calls are known for any number of rows. (gloo has no reduce-scatter.)"""
+LONG = "matmul_all_reduce with more"
+"""The operator whose unfused calls always take the slow path."""
 
 
 def products(
@@ -62,54 +63,50 @@ def expected(
 
 def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
     """Call sizes that do not recur, and sizes that do. wanted: True to compute gradients too."""
-    PASSING_ON.append("cpu")
-    try:
-        own = dist.new_group([0, 1])
-        call, rank = products(own)[operator], group.rank()
-        op = calls.OPERATORS[
-            operator.partition(" with")[0].partition(" of")[0].replace("an average", "matmul_reduce_scatter")
-        ]
+    own = dist.new_group([0, 1])
+    call, rank = products(own)[operator], group.rank()
+    op = calls.OPERATORS[
+        operator.partition(" with")[0].partition(" of")[0].replace("an average", "matmul_reduce_scatter")
+    ]
 
-        def count() -> int:
-            return len(calls.prepared_calls(op, own))
+    def count() -> int:
+        return len(calls.prepared_calls(op, own))
 
-        def one(rows: int) -> None:
-            generator = torch.Generator().manual_seed(rows)
-            xs = [torch.randn(rows, K, generator=generator) for _ in range(2)]
-            w, residual = torch.randn(K, N, generator=generator), torch.randn(rows, N, generator=generator)
-            x = xs[rank].requires_grad_(wanted)
-            found = call(x, w, residual)
-            for y, right in zip(found, expected(operator, [t.detach() for t in xs], w, residual, rank), strict=True):
-                torch.testing.assert_close(y.double(), right, rtol=1e-4, atol=1e-4)
-            if wanted and "more" not in operator:
-                grads = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in found]
-                sum((y * g).sum() for y, g in zip(found, grads, strict=True)).backward()
-                whole = [t.detach().double().requires_grad_() for t in xs]
-                losses = []
-                for r in range(2):
-                    right = expected_of(operator, whole, w, r)
-                    losses += [(y * g.double()).sum() for y, g in zip(right, grads, strict=True)]
-                sum(losses).backward()
-                torch.testing.assert_close(x.grad.double(), whole[rank].grad, rtol=1e-4, atol=1e-4)
+    def one(rows: int) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        xs = [torch.randn(rows, K, generator=generator) for _ in range(2)]
+        w, residual = torch.randn(K, N, generator=generator), torch.randn(rows, N, generator=generator)
+        x = xs[rank].requires_grad_(wanted)
+        found = call(x, w, residual)
+        for y, right in zip(found, expected(operator, [t.detach() for t in xs], w, residual, rank), strict=True):
+            torch.testing.assert_close(y.double(), right, rtol=1e-4, atol=1e-4)
+        if wanted and "more" not in operator:
+            grads = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in found]
+            sum((y * g).sum() for y, g in zip(found, grads, strict=True)).backward()
+            whole = [t.detach().double().requires_grad_() for t in xs]
+            losses = []
+            for r in range(2):
+                right = expected_of(operator, whole, w, r)
+                losses += [(y * g.double()).sum() for y, g in zip(right, grads, strict=True)]
+            sum(losses).backward()
+            torch.testing.assert_close(x.grad.double(), whole[rank].grad, rtol=1e-4, atol=1e-4)
 
-        for i in range(PASSING + 10):
-            with long_ways() as ways:
-                one(2 * (i + 1))
-            if operator in SHORT and not wanted:
-                assert bool(ways) == (i <= PASSING), i  # the first that passes shows how
-        assert count() == PASSING
-        one(2 * (PASSING + 3))  # the size recurs
-        assert count() == PASSING + 1
-        one(2 * (PASSING + 3))
-        # A new size is not compiled, because as many compiled sizes as before have not recurred.
-        one(2 * (PASSING + 40))
-        assert count() == PASSING + 1
-        one(2)  # now one compiled size less has not recurred
-        one(2 * (PASSING + 41))
-        assert count() == PASSING + 2
-        dist.destroy_process_group(own)
-    finally:
-        PASSING_ON.remove("cpu")
+    for i in range(PASSING + 10):
+        with long_ways() as ways:
+            one(2 * (i + 1))
+        if operator != LONG and not wanted:
+            assert bool(ways) == (i <= PASSING), i  # the first that passes shows how
+    assert count() == PASSING
+    one(2 * (PASSING + 3))  # the size recurs
+    assert count() == PASSING + 1
+    one(2 * (PASSING + 3))
+    # A new size is not compiled, because as many compiled sizes as before have not recurred.
+    one(2 * (PASSING + 40))
+    assert count() == PASSING + 1
+    one(2)  # now one compiled size less has not recurred
+    one(2 * (PASSING + 41))
+    assert count() == PASSING + 2
+    dist.destroy_process_group(own)
 
 
 def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: int) -> list[Any]:
@@ -118,29 +115,114 @@ def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: in
 
 def in_another_layout(group: dist.ProcessGroup) -> None:
     """Let sizes recur on both ranks, on rank 1 with other layouts and arguments. Both ranks must compile them."""
-    PASSING_ON.append("cpu")
-    try:
-        own, rank = dist.new_group([0, 1]), group.rank()
-        op, w = calls.OPERATORS["all_gather_matmul"], torch.randn(K, N)
+    own, rank = dist.new_group([0, 1]), group.rank()
+    op, w = calls.OPERATORS["all_gather_matmul"], torch.randn(K, N)
 
-        def call(rows: int, other: bool) -> None:
-            x = torch.randn(K, rows).t() if other else torch.randn(rows, K)
-            given = {"group": own.group_name, "gather_dim": 0} if other else {"group": own, "gather_dim": 0}
-            weft.all_gather_matmul(x, [w], return_A=False, deadline_s=10.0, **given)
+    def call(rows: int, other: bool) -> None:
+        x = torch.randn(K, rows).t() if other else torch.randn(rows, K)
+        given = {"group": own.group_name, "gather_dim": 0} if other else {"group": own, "gather_dim": 0}
+        weft.all_gather_matmul(x, [w], return_A=False, deadline_s=10.0, **given)
 
-        for rows in range(1, PASSING + 8):
-            call(rows, other=False)
-        assert len(calls.prepared_calls(op, own)) == PASSING
-        for rows in (PASSING + 1, PASSING + 4, PASSING + 6):
-            call(rows, other=rank == 1)
-        assert len(calls.prepared_calls(op, own)) == PASSING + 3
-        dist.destroy_process_group(own)
-    finally:
-        PASSING_ON.remove("cpu")
+    for rows in range(1, PASSING + 8):
+        call(rows, other=False)
+    assert len(calls.prepared_calls(op, own)) == PASSING
+    for rows in (PASSING + 1, PASSING + 4, PASSING + 6):
+        call(rows, other=rank == 1)
+    assert len(calls.prepared_calls(op, own)) == PASSING + 3
+    dist.destroy_process_group(own)
 
 
 def test_ranks_prepare_the_same_sizes_whatever_their_layouts(pool: Pool) -> None:
     pool.run(in_another_layout, ranks=2, timeout_s=60)
+
+
+def warmed_up(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """Call sizes that do not recur until a new size runs unfused. Return the function that makes a call."""
+    w = torch.randn(K, N)
+
+    def call(rows: int, *, transposed: bool = False, w: torch.Tensor = w, wanted: bool = False) -> torch.Tensor:
+        x = torch.randn(K, rows).t() if transposed else torch.randn(rows, K)
+        x.requires_grad_(wanted)
+        return weft.all_gather_matmul(x, [w], 0, group, return_A=False, deadline_s=10.0)[1][0]
+
+    for rows in range(1, PASSING + 3):
+        call(rows)
+    assert len(calls.prepared_calls(calls.OPERATORS["all_gather_matmul"], group)) == PASSING
+    return call
+
+
+def differing(group: dist.ProcessGroup, how: str) -> str:
+    """Make a call of a new size that differs on rank 1. Return the text of the error."""
+    own, other = dist.new_group([0, 1]), group.rank() == 1
+    call = warmed_up(own)
+    for rows in range(100, 103 + PASSING):
+        call(rows, wanted=True).sum().backward()
+    mine: dict[str, Callable[[], Any]] = {
+        "sizes": lambda: call(40 + other),
+        "sizes and layouts": lambda: call(40 + other, transposed=other),
+        "known sizes": lambda: call(3 if other else 40),
+        "gradients": lambda: call(40, wanted=other),
+        "backward": lambda: call(40, wanted=True).sum().backward() if other else [call(40, wanted=True), call(41)],
+        "operators": lambda: weft.matmul_all_reduce(torch.randn(40, K), torch.randn(K, N), own) if other else call(40),
+    }
+    with pytest.raises(DisagreementError) as raised:
+        mine[how]()
+    with pytest.raises(PoisonedGroupError):
+        call(50)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sizes", ["[80, 8]", "[82, 8]", "pass rows"]), slow("sizes and layouts", ["[80, 8]", "[82, 8]", "pass rows"]),
+        ("known sizes", ["[80, 8]", "[6, 8]"]), ("gradients", ["(True, False)", "(False, False)"]),
+        ("backward", ["[82, 8]", "matmul_reduce_scatter"]),
+        ("operators", ["all_gather_matmul", "matmul_all_reduce"]),
+    ],
+)  # fmt: skip
+def test_calls_of_new_sizes_that_differ_are_refused_by_every_rank(pool: Pool, how: str, words: list[str]) -> None:
+    for text in pool.run(differing, how, ranks=2, timeout_s=60):
+        assert all(word in text for word in words), text
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    """Refuse a call on rank 1 only: of a new size, of a size that recurs, and in backward. Both ranks must count alike
+    afterwards.
+    """
+    own, other = dist.new_group([0, 1]), group.rank() == 1
+    call, op = warmed_up(own), calls.OPERATORS["all_gather_matmul"]
+    bad = torch.randn(K + 1, N)
+
+    def count() -> int:
+        return len(calls.prepared_calls(op, own))
+
+    for rows in (40, 1):  # a new size, and a size that recurs
+        for transposed in (False, True):  # the fast and the slow path
+            with pytest.raises(RefusedError, match=r"rank 1: .*9"):
+                call(rows, transposed=transposed, **({"w": bad} if other else {}))
+    try:
+        for rows in (40, 41):
+            call(rows)
+            assert count() == PASSING, "new sizes still run unfused"
+        call(40)
+        assert count() == PASSING + 1, "only the second call of a size compiles it"
+        for rows in range(100, 103 + PASSING):
+            call(rows, wanted=True).sum().backward()
+        y = call(200, wanted=True)
+        if other:
+            y.grad_fn.saved_tensors[0].untyped_storage().resize_(0)
+        with pytest.raises(RefusedError, match=r"rank 1: .*saved for backward"):
+            y.sum().backward()
+        for rows in (200, 201, 200, 201):
+            call(rows, wanted=True).sum().backward()
+    except DisagreementError as error:
+        pytest.fail(f"ranks count differently: {error}")
+    dist.destroy_process_group(own)
+
+
+def test_a_refused_call_is_counted_alike_by_every_rank(pool: Pool) -> None:
+    pool.run(refused, ranks=2, timeout_s=60)
 
 
 @pytest.mark.parametrize("wanted", [slow(False), True], ids=["forward", "gradients"])

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
+
+from weft.symm.calls import calls_of
 
 KEPT = 64  # shapes per operator and group that have memory of their own; captured shapes do not count
 KEPT_LIGHT = 2048  # shapes per operator and group; captured shapes do not count. Most share memory, or hold none
@@ -25,8 +27,7 @@ _AT_ONCE = 128  # shapes to drop at once at KEPT_LIGHT, because finding them tak
 KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not called in the last WHILE calls
 _SIGNATURES = 8192  # signatures kept per operator and group
 PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)
-PASSING_ON = ["cuda"]  # device types with this rule: on CPU, compiling takes less time than a rendezvous
-_SERVED = 1 << 16  # number of sizes to remember that ran unfused once
+_SERVED = 1 << 16  # sizes of a family to remember that ran unfused once
 WHILE = 1000  # calls of the operator. A training step makes fewer calls, and then repeats its shapes
 
 
@@ -97,25 +98,49 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
     return places[0] if len(places) == 1 else None
 
 
+class Family(Generic[E]):
+    """The sizes of a problem family that a group has called.
+
+    typical: the operator that was compiled last. once: the number of compiled sizes that have not recurred. served: the
+    sizes that ran unfused once, and have not recurred.
+    """
+
+    def __init__(self, typical: E) -> None:
+        self.typical, self.once, self.served = typical, 0, dict[int, None]()
+
+    def takes(self, rows: int) -> bool:
+        """True if a call of this size is to run unfused, without compilation."""
+        return self.once >= PASSING and rows not in self.served and not self.typical.stale
+
+    def serve(self, rows: int) -> None:
+        """Record that this size runs unfused."""
+        if len(self.served) >= _SERVED:
+            for old in list(itertools.islice(self.served, _SERVED // 2)):
+                del self.served[old]
+        self.served[rows] = None
+
+
 class _OfGroup(Generic[E]):
     """The cache of one operator, such as `all_gather_matmul`, on one process group: its compiled operators by shape.
 
     All ranks of a group make the same calls, so they drop the same compiled operators.
 
     Compiling for a size takes as long as several calls. This time is wasted on a size that never recurs, such as a
-    sequence length without padding. So on GPUs this class counts, for each problem family, the compiled sizes that have
-    been called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count
-    has reached `PASSING` (16), a new size first runs unfused, without compilation and without synchronisation of the
-    CPUs. Only its second call compiles it.
+    sequence length without padding. So this class counts, for each problem family, the compiled sizes that have been
+    called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
+    reached `PASSING` (16), a new size first runs unfused, without compilation and without the agreement of a first
+    call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective.
+
+    All ranks must count alike. If a call is refused, some ranks have counted it and others have not, so `count_call`
+    takes functions that undo the counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count_call: Callable[[Callable[[], None]], None] = lambda undo: None) -> None:
+        self._count_call = count_call
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
-        self._once: dict[Hashable, int] = {}  # number of compiled sizes that have not recurred, by family
-        self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused once
-        self._typical: dict[Hashable, E] = {}  # latest compiled operator, by family
+        self._families: dict[Hashable, Family[E]] = {}
         self._room = 0  # shapes that can be added before a limit has to be checked
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
@@ -129,17 +154,20 @@ class _OfGroup(Generic[E]):
         rows: the number of rows of the call's first tensor.
         capturing: True while a graph is captured. A size that has run unfused before is then captured unfused.
         """
-        size = family, rows
-        if size in self._served:
-            return self._typical[family] if capturing else None
-        typical = self._typical.get(family)
-        if capturing or typical is None or typical.stale or self._once[family] < PASSING:
+        known = self._families.get(family)
+        if known is None:
             return None
-        if len(self._served) >= _SERVED:
-            for old in list(itertools.islice(self._served, _SERVED // 2)):
-                del self._served[old]
-        self._served[size] = None
-        return typical
+        if capturing:
+            return known.typical if rows in known.served else None
+        if not known.takes(rows):
+            return None
+        known.serve(rows)
+        self._count_call(lambda: known.served.pop(rows, None))
+        return known.typical
+
+    def family(self, family: Hashable) -> Family[E]:
+        """Return the sizes of a problem family of which a size has been compiled."""
+        return self._families[family]
 
     def called(self, prepared: E) -> E:
         """Record a call that has found the compiled operator `prepared` in the cache, so that it counts as recently used.
@@ -147,17 +175,22 @@ class _OfGroup(Generic[E]):
         """
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
-            prepared.came_back = True
-            if prepared.family is not None:
-                self._once[prepared.family] -= 1
+            self._came_back(prepared, True)
+            self._count_call(lambda: self._came_back(prepared, False))
         return prepared
+
+    def _came_back(self, prepared: E, came_back: bool) -> None:
+        prepared.came_back = came_back
+        if prepared.family is not None:
+            self._families[prepared.family].once += -1 if came_back else 1
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
         """Record that `prepared`, a compiled operator, has been made for a new size of a problem family."""
-        prepared.family, prepared.came_back = family, (family, rows) in self._served
-        self._served.pop((family, rows), None)
-        self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
-        self._typical[family] = prepared
+        known = self._families.setdefault(family, Family(prepared))
+        prepared.family, prepared.came_back = family, rows in known.served
+        known.served.pop(rows, None)
+        known.once += not prepared.came_back
+        known.typical = prepared
 
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called shapes if one more shape would exceed a limit.
@@ -251,7 +284,7 @@ class Table(Generic[E]):
     def of_group(self, group: dist.ProcessGroup) -> _OfGroup[E]:
         here = self._of_group.get(id(group))
         if here is None:
-            here = self._of_group[id(group)] = _OfGroup()
+            here = self._of_group[id(group)] = _OfGroup(calls_of(group).undo_if_refused)
             weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
         return here
 

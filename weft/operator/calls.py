@@ -22,7 +22,7 @@ from weft.arguments import check_memory, checked_deadline
 from weft.builders import Problem
 from weft.operator import select
 from weft.operator.agreement import agreement_on
-from weft.operator.cache import PASSING_ON, Table
+from weft.operator.cache import Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import (
     require_kept,
@@ -227,16 +227,14 @@ def prepared_for(
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
     family: Hashable = None
     rows = 0
-    if prepared is None and device.type in PASSING_ON and pinned is None and world > 1 and op.sizes_are_alike:
+    if prepared is None and pinned is None and world > 1 and op.sizes_are_alike:
         p = _described(op, call, world)
         if p is not None and p.family[0] is not p and p.has_work:
             family, rows = (p.family[0], given, wanted), _rows_of(op, call)
             capturing = is_captured(device)
             typical = table.of_group(group).passes(family, rows, capturing)
             if typical is not None:
-                said = op.said(call, world)
-                shown = joined(p.text if said == str(p) else said, given)
-                return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
+                return typical.for_one_call(p, rows, call, wanted)
 
     def check() -> tuple[str, str, int]:
         """Return (short description, full description, number), as `weft.operator.agreement.Check`.

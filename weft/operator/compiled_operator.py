@@ -33,6 +33,7 @@ from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
 from weft.symm import Communicator
 from weft.symm.device import synchronize
 from weft.timeline import Timeline
+from weft.words import joined
 
 
 @contextlib.contextmanager
@@ -245,24 +246,47 @@ class CompiledOperator:
         for across in itertools.islice(self._across.values(), 1):
             across.begin_backward()
 
-    def for_one_call(
-        self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
-    ) -> CompiledOperator:
+    def for_one_call(self, p: Any, rows: int, call: Any, wanted: tuple[bool, ...]) -> CompiledOperator:
         """Return a copy of this operator for one unfused call of another size. The copy is not cached.
 
         p: the problem of the call, from this operator's problem family.
         rows: the number of rows of the call's first tensor.
-        given, wanted, said, shown: the call's options, its wanted gradients, its full and its short description, as for
-            `agree`.
+        wanted: for each differentiable field of the call, True if its gradient is wanted.
         """
+        op, given = self.op, self.op.given(call)
+        said, shown = self._described(p, call, given)
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
         made.agreed.add((given, wanted))
         if self.comm is not None:
-            fingerprint = passing_fingerprint(self.op.name, self.family, rows)
-            made._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said, fingerprint)
+            fingerprint = passing_fingerprint(op.name, self.family, rows)
+            made._across[given] = AcrossRanks(op, self.comm, f"{op.title}, {shown}", said, fingerprint)
+            if self._turns is not None:
+                made._turns = self._turns_of(said, shown, wanted)
         return made
+
+    def run_on_cpu(self, p: Any, call: Any, wanted: tuple[bool, ...], deadline_s: float | None) -> list[torch.Tensor]:
+        """Run one unfused call of another size, as the operator of `for_one_call` would, but only on CPU and in one step."""
+        op = self.op
+        turn = Turn(self._turns_of(*self._described(p, call, op.given(call)), wanted), deadline_s)
+        made = self.steps().run(op.inputs(p, call), turn, self.group)
+        return [made[name] for name in self.results]
+
+    def _described(self, p: Any, call: Any, given: str) -> tuple[str, str]:
+        """Return the full and the short description of a call of another size."""
+        op, full = self.op, str(p)
+        said = full if type(op).said is Operator.said else op.said(call, p.world_size)
+        return joined(said, given), joined(p.text if said == full else said, given)
+
+    def _turns_of(self, said: str, shown: str, wanted: tuple[bool, ...]) -> Turns:
+        """Return the rendezvous of a call of another size. It compares the whole call, because ranks have not agreed on this
+        size.
+        """
+        assert self.comm is not None
+        op = self.op
+        details = joined(said, op.described(wanted))
+        return Turns(f"{op.title}, {shown}", self.comm, details, op.arguments, hint=op.hint)
 
     def across(self, call: Any) -> AcrossRanks:
         """Return the object that compares this call between ranks. Ranks must have compared a call with the same

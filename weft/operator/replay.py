@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
 from weft.operator.across import passing_fingerprint
-from weft.operator.cache import PASSING_ON, Table
+from weft.operator.cache import Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
 from weft.operator.spec import Operator
@@ -322,8 +322,8 @@ class Replay(_Short):
         """Make a whole call on CPU, where ranks synchronise before each call. Return the value that the public function
         returns.
         """
-        self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
+            self.here.called(self.prepared)
             call = self.op.checked(self._call(p, k), group)  # on CPU, `checked` and `inputs` also check values
             results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
             self.op.note(call)
@@ -343,20 +343,38 @@ class Passing(_Short):
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         prepared, inputs, first = seen.prepared, seen.inputs or {}, arguments[0][0]
-        if seen.apply is not None or self.kind not in PASSING_ON or not prepared.in_steps:
+        on_cpu = self.kind == "cpu"
+        if seen.apply is not None or not prepared.in_steps:
             raise _UnlikeError
         given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
-        for field in seen.call:
-            given.written(field)
+        call = "call", self.op.form, [given.written(field) for field in seen.call]
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
-        if steps.plain is None:
+        if steps.plain is None and not on_cpu:
             raise _UnlikeError
         written = self._averaged(results.returned(returned, views=False), seen.call)
-        known = _native_call(self, steps, given, inputs, written, [True, False])
+        if on_cpu:
+            self._call, self._returned = _core.Recipe(call), _core.Recipe(written)
+        known = _native_call(self, None if on_cpu else steps, given, inputs, written, [not on_cpu, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
         self._world, self._family = prepared.p.world_size, prepared.family
+        self._sizes = self.here.family(prepared.family)
         return known
+
+    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+        """Make a whole call on CPU. Return the value that the public function returns, or NotImplemented if the call must
+        take the slow path.
+        """
+        rows = p[0].shape[0]
+        if not self._sizes.takes(rows) or not self.op.takes_rows(rows, self._world):
+            return NotImplemented
+        with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
+            call = self.op.checked(self._call(p, k), group)
+            self.here.passes(self._family, rows)
+            problem, typical = self.op.problem(call, self._world, 0), self._sizes.typical
+            results = typical.run_on_cpu(problem, call, self.op.wanted(call), self._deadline_s)
+            self.op.note(call)
+            return self._returned(results, {})
 
     def begin(self, rows: int) -> int | None:
         """Begin a call with `rows` rows. Return the number that represents the call in the hash of calls that ranks compare;

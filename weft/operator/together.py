@@ -117,6 +117,7 @@ class together:
                 comm.poison(refused)
                 comm.check()
             return
+        self._calls.undo()
         if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
             return
         with contextlib.suppress(AttributeError, TypeError):

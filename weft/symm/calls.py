@@ -57,6 +57,22 @@ class GroupCalls(_core.CallCounts):
         self._refused_last = 0
         self._answers: dict[int, int] = {}  # {call: number of answers that came before this rank refused it}
         self._lock = threading.Lock()
+        self._undo: list[tuple[int, Callable[[], None]]] = []
+
+    def undo_if_refused(self, undo: Callable[[], None]) -> None:
+        """Call `undo` if the current call raises an error. Ranks of a refused call have reached different places in it, and
+        must not remember it differently.
+        """
+        if self._undo and self._undo[-1][0] != self.begun:
+            self._undo.clear()
+        self._undo.append((self.begun, undo))
+
+    def undo(self) -> None:
+        """Call the functions that `undo_if_refused` has got in the current call."""
+        for number, undo in reversed(self._undo):
+            if number == self.begun:
+                undo()
+        self._undo.clear()
 
     def begin(self) -> str:
         """Begin the next call. If a peer has refused this call already, return the peer's reason, else ""."""

@@ -43,15 +43,16 @@ class Turns:
 
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
     described: a function that returns the text of `details` for errors, if `details` is a digest.
-    arguments: the user's argument for each buffer, by the buffer's name, for error texts.
+    arguments: the user's argument for each buffer, by the buffer's name, for error texts. hint: advice for the error that
+    ranks raise if only their sizes differ.
     """
 
     def __init__(
         self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None,
-        described: Callable[[], str] | None = None,
+        described: Callable[[], str] | None = None, hint: str = "",
     ) -> None:  # fmt: skip
         self.what, self.comm, self._details, self._arguments = what, comm, details, arguments or {}
-        self._described = described
+        self._described, self._hint = described, hint
         self._meeting = meeting_of(comm)
         self._topics: dict[str, Topic] = {}
 
@@ -127,7 +128,9 @@ class Turns:
             said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
             comm, described = self.comm, self._described
             difference = shown(comm, self._details) if described is None else lambda: shown(comm, described())()
-            topic = self._topics[collective] = Topic(f"{said} of {self.what}", self._details, difference=difference)
+            topic = self._topics[collective] = Topic(
+                f"{said} of {self.what}", self._details, difference=difference, hint=self._hint
+            )
         return topic
 
 
