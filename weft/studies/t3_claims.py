@@ -1,9 +1,9 @@
 """T3's claims except those on the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
 
-Most claims belong to a figure: communication's share of an iteration (figure 4), sliced GEMMs (5), compute units split
-between operations (6), accesses of a ring step (10), the reduce-scatter alone (14), traffic over time (17), iterations
-(19), and more compute units (20). Two claims have no figure: the tracker's size, and direct reduce-scatters (section
-7.1).
+The claims are on communication's share of an iteration (figure 4), sliced GEMMs (5), compute units split between
+operations (6), and accesses of a ring step (10). Further claims are on the reduce-scatter alone (figure 14), traffic
+over time (17), iterations (19), and more compute units (20). Claims without a figure are on the tracker's size, and on
+direct reduce-scatters (section 7.1).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 3.2, 4.2, 5.1,
 6.3 to 7.5.

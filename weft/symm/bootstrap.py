@@ -16,8 +16,8 @@ A rank that fails during the bootstrap writes the reason into its entry and clos
 failing rank had seen raise an error with this reason. Unless the cause is a missed deadline or a lost peer, every other
 rank raises it once too, even a rank that arrives later.
 
-Ranks do not wait for a dead peer. A rank detects the death by the pid in the peer's entry, or learns of it from another
-group of its process that has lost the peer (the argument `ended` of `connect`).
+Ranks do not wait for a dead peer. A rank detects the death by the pid in the peer's entry. If another group of the
+rank's process has lost the peer, this group reports the death (the argument `ended` of `connect`).
 
 Within a host both sides check that the other process runs under the same user (SO_PEERCRED). So a process of another user
 cannot connect, even if it knows the name of a socket. A connection that has not identified itself delays no rank, because a

@@ -130,8 +130,8 @@ class EmbeddingAllToAll(Problem):
         """Cache hit rates of reads of table rows, one for each cache size (`weft.builders.row_reuse`); () if ids are
         unknown.
 
-        All ranks get equal rates, chosen so that the predicted time is that of the slowest rank: 1 - (most bytes that
-        any rank reads from memory) / (most bytes that any rank reads).
+        All ranks get equal rates, chosen so that the predicted time is that of the slowest rank. The rates are 1 -
+        (most bytes that any rank reads from memory) / (most bytes that any rank reads).
         """
         if not self.ids:
             return ()
