@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from weft.bench.__main__ import run
 from weft.bench.core.harness import HARNESS
@@ -50,7 +51,7 @@ def test_options() -> None:
         (["--part", "0/3"], "--part 0/3: parts are numbered from 1 to 3"),
         (["--part", "one"], "--part one: write it as I/N, such as 1/3"),
         (["--seed", "seed"], "--seed seed: give up to 16 hexadecimal digits"),
-        (["--ranks", "1"], "--ranks 1: there is nothing to overlap without a second rank: use at least 2"),
+        (["--ranks", "1"], "--ranks 1: a single rank does not communicate: use --ranks 2 or more"),
         (["--shapes", "0"], "--shapes 0 must be at least 1"),
         (["--json", "/no/such/folder/a.jsonl"], "the folder /no/such/folder does not exist"),
     ],
@@ -58,6 +59,26 @@ def test_options() -> None:
 def test_options_that_cannot_be(wrong: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         options_of(["--device", "cpu", *wrong], "weft bench")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "message"),
+    [
+        (0, [], "--device cuda, but torch sees no GPU: run `weft doctor` to see why, or use --device cpu"),
+        (0, ["--ranks", "2"], "--device cuda, but torch sees no GPU"),
+        (
+            1,
+            [],
+            "--ranks 1: a single rank does not communicate: use at least 2 GPUs, one for each rank, or --device cpu",
+        ),
+        (1, ["--ranks", "1"], "--ranks 1: a single rank does not communicate"),
+        (1, ["--ranks", "2"], "--ranks 2, but torch sees 1 GPU"),
+    ],
+)
+def test_gpus_that_are_missing(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: list[str], message: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=message):
+        options_of(["--device", "cuda", *ranks], "weft bench")
 
 
 def test_its_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

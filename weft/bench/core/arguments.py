@@ -83,22 +83,24 @@ def check_pictures(path: Path) -> None:
 def number_of_ranks(given: int | None, device: str) -> int:
     """Return the number of ranks: as many as torchrun has started, else `given`, else one per GPU, or 2 on CPU.
 
-    Raise `ValueError` for more ranks than GPUs, or if `given` is set under torchrun.
+    Raise `ValueError` for `device` "cuda" without a GPU, for more ranks than GPUs, or if `given` is set under torchrun.
     """
     import torch
 
     from weft import env
 
     gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and gpus == 0:
+        raise ValueError("--device cuda, but torch sees no GPU: run `weft doctor` to see why, or use --device cpu")
     if env.under_torchrun():
         if given is not None:
             raise ValueError(f"ranks={given} conflicts with torchrun, which sets the number of ranks: do not pass it")
         return env.world_size()
     if given is None:
-        return max(1, gpus) if device == "cuda" else 2
+        return gpus if device == "cuda" else 2
     if device == "cuda" and given > gpus:
         raise ValueError(
-            f"--ranks {given}, but torch sees {gpus} GPUs: ranks that share a GPU give meaningless times. Use at "
+            f"--ranks {given}, but torch sees {counted(gpus, 'GPU')}: ranks that share a GPU give meaningless times. Use at "
             f"most {gpus}, or --device cpu"
         )
     return given

@@ -83,10 +83,10 @@ class Options:
         if not re.fullmatch(r"[0-9a-f]{1,16}", self.seed):
             raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
         if self.ranks < 2:
-            raise ValueError(
-                f"--ranks {self.ranks}: there is nothing to overlap without a second rank: use at least 2 GPUs, "
-                "or --device cpu"
+            needed = (
+                "--ranks 2 or more" if self.device == "cpu" else "at least 2 GPUs, one for each rank, or --device cpu"
             )
+            raise ValueError(f"--ranks {self.ranks}: a single rank does not communicate: use {needed}")
         for name, count in (("--shapes", self.shapes), ("--sizes", self.sizes)):
             if count < 1:
                 raise ValueError(f"{name} {count} must be at least 1")
