@@ -17,7 +17,7 @@ failing rank had seen raise an error with this reason. Unless the cause is a mis
 rank raises it once too, even a rank that arrives later.
 
 Ranks do not wait for a dead peer. A rank detects the death by the pid in the peer's entry. If another group of the
-rank's process has lost the peer, this group reports the death (the argument `ended` of `connect`).
+rank's process has lost the peer, that group reports the death (the argument `ended` of `connect`).
 
 Within a host both sides check that the other process runs under the same user (SO_PEERCRED). So a process of another user
 cannot connect, even if it knows the name of a socket. A connection that has not identified itself delays no rank, because a
