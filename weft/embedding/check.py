@@ -249,7 +249,8 @@ def first_bad_index(
 
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
-    """Raise `ValueError` unless values, offsets and weights are one-dimensional tensors with valid dtypes on `device`.
+    """Raise `ValueError` unless the values, offsets and weights of the input are one-dimensional tensors with valid dtypes on
+    `device`.
 
     If there are weights, each value must have one.
     """
@@ -320,8 +321,8 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
 
 @lru_cache(maxsize=256)
 def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """Return the result of `blocks_of_slots`, from a cache. Raise `ValueError` for a key that no table of any rank
-    uses.
+    """Return the result of `blocks_of_slots` (the index of each local slot's feature in `keys`), from a cache. Raise
+    `ValueError` for a key that no table of any rank uses.
     """
     blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
     if unknown := [key for key in keys if key not in used]:

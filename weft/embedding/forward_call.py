@@ -32,7 +32,7 @@ class Tables(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tables, followed by their states."""
+        """All tables, followed by their optimizer states."""
         return [*self.weights, *[state for states in self.states for state in states]]
 
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
@@ -105,7 +105,9 @@ class ForwardCall:
 
     @property
     def collected(self) -> list[Collected] | None:
-        """The list in which gradients are collected for one later update; None if backward updates the tables itself."""
+        """The list in which backward collects gradients for one later update of the tables; None if backward updates the tables
+        itself.
+        """
         return None if self.tables is None else COLLECTED.get(id(self.tables.step))
 
     def require_first(self) -> None:

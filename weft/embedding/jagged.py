@@ -433,7 +433,7 @@ def _answer(features: Any, method: str) -> Any:
 
 
 def _names(keys: Sequence[str]) -> list[str]:
-    """Return the keys as a list. Raise an error unless they are different strings."""
+    """Return the keys as a list. Raise an error unless all keys are strings, and all are different."""
     names = list(keys)
     for key in names:
         if not isinstance(key, str):

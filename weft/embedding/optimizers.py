@@ -135,7 +135,7 @@ class EmbeddingOptimizer:
 
     @property
     def counts(self) -> bool:
-        """True if the optimizer's formula uses the number of updates, for bias corrections."""
+        """True if the optimizer's formula uses the number of updates so far, for bias corrections."""
         return False
 
 

@@ -195,8 +195,8 @@ class Partition:
         return [number for number, part in enumerate(self.parts) if part.table == table]
 
     def feature_of_part(self, part: TablePart, feature: str) -> str:
-        """Return the name of the input feature that `part` reads for the table's `feature`. Ranks compare it, so it tells
-        hashed ids from others.
+        """Return the name of the input feature that `part` reads for the table's `feature`. Ranks compare this name, so it also
+        tells if the ids have been hashed.
         """
         table = self.tables[part.table]
         read = f"{feature} hashed to {table.num_embeddings} rows" if self.hashes_input else feature
@@ -249,8 +249,8 @@ class Partition:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The blocks of output columns, in column order. The field `rank` of these slots has no meaning, because
-        several ranks may make a block.
+        """The blocks of output columns, in column order. The field `rank` of these slots has no meaning, because several ranks
+        may compute one block.
         """
         return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
 

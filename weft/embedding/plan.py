@@ -76,7 +76,7 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """{rank: addresses and layouts of the tables that the rank last checked} (`weft.runtime.layouts`). Unchanged
+        """{rank: addresses and layouts of the tables in the last call that checked them} (`weft.runtime.layouts`). Unchanged
         tables are not checked again.
         """
         return {}
@@ -139,14 +139,16 @@ class EmbeddingPlan:
 
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
-        """The number of slices that each rank sends per sample. The layout of the flags of transport "put" depends on it."""
+        """For each rank, the number of slices that it sends per sample. The positions of the flags of transport "put" depend on
+        these numbers.
+        """
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan for these options. For the transports "put" and "direct", the plan gets its order and its slice
-    size from the kernel of the schedule.
+    """Return the plan of embedding_all_to_all for a sharding and options. For the transports "put" and "direct", the plan gets
+    its order and its slice size from the kernel of the schedule.
     """
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):

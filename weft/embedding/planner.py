@@ -44,7 +44,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a table on a rank: memory in bytes, and time per step in seconds."""
+    """The load that a table puts on a rank: memory in bytes, and time per training step in seconds."""
 
     nbytes: float
     seconds: float
@@ -75,7 +75,7 @@ class TablePlan:
 
     @property
     def nbytes(self) -> tuple[float, ...]:
-        """The bytes of tables, states and reduced gradients on each rank."""
+        """For each rank, the bytes of its tables, optimizer states and reduced gradients."""
         return tuple(sum(load.nbytes for load in of_rank) for of_rank in zip(*self.loads, strict=True))
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The constants of this module's cost model. Bandwidths are in bytes per second."""
+    """The constants of the model that predicts the time and memory of tables. Bandwidths are in bytes per second."""
 
     world: int
     samples: int
@@ -253,8 +253,8 @@ def _chosen(
     tables: Sequence[EmbeddingBagConfig], choices: Sequence[Sequence[_Choice]], world: int, memory: float | None,
     kinds: Sequence[Kind], costs: _Costs,
 ) -> tuple[list[_Choice], tuple[tuple[str, ...], ...]]:  # fmt: skip
-    """Return (the chosen sharding of each table, for each table the kinds of sharding that did not fit, with the
-    reason).
+    """Choose a sharding for each table. Return two values: the chosen shardings, and for each table the kinds of sharding that
+    did not fit, with the reason.
     """
     seconds, nbytes = [0.0] * world, [0.0] * world
     found: list[_Choice | None] = [None] * len(tables)

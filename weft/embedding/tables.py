@@ -316,7 +316,9 @@ class EmbeddingSharding:
         ]
 
     def difference(self, other: EmbeddingSharding) -> str | None:
-        """Return a text with the first difference from `other`, such as "world_size=2 and 4"; None if both are equal."""
+        """Return a text with the first difference between this sharding and `other`, such as "world_size=2 and 4"; None if both
+        are equal.
+        """
         if self.world_size != other.world_size:
             return f"world_size={self.world_size} and {other.world_size}"
         if len(self.tables) != len(other.tables):
@@ -352,7 +354,9 @@ class EmbeddingSharding:
         return "\n".join(lines)
 
     def _runs_text(self, indices: Sequence[int]) -> str:
-        """Return table names as text, in which runs of three or more adjacent tables are "first .. last"."""
+        """Return the names of tables as text. Three or more adjacent tables are written "first .. last". indices: the indices
+        of the tables, ascending.
+        """
         words = []
         for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
             names = [self.tables[index].name for _, index in run]

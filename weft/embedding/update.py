@@ -82,7 +82,7 @@ class FusedUpdate:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All states, table by table, as a shared list: do not change it."""
+        """All optimizer states, table by table. The list is shared: do not change it."""
         states = self.states
         if self._flat[0] is not states:  # each call with gradients reads the list
             self._flat = states, [state for of_table in states for state in of_table.values()]
@@ -94,7 +94,7 @@ class FusedUpdate:
         return sum(state.nbytes for state in self.tensors)
 
     def require_tables(self, weights: Sequence[torch.Tensor]) -> None:
-        """Raise `ValueError` unless the states belong to tables of these shapes, on their device."""
+        """Raise `ValueError` unless the optimizer states fit the tables `weights`: their shapes and their device."""
         shapes = [getattr(weight, "shape", None) for weight in weights]
         if shapes != self._shapes:
             made, given = ([tuple(shape or ()) for shape in of] for of in (self._shapes, shapes))

@@ -354,8 +354,8 @@ def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of each occurrence's per-sample weight: the dot product of the bag's gradient and the table
-    row, or 0 for an id out of range.
+    """Write the gradient of the per-sample weight of each id in the batch. It is the dot product of the bag's gradient and the
+    table row, or 0 for an id out of range.
 
     keys: the sort keys of the occurrences, in any order.
     """

@@ -25,8 +25,8 @@ _IDS = tl.constexpr(IDS)
 
 @triton.jit
 def row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id: the id itself, or with HASH a hash of the id (the finalizer of splitmix64) modulo
-    the number of rows.
+    """Return the index of the table row that an id selects. It is the id itself, or with HASH a hash of the id (the finalizer
+    of splitmix64) modulo the number of rows.
     """
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)

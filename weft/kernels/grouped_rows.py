@@ -14,7 +14,9 @@ import triton.language as tl
 def table_of_counts(
     counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr
 ):
-    """Load `counts` as int32 `[W_P2, E_P2]`, with each count clamped to `0 .. most`, and zeros beyond W and E."""
+    """Load `counts`, the numbers of rows from each source rank for each expert, as int32 `[W_P2, E_P2]`. Each count is clamped
+    to `0 .. most`. Entries beyond W and E are 0.
+    """
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)

@@ -51,8 +51,8 @@ def store_to_sources(
 ):  # fmt: skip
     """Store a tile with rows of several sources, each row into the block of its source.
 
-    row: the tile's first row among its expert's rows. left: the number of rows to store. row_ends, places: see
-    `rows_of_sources`.
+    row: the index of the tile's first row among the rows of its expert. left: the number of rows to store. row_ends, places:
+    see `rows_of_sources`.
     """
     in_tile = tl.arange(0, BLOCK_M)
     at = row + in_tile

@@ -34,7 +34,7 @@ _STORE_RELEASE, _STORE_RELAXED = (
 
 @triton.jit
 def words(address):
-    """Return addresses as pointers to 64-bit words."""
+    """Return pointers to the 64-bit words at these addresses."""
     return address.to(tl.pointer_type(tl.int64))
 
 

@@ -47,8 +47,8 @@ from weft.runtime.opaque import opaque
 
 
 def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the tables again, so that DDP ignores them, after `load_state_dict(assign=True)` has replaced their
-    parameters.
+    """Mark the tables' parameters so that DDP ignores them. torch calls this hook after `load_state_dict`, because
+    `assign=True` replaces the parameters.
     """
     module._mark_tables()
 
@@ -291,7 +291,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             prefetched.discard()
 
     def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Finish the distribution of the prefetched batch. Return (the features of this rank's tables for all samples,
+        """Finish the distribution of ids of the prefetched batch. Return (the features of this rank's tables for all samples,
         the batch sizes of all ranks). All ranks must make this call.
         """
         prefetched = cast(Prefetched, self._prefetched)
@@ -421,7 +421,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             cast(Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
-        """Make and fill this rank's tables. All ranks must make this call."""
+        """Make this rank's tables, and fill them with their initial values. seed: the random seed, equal on all ranks. All
+        ranks must make this call.
+        """
 
         def make() -> None:
             for index in self.sharding.local_tables(self.rank):
@@ -432,8 +434,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
-        """Mark the tables for `ignore_tables` and DDP, and make the optimizer's states or move them to the tables'
-        device.
+        """Mark the tables so that `ignore_tables` and DDP find them. Also make the optimizer's states, or move them to the
+        tables' device.
         """
         for bag in self.embedding_bags.children():
             weight: Any = bag.weight
@@ -473,8 +475,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return self
 
     def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-        """Return the dtype and the device of the tables after the conversion `fn`. Raise `ValueError` if tables do not
-        support them.
+        """Return the dtype and the device that the tables will have after the conversion `fn`. Raise `ValueError` if tables do
+        not support them.
         """
         # An empty tensor shows the dtype and the device, even on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))

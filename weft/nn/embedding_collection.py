@@ -267,7 +267,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.partition.tables[0].dtype
 
     def _record(self) -> ForwardCall:
-        """Return the record of a forward call for backward: the text that ranks compare, and the tables and states to
+        """Return what backward needs to know about a forward call: the text that ranks compare, and the tables and states to
         update.
         """
         tables, update = None, self._update_of_parts
@@ -290,7 +290,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             compare_ranks(comm, f"{what} of {NAME} of {tables}", of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
-        """Update the tables once.
+        """Update the tables once, with the received gradients.
 
         of: the result of `_record`. received: the ids and gradients that arrived in one backward, or in all backwards
             of `accumulate()`.
@@ -498,7 +498,7 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
 
 
 def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the tables again, so that DDP ignores them, after `load_state_dict(assign=True)` has replaced their
-    parameters.
+    """Mark the tables' parameters so that DDP ignores them. torch calls this hook after `load_state_dict`, because
+    `assign=True` replaces the parameters.
     """
     module._mark_tables()

@@ -51,8 +51,8 @@ class EmbeddingMemory:
 
 
 class BatchesInFlight:
-    """The memory of inputs that backward still needs, for `EmbeddingMemory.in_flight`. An input counts until autograd
-    frees it.
+    """A counter of the memory of inputs that backward still needs, for `EmbeddingMemory.in_flight`. An input counts until
+    autograd frees it.
     """
 
     def __init__(self) -> None:

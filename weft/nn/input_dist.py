@@ -60,7 +60,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _LocalBatch:
-    """This rank's samples, after the checks that need not wait for the device."""
+    """The input of this rank's samples, after the checks that need not wait for the device."""
 
     layout: _Layout
     values: torch.Tensor
@@ -95,13 +95,13 @@ class _Route(NamedTuple):
 
     @property
     def order(self) -> list[int]:
-        """The permutation of received blocks of ids from [source rank][feature] to [feature][source rank]."""
+        """The permutation that reorders received blocks of ids from [source rank][feature] to [feature][source rank]."""
         features = len(self.heads[0]) - _HEAD
         return [source * features + feature for feature in range(features) for source in range(len(self.heads))]
 
 
 class _Exchange(NamedTuple):
-    """All-to-alls that have begun: the tensors that they write, and the work handles to wait for."""
+    """All-to-alls that have begun: the tensors to receive into, and the work handles to wait for."""
 
     received: list[torch.Tensor]
     works: list[Any]
@@ -203,7 +203,7 @@ class InputDist:
         return BegunBatch(local, refusal, *self._begin_headers(local))
 
     def send(self, begun: BegunBatch) -> SentBatch:
-        """Wait for the headers, and begin the exchange of features."""
+        """Wait for the headers (batch sizes and numbers of ids) from all ranks, and begin to exchange the ids."""
         local, refusal = begun.local, begun.refusal
         heads, own = self._end_headers(begun)
         if any(head[0] for head in heads):
@@ -219,7 +219,7 @@ class InputDist:
         return self._begin_features(local, begun.numbers, heads, own)
 
     def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Wait for the features. Return the results that `__call__` documents."""
+        """Wait for the ids from all ranks. Return the results that `__call__` documents."""
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
@@ -305,7 +305,8 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
     def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
-        """Begin to exchange headers. Return (`BegunBatch.numbers`, the exchange).
+        """Begin to exchange headers (batch sizes and numbers of ids). Return (the tensor `BegunBatch.numbers`, the exchange to
+        wait for).
 
         local: this rank's samples; None if this rank refuses its input.
         """

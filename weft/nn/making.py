@@ -134,7 +134,7 @@ def agree_on_parts(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator for the construction of a module. It is the communicator for the device type of the
+    """Return the communicator on which ranks construct a module together. It is the communicator for the device type of the
     group's backend. So all ranks use the same communicator, even if one rank passes a device of another type.
     """
     usual = device_for(group, None)

@@ -241,7 +241,7 @@ class RowParallelLinear(ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Add bias and residual to `y`, then apply norm. The gradient of bias is summed over ranks."""
+        """Add bias and residual to `y`, then apply norm. In backward, the gradient of bias is summed over ranks."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)
@@ -300,7 +300,7 @@ def require(of: nn.Module, wrong: str) -> None:
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """True if the all-reduce of a layer with this weight [N, ...] can also apply `norm`."""
+    """True if weft can fuse `norm` with the all-reduce of a layer that has this weight [N, ...]."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]

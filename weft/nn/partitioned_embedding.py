@@ -195,8 +195,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return self._joined(None if parts is None else parts(given.parts).values(), given, checked)
 
     def _arranged(self, features: Any) -> tuple[Arranged, CheckedInput | None]:
-        """Return (the features for parts of sharded tables and for data-parallel tables, the checked features of
-        data-parallel tables). Raise `ValueError` for bad input. Ranks do not communicate.
+        """Separate the input by kind of table. Return two values: the features for parts of sharded tables and for
+        data-parallel tables, and the checked features of data-parallel tables. Raise `ValueError` for bad input. Ranks do not
+        communicate.
         """
         given = self._arrange(features, self.device)
         return given, None if self._replicated is None else self._replicated.checked(given.replicated)
@@ -284,7 +285,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """True if the pooled vectors already are the output: each block of output columns is one of them, in the same
+        """True if the pooled vectors already are the output: each block of output columns is one pooled vector, in the same
         order.
         """
         return self._order == [[number] for number in range(len(self._order))]
@@ -404,8 +405,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 class _Ahead(NamedTuple):
-    """A prefetched batch: the result of `_arranged`, or the error about a bad batch. The inner collection (`_parts`)
-    distributes the ids.
+    """A prefetched batch: its features separated by kind of table (`_arranged`), or the error about a bad batch. The inner
+    collection (`_parts`) distributes the ids.
     """
 
     features: Any

@@ -49,7 +49,7 @@ class PartitionedInput:
     """
 
     def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
-        """Store the options of all batches.
+        """Store the options, which apply to all batches.
 
         refuses_bad_ids: True to raise for out-of-range ids of row-wise tables, with the row number in the whole table.
         """
@@ -181,7 +181,9 @@ class _Arranging:
         return self.of.partition.tables[number]
 
     def _split(self) -> tuple[list[str], torch.Tensor, torch.Tensor, Any]:
-        """Return the features for the parts of row-wise tables: (feature names, ids, lengths of bags, weights or None)."""
+        """Split the ids of row-wise tables by part. Return the features that the parts read: (feature names, ids, lengths of
+        bags, weights or None).
+        """
         partition, batch = self.of.partition, self.batch
         names: list[str] = []
         owners, local, samples, sources = [], [], [], []

@@ -60,8 +60,8 @@ class Prefetched:
         return self._distribution.arrive(sent)
 
     def discard(self) -> None:
-        """Drop the batch, because no call of the module will use it. Wait until the exchange of the numbers of ids no
-        longer reads the batch.
+        """Drop the batch, because no call of the module will use it. First wait until the exchange of numbers of ids no longer
+        reads the batch.
         """
         if self._side is not None:
             torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)

@@ -71,7 +71,7 @@ class ReplicatedTables:
             self.update.move(self.weights()[0].device)
 
     def checked(self, jagged: JaggedInput | None) -> CheckedInput:
-        """Return the checked input. Raise `ValueError` for bad input."""
+        """Check the input of the data-parallel tables, and return the result. Raise `ValueError` for bad input."""
         assert jagged is not None
         weights, plan = self.weights(), self.plan
         with torch.no_grad():  # tables that require gradients have a layout, too

@@ -149,7 +149,9 @@ class RowDist:
         return self._by_part(self._exchanged("gradients of rows", leaving, route.out, route.into), route)
 
     def _by_part(self, arrived: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the arrived rows of each part, concatenated by source rank."""
+        """Regroup rows that arrived from all ranks. Return, for each part of this rank, its rows, concatenated in the order of
+        source ranks.
+        """
         parts = len(self.parts_of_rank[self.rank])
         blocks = arrived.split(route.counts) if parts else ()
         return [torch.cat([blocks[source * parts + part] for source in range(self.world)]) for part in range(parts)]

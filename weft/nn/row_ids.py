@@ -78,7 +78,9 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entries of `places` and `rows` for `ids` that read the sharded table number `table`."""
+        """Return, for `ids` that read the sharded table number `table`, the part that each id reads and the row number in the
+        part (the fields `places` and `rows`).
+        """
         partition = self._partition
         numbers = partition.parts_of(table)
         place_of = torch.tensor([self._place_of_part[n] for n in numbers], device=ids.device)

@@ -80,8 +80,8 @@ class TrainedTables(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
-        """Return a context manager whose value is a list. Inside it, each backward appends the ids and gradients that it has
-        received to this list.
+        """Return a context manager that yields a list. Inside the context manager, each backward appends the ids and gradients
+        that it has received to this list.
         """
         raise NotImplementedError
 

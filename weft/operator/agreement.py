@@ -78,7 +78,9 @@ class Agreement:
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the hash of the group's calls, which ranks compare in the background; None if this protocol has none."""
+        """Return the hash of all calls of the group so far, which ranks compare in the background; None if this protocol has no
+        such hash.
+        """
         return None
 
     def exchange_numbers(
@@ -93,13 +95,13 @@ class Agreement:
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Count the current call as refused. Use this method if every rank refuses a call after ranks have synchronised
-        for it.
+        """Count a refused call. Use this method if every rank refuses a call after the ranks have synchronised for it, because
+        messages of this call may be unread (`weft.runtime.unfused.begun`).
         """
 
 
 class CpuAgreement(Agreement):
-    """The protocol for CPU processes. Before each call, the ranks compare their calls in a rendezvous."""
+    """The protocol by which CPU processes agree on a call. Before each call, the ranks compare their calls in a rendezvous."""
 
     meets = True
 
@@ -143,8 +145,8 @@ class CpuAgreement(Agreement):
 
 
 class GpuAgreement(Agreement):
-    """The protocol of GPU ranks. They do not synchronise before each call, because synchronising takes longer than the
-    CPU's part of the call.
+    """The protocol by which GPU ranks agree on a call. They do not synchronise before each call, because synchronising takes
+    longer than the CPU's part of the call.
     """
 
     def at_first_call(
@@ -200,7 +202,7 @@ _BY_DEVICE = {"cpu": CpuAgreement(), "cuda": GpuAgreement()}
 
 
 def agreement_on(device: torch.device) -> Agreement:
-    """Return the protocol for ranks on this type of device."""
+    """Return the protocol by which ranks on this type of device agree on a call."""
     return _BY_DEVICE.get(device.type, _NOTHING_SHARED)
 
 

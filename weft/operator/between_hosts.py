@@ -99,7 +99,7 @@ def _fastest(
 
 
 def needed_us(serial_us: float) -> float:
-    """Return the time in microseconds by which a schedule must be faster than serial to be chosen."""
+    """Return the least gain, in microseconds, with which a schedule is chosen instead of serial."""
     return max(_CLEARLY * serial_us, _CLEARLY_US)
 
 

@@ -185,7 +185,7 @@ class _OfGroup(Generic[E]):
             self._families[prepared.family].once += -1 if came_back else 1
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Record that `prepared`, a compiled operator, has been made for a new size of a problem family."""
+        """Record that an operator has been compiled for a new size of a problem family. prepared: the compiled operator."""
         known = self._families.setdefault(family, Family(prepared))
         prepared.family, prepared.came_back = family, rows in known.served
         known.served.pop(rows, None)
@@ -230,7 +230,7 @@ class _OfGroup(Generic[E]):
 
 
 class Table(Generic[E]):
-    """The cache of an operator, for all process groups."""
+    """The cache of compiled operators of one operator, such as `all_gather_matmul`, for all process groups."""
 
     def __init__(self) -> None:
         # Keyed by id while the group exists: every call looks here, and a lookup in a WeakKeyDictionary takes
@@ -245,8 +245,8 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the compiled operator for this signature (`weft.runtime.layouts`), and count the call. Return None if
-        there is none, or if its communicator is closed.
+        """Return the compiled operator for calls with this signature (`weft.runtime.layouts`), and record the call. Return None
+        if there is no such operator, or if its communicator is closed.
         """
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)

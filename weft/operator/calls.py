@@ -136,7 +136,7 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if `call`, made inside another call, would run with overlap, or if its schedule has not been chosen yet.
+    """True if `call`, made inside another call of weft, would run with overlap, or if its schedule has not been chosen yet.
     False if it would run the serial schedule.
     """
     with plan.use(None):

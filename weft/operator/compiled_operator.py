@@ -186,7 +186,9 @@ class CompiledOperator:
     def _scheduled(
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
-        """Run the chosen schedule and return its results. Return None if the choice is to run unfused."""
+        """Run the chosen schedule and return its results. Return None if the chosen schedule is serial, so that the call must
+        run unfused.
+        """
         self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)
         tensors = {**inputs, **outputs}
@@ -339,7 +341,7 @@ class CompiledOperator:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """The names of the two chosen schedules: for usual calls, and for calls under CUDA graph capture."""
+        """The names of the two chosen schedules: the one for usual calls, and the one for calls under CUDA graph capture."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
@@ -361,8 +363,8 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if a schedule has been chosen, and this call runs unfused. Raise the group's error if the group has
-        failed and the call would run unfused.
+        """True if a schedule has been chosen, and the choice is to run this call unfused. Raise the group's error if the group
+        has failed and the call would run unfused.
         """
         if self.comm is None:
             return True
@@ -373,8 +375,8 @@ class CompiledOperator:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
-        """Return the options of an unfused call or of a backward: the deadline, the timeline, and on CPU the rendezvous
-        before each collective.
+        """Return the object that runs the collectives of an unfused call or of a backward. It has the deadline, the timeline,
+        and on CPU the rendezvous before each collective.
         """
         # If an operator has its own kernels, its backward also waits for peers, with the call's deadline.
         waits = self.op.has_executors and deadline_s is not None

@@ -122,7 +122,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """Return the first `count` tensors, which depend on all `tensors` in the autograd graph."""
+        """Return the first `count` of `tensors`. In the autograd graph, the results depend on all of `tensors`."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

@@ -41,8 +41,8 @@ def _is_tuned() -> bool:
 
 
 def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport of the plan `found` if all batch sizes use the same transport. Return None if a batch size
-    still needs a choice.
+    """Return the transport for calls of the plan `found` if it is the same for all batch sizes. Return None if the transport of
+    a batch size has not been chosen yet.
     """
     if not is_open(device, group):
         return "direct"

@@ -53,8 +53,8 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return the number of matrix rows for one index of `gather_dim`: the product of all sizes except the last
-    and that of `gather_dim`.
+    """Return how many rows one index of `gather_dim` has in the tensor flattened to a matrix: the product of all sizes except
+    the last and that of `gather_dim`.
     """
     rows = 1
     for d, extent in enumerate(shape[:-1]):
@@ -94,8 +94,8 @@ def _by_columns(w: torch.Tensor) -> bool:
 
 
 def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
-    """Return [dim, sizes of the other dimensions except the last], which are lost by flattening to [rows, K]; None for
-    a matrix with dim=0. Ranks compare these numbers.
+    """Return the numbers that are lost if `x` is flattened to [rows, K]: dim, and the sizes of the other dimensions except the
+    last. Return None for a matrix with dim=0. Ranks compare these numbers.
     """
     if dim == 0 and x.dim() == 2:
         return None

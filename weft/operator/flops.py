@@ -63,7 +63,9 @@ def is_counter_there() -> bool:
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the FLOPs of the forward GEMM with each weight. results: the results of the call, or their gradients."""
+    """Return, for each weight, the FLOPs of the GEMM with this weight in forward. results: the results of the call, or their
+    gradients.
+    """
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
@@ -91,7 +93,7 @@ def _add(name: str, formula: Any) -> None:
 
 
 class _OnImport:
-    """An import hook that registers the formulas when torch's FLOP counter is imported."""
+    """An import hook. When torch's FLOP counter is imported, the hook registers the FLOP formulas of weft's operators."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:

@@ -58,8 +58,8 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if the activation changes the shape or, outside of autocast, the
-    dtype.
+    """Return `of.activation(x)`, the activation function of the layer `of` applied to x. Raise `ValueError` if the activation
+    changes the shape or, outside of autocast, the dtype.
     """
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
@@ -97,7 +97,7 @@ def tells_peers(forward: F) -> F:
 
 
 def ends_group(method: F) -> F:
-    """Decorate a method that runs after a module's last collective: an error in it makes the group fail."""
+    """Decorate a method that runs after a module's last collective, so that an error in the method makes the group fail."""
     return _telling(method, last=True)
 
 

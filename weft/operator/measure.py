@@ -47,8 +47,8 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the candidates' GEMMs that this process has not timed yet, in two rounds (see `weft.plan.gemms`). All ranks
-    must make this call.
+    """Time those GEMMs of the candidate schedules that this process has not timed yet, in two rounds (see `weft.plan.gemms`).
+    All ranks must make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return

@@ -126,8 +126,8 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Return the gradients that are wanted. The last argument is `wanted`: for each tensor, True if its gradient is
-        wanted.
+        """Run the backward of an operator as an operator of torch. Return the gradients that are wanted. The last argument is
+        `wanted`: for each tensor, True if its gradient is wanted.
         """
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)

@@ -143,8 +143,8 @@ class _Known:
         self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
-        """Remove the recorded calls of a deleted group. group: the id of the group, which Python may give to a new
-        group.
+        """Remove the recorded calls of a deleted group. group: the id of the group object. Python may reuse the id for a new
+        group, whose calls must not be taken for these calls.
         """
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
@@ -191,7 +191,9 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """A call cannot be replayed: it uses or returns a tensor that is not a view of its arguments or results."""
+    """The error for a call that cannot be replayed, because it uses or returns a tensor that is not a view of its arguments or
+    results.
+    """
 
 
 class _Short:
@@ -252,7 +254,7 @@ class _Short:
             raise
 
     def refused(self, text: str) -> None:
-        """Make the group fail, because a peer has refused the call that this rank has just made."""
+        """Make the group fail, because a peer has refused the call that this rank has just made. text: the peer's reason."""
         self._comm.poison(text)
         self._comm.check()
 
@@ -337,7 +339,9 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """A recorded unfused call for any number of rows, for sizes that do not recur (`weft.operator.cache`)."""
+    """A recorded unfused call that native code replays for any number of rows. It serves sizes that do not recur
+    (`weft.operator.cache`).
+    """
 
     any_rows = True
 

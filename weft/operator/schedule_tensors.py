@@ -139,7 +139,7 @@ def _memory_of(buffer: Buffer, t: torch.Tensor) -> _Memory:
 
 
 def _check_apart(memory: Iterable[_Memory]) -> None:
-    """Raise `ValueError` if memory that the run writes overlaps other memory."""
+    """Raise `ValueError` if the memory of an output, which the run writes, overlaps the memory of another tensor."""
     before: list[_Memory] = []
     for one in sorted(memory):
         before = [other for other in before if other.end > one.begin]

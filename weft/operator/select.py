@@ -199,7 +199,8 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Choose the schedules for calls and for captured calls, for exactly the sizes of `p`. Return their names.
+    """Choose a schedule for usual calls and a schedule for calls under CUDA graph capture, for exactly the sizes of `p`. Return
+    their names.
 
     pinned: None or "autotune".
     """
@@ -262,8 +263,8 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the schedules for the size bucket of `p`. The first call for a bucket chooses these
-    schedules, and all ranks must make it together.
+    """Return the names of the two schedules, for usual and for captured calls, that sizes similar to that of `p` (its size
+    bucket) use. The first call for a bucket chooses these schedules, and all ranks must make it together.
 
     itself: True to choose for exactly this size.
     """
@@ -334,8 +335,8 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure the promising schedules, unless times of this problem are cached. Do nothing if the rank that plans has no
-    model of the machine. All ranks must make this call.
+    """Measure the schedules that the planner predicts to be fast, unless times of this problem are cached. Do nothing if the
+    rank that plans has no model of the machine. All ranks must make this call.
     """
     names: list[str] | None = None
     if model is not None:
@@ -354,8 +355,8 @@ def _fastest(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
     family: _Measured | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Return the names of the fastest schedules for calls and for captured calls, by measured or cached times. All
-    ranks must make this call.
+    """Return the names of the fastest schedule for usual calls and of the fastest for captured calls, by measured or cached
+    times. All ranks must make this call.
 
     Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. Serial wins
     unless another schedule is clearly faster. For captured calls, only schedules that can be captured are compared.

@@ -60,7 +60,7 @@ MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[
 
 
 class _Stand(NamedTuple):
-    """The facts that each rank sends to the others, to decide together if they measure."""
+    """The facts about a rank's GPU that the rank sends to the others. From these facts, ranks decide together if they measure."""
 
     name: str  # the model of this rank's GPU
     gpu: str  # identifies the GPU on its host
@@ -105,7 +105,7 @@ def gpus_differ(comm: Communicator) -> bool:
 
 
 def _why_not(stands: Sequence[_Stand]) -> str:
-    """Return the reason why the ranks do not measure; "" if they do.
+    """Return the reason why the ranks do not measure their GPUs; "" if they measure.
 
     stands: the facts that each rank has sent.
     """

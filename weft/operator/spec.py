@@ -268,8 +268,8 @@ class Operator(ABC, Generic[C]):
         """
 
     def require_backward(self, beside: Any) -> None:
-        """Raise an error if backward cannot run, or cannot run a second time. weft calls this method before autograd
-        unpacks the tensors of `saved`.
+        """Raise an error if backward of this call cannot run, or cannot run a second time. beside: the object that the method
+        `beside` returned. weft calls this method before autograd unpacks the tensors of `saved`.
         """
 
     def gradients(
@@ -293,8 +293,8 @@ class Operator(ABC, Generic[C]):
         return None
 
     def begun(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
-        """Return an unfused call whose first part runs before CPU ranks on several hosts have synchronised. Return None
-        if ranks must synchronise first.
+        """Return an unfused call whose first part may run before CPU ranks on several hosts have synchronised. Return None if
+        ranks must synchronise first.
         """
         return None
 

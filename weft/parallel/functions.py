@@ -40,7 +40,7 @@ def _gathered(
 
 
 def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of x_shard and of each weight; None if a gradient is not needed."""
+    """Return the gradients of x_shard and of each weight; None in place of a gradient that is not needed."""
     columns, *ws = saved
     grad_x: torch.Tensor | None = None
     grad_ws: list[torch.Tensor | None] = [None] * len(ws)
@@ -74,7 +74,7 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return y + bias, after the last collective of the function `of`. An error makes the group fail, because no later
-    collective could tell peers.
+    collective could notify peers of it.
     """
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias

@@ -56,7 +56,9 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """A torch style that leaves the inputs sharded, so that a `ColwiseLinear` can gather them during its GEMM."""
+    """torch's style for the inputs of a module, changed so that it leaves inputs sharded. A `ColwiseLinear` can then gather
+    them during its GEMM.
+    """
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):

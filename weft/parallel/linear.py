@@ -103,7 +103,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
 
 class _DividedLinear(nn.Linear):
-    """The base class of linear layers that a style has sharded: their parameters are DTensors."""
+    """The base class of linear layers that a style of `weft.parallel` has sharded. Their parameters are DTensors."""
 
     is_collective: ClassVar[bool]
     """True if every forward needs all ranks."""

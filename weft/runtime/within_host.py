@@ -35,7 +35,9 @@ class WithinHost:
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve at least `nbytes` for each rank. All ranks must make this call between two rounds, with the same size."""
+        """Make the shared memory of each rank at least `nbytes` bytes large. All ranks must make this call between two rounds,
+        with the same size.
+        """
         if nbytes <= self.nbytes:
             return
         region = self.comm.allocate(_START + nbytes, what="collectives within a host")
@@ -44,7 +46,7 @@ class WithinHost:
         self.nbytes, self._epoch = nbytes, 0
 
     def close(self) -> None:
-        """Drop the views of the memory."""
+        """Drop all tensors that are views of the shared memory."""
         self._flat, self._counters = [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
@@ -148,8 +150,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_overlap(dst: torch.Tensor, dst_at: int, src: torch.Tensor, src_at: int) -> None:
-    """Copy the overlap of two windows of one long sequence of bytes from `src` to `dst`. `src` begins at offset `src_at` of the
-    sequence, and `dst` at offset `dst_at`.
+    """Copy from `src` to `dst` the bytes that both contain. Both are parts of one long sequence of bytes. `src` begins at
+    offset `src_at` of the sequence, and `dst` at offset `dst_at`.
     """
     start, end = max(dst_at, src_at), min(dst_at + len(dst), src_at + len(src))
     if start < end:

@@ -30,7 +30,7 @@ class ShardedTables(FusedOptimizerModule):
     _container: str
 
     def _adopt(self: Any, made: Any, read: ModulePlan, container: str) -> None:
-        """Register the tables of `made`, a module of weft, under TorchRec's names in a submodule of `self`.
+        """Register the tables of `made`, the wrapped module of weft, under TorchRec's names in a submodule of `self`.
 
         read: the plan from which `made` was constructed. container: the name of the submodule, as in TorchRec.
         """
@@ -75,8 +75,8 @@ class ShardedTables(FusedOptimizerModule):
         return None
 
     def _register(self: Any) -> None:
-        """Register this rank's parts, and empty parameters for tables without a part here, under TorchRec's names. Make
-        the optimizer.
+        """Register this rank's parts of tables as parameters under TorchRec's names, and an empty parameter for each table
+        without a part on this rank. Also make the optimizer.
         """
         made, params, states = self.weft_module, dict[str, nn.Parameter](), dict[str, dict[str, ShardedTensor]]()
         places: Any = getattr(self, self._container)

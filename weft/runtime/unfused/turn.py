@@ -209,8 +209,8 @@ class Turn:
 
     @property
     def met(self) -> Turn:
-        """A copy of this object that begins collectives without a rendezvous, for collectives that all ranks are known to have
-        reached.
+        """A copy of this object that begins collectives without a rendezvous. Use it for collectives that all ranks are known
+        to have reached.
         """
         turn = copy.copy(self)
         turn._meets = False
@@ -240,7 +240,7 @@ class Turn:
 
 
 class _Straight(Turn):
-    """A `Turn` without rendezvous, deadline and timeline: it only calls torch."""
+    """A `Turn` that runs collectives without a rendezvous, a deadline or a timeline: it only calls torch."""
 
     def __init__(self) -> None:
         self.deadline_s, self._turns, self.wait_s = None, None, 0.0
