@@ -58,7 +58,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"{'; '.join(bad[:_SHOWN])}{more}. Load it into a model with the same tables and optimizers"
             )
         if kept:
-            warn(f"the checkpoint has no {', '.join(kept)}: the present values are kept")
+            warn(
+                f"the checkpoint has no {', '.join(kept)}: the present values are kept. If they are wrong, set them by "
+                "fused_optimizer.param_groups and fused_optimizer.set_optimizer_step()"
+            )
         without.update(kept)
         if without:
             self.state_dict = {name: value for name, value in self.state_dict.items() if name not in without}

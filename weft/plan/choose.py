@@ -351,8 +351,8 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if row.us < chosen.us and chosen is serial:
         return "not clearly faster than serial"
     if row.us < chosen.us:
-        more = "copies in tiles" if row.stages else f"{counted(row.gemms, 'GEMM')}, {counted(row.steps, 'step')}"
-        return f"{more}, not clearly faster"
+        more = "copies in tiles" if row.stages else f"{counted(row.gemms, 'GEMM')} and {counted(row.steps, 'step')}"
+        return f"not clearly faster than the choice, with {more}"
     return f"{row.us / chosen.us - 1:.1%} slower" if chosen.us else ""
 
 

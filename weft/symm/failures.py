@@ -81,4 +81,4 @@ def logged(rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _log.exception("rank %d: a callback for the group's failure itself failed", rank)
+        _log.exception("rank %d: a callback that was registered with weft.on_failure raised an error", rank)
