@@ -47,7 +47,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def check_memory(name: str, x: torch.Tensor) -> None:
-    """Raise `ValueError` if the storage of `x` does not contain all its elements."""
+    """Raise `ValueError` if the storage of `x` is too small for the elements of `x`, for example because it was freed."""
     if type(x) in _PLAIN and not _has_memory(x):
         raise ValueError(
             f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes, "

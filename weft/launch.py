@@ -397,7 +397,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, remains: str) -> None:
-    """Wait until the parent process ends. Then delete the directory `remains`, and exit.
+    """Wait until the parent process ends. Then delete the directory `remains`, which the parent would have deleted, and exit.
 
     sentinel: the file descriptor that becomes readable when the parent ends.
     """

@@ -72,8 +72,8 @@ def headline(written: Sequence[Record]) -> str:
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Return ({variant: timeline of all ranks}, title of the picture, speedup as text, largest error). Only rank 0 gets
-    timelines.
+    """Run one rank of the demo. Return ({variant: timeline of all ranks}, title of the picture, speedup as text, largest
+    error). Only rank 0 gets timelines.
     """
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]

@@ -27,8 +27,8 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. Its state is "missing" if weft works without the item, and "broken" if weft does not work
-    until it is fixed.
+    """One line of the report of `weft doctor`. Its state is "missing" if weft works without the item, and "broken" if weft does
+    not work until the item is fixed.
     """
 
     what: str

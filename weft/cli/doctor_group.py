@@ -29,7 +29,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Seat:
-    """The host, the process and the device of one rank.
+    """The place where one rank runs: its host, its process and its device.
 
     gpu: the name of the rank's GPU, or "". cores: the number of CPU cores that the rank may use.
     """

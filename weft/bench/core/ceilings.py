@@ -37,8 +37,8 @@ class Ceilings:
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return a lower bound in ms: the longest of three times at peak rates, for `memory` bytes, `link` bytes and
-        `flops`.
+        """Return a lower bound of a time, in ms. It is the longest of three times at peak rates: for reading or writing
+        `memory` bytes, for sending `link` bytes, and for `flops` operations.
         """
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
@@ -89,7 +89,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Repeat `call`, and return the seconds per call in the fastest repetition, which other processes disturbed least."""
+    """Repeat `call`. Return the seconds of the fastest repetition, because other processes disturbed it least."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

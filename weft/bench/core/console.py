@@ -1,4 +1,4 @@
-"""Tables and a progress bar on the terminal: with rich if installed, otherwise plain lines."""
+"""Tables and a progress bar on the terminal: by the package rich if it is installed, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _rich_table(
 
 
 def has_bar() -> bool:
-    """True if `progress` shows a bar: rich is installed, and stderr is a terminal."""
+    """True if `progress` shows a bar, because the package rich is installed and stderr is a terminal."""
     return Console is not None and sys.stderr.isatty()
 
 

@@ -139,7 +139,7 @@ def _fields(rates: Rates | None, seconds: float, ranks: Ranks) -> Record:
 
 
 def _mean(ranks: Ranks, value: float | None, factor: float = 1.0) -> float | None:
-    """Return the mean of `value * factor` over ranks; None if a rank has no value."""
+    """Return the mean of `value * factor` over ranks. Return None if the value of any rank is None."""
     each = [of[0] for of in ranks.gather([math.nan if value is None else value * factor])]
     mean = sum(each) / len(each)
     return None if math.isnan(mean) else mean

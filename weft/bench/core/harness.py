@@ -60,7 +60,9 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, on all ranks: `[rank][i]`. Every rank must pass the same number of values."""
+        """Exchange numbers between ranks. Return the values of every rank, on all ranks: `[rank][i]`. Every rank must pass the
+        same number of values.
+        """
         mine = torch.tensor(list(values), dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everybody, mine, group=self.control)
@@ -83,7 +85,7 @@ class Ranks:
 
     @cached_property
     def _meeting(self) -> Any:
-        """A barrier of signals in symmetric memory; None without peer access."""
+        """A barrier between the devices of all ranks, by signals in symmetric memory; None without peer access."""
         # Not an NCCL barrier: the CPU would wait for its end before it launches a graph with NCCL collectives.
         if self.world_size == 1:
             return None
@@ -123,7 +125,7 @@ class Timing:
     each_ms: tuple[float, ...] = field(default=(), repr=False)
 
     def as_fields(self) -> dict[str, float | None]:
-        """Return the fields for a record: all except `each_ms`."""
+        """Return the times as fields of a record: all except `each_ms`."""
         return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "each_ms"}
 
     @property
@@ -251,7 +253,9 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class HostClock:
-    """The timer for CPUs, where a call returns a complete result. last: (number of the input set, output) of the last call."""
+    """The timer of a variant on CPUs, where a call returns a complete result. last: (number of the input set, output) of the
+    last call.
+    """
 
     call: Call
     ranks: Ranks
@@ -277,8 +281,8 @@ class HostClock:
 
 
 class SingleClock(HostClock):
-    """The timer for mode `single` on GPUs: it synchronises after each call, and returns the median over calls. The
-    first call is not counted, because the device has been idle before it.
+    """The timer of a variant in mode `single` on GPUs. It synchronises with the device after each call, and returns the median
+    over calls. The first call is not counted, because the device has been idle before it.
     """
 
     def measure(self, repetition: int) -> tuple[float, float]:
@@ -298,7 +302,8 @@ class SingleClock(HostClock):
 
 @dataclass
 class QueueClock(HostClock):
-    """The timer for the modes `queued` and `graph` on GPUs: calls are enqueued behind a sleep kernel.
+    """The timer of a variant in the modes `queued` and `graph` on GPUs: calls are enqueued behind a sleep kernel, so that the
+    CPU's time does not count.
 
     If the sleep ends on any rank before all calls are enqueued, the calls are repeated with a longer sleep. Calls that
     synchronise with the device get no sleep, because they would wait for its end.

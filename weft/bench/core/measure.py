@@ -26,7 +26,7 @@ _BLOCK_BYTES = 128 << 20  # outputs are compared in blocks of this many bytes in
 
 
 class Workload(ABC):
-    """The data of one configuration on one rank: `input_sets` sets of inputs, and the expected output for each."""
+    """The data of one configuration of a benchmark on one rank: `input_sets` sets of inputs, and the expected output for each."""
 
     name: str
     ranks: Ranks
@@ -57,8 +57,8 @@ class Workload(ABC):
         """Return the largest error that variant `name` may have. errors: the measured errors of all variants."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the start of the error text for a wrong result of variant `name`. how: text after the name, such as "
-        as a graph".
+        """Return the beginning of the error text for a wrong result of variant `name`. how: text after the name, such as " as a
+        graph".
         """
         return f"{name}{how} differs from the float64 reference"
 
@@ -216,7 +216,9 @@ def measure_variants(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of graphs with NaN, because a replay writes into memory that may hold an earlier correct result."""
+    """Fill the outputs of captured graphs with NaN. A replay writes into the same memory, which may hold a correct result of an
+    earlier replay.
+    """
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -226,7 +228,8 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 def first_calls(
     variants: VariantCalls, ranks: Ranks, called: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Call each variant for the first time. Return {variant: ms until its result is complete, on the slowest rank}.
+    """Call each variant for the first time, which may compile and allocate. Return {variant: ms until its result is complete,
+    on the slowest rank}.
 
     called: a function that receives each variant's name after its call. All ranks must make this call.
     """

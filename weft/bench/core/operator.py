@@ -45,7 +45,9 @@ class Measured:
 
 
 class Variants(Workload):
-    """The inputs of one configuration on one rank, and the variants that compute its output."""
+    """The inputs of one configuration of a benchmark on one rank, and the variants (implementations of the operator) that
+    compute its output.
+    """
 
     about: str
     """A description of the configuration, shown after its `name`."""
@@ -53,8 +55,8 @@ class Variants(Workload):
 
     @abstractmethod
     def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
-        """Return (variants, other calls to time, notes on omitted variants). The baseline is the first variant. Other
-        calls are parts of the operator, such as the GEMM alone.
+        """Return three values: the variants, of which the first is the baseline; other calls to time, such as the GEMM alone;
+        and notes on omitted variants.
 
         wanted: names of variants; empty for the default variants.
         """
@@ -86,7 +88,7 @@ class Variants(Workload):
 
     @abstractmethod
     def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
-        """Return the notes below the table."""
+        """Return the notes to print below the table of results."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
         """Check and time the variants. All ranks must make this call; every rank returns the same times.
@@ -180,7 +182,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def variant(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return the function that calls variant `name` eagerly. Its argument is the number of an input set."""
+        """Return a function that calls variant `name` in eager mode. Its argument is the number of an input set."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:
@@ -188,7 +190,7 @@ class ChoosingVariants(Variants):
 
 
 class OperatorBenchmark(ABC, Generic[P]):
-    """The benchmark of an operator. P: the class of its presets.
+    """The benchmark of an operator: its presets (named configurations), variants and tables. P: the class of the presets.
 
     Override `measure` and the methods for tables if the benchmark does not use `Variants`.
     """
@@ -228,7 +230,7 @@ class OperatorBenchmark(ABC, Generic[P]):
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
-        """Return the presets that `options.preset` names."""
+        """Return the presets (named configurations) that `options.preset` names."""
 
     # --- presets that become variants ---
 
@@ -240,7 +242,9 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
-        """Return the variants whose times the table shows, baselines first. Variants with a pinned schedule are left out."""
+        """Return the variants whose times the table shows, baselines first. Variants that run a schedule pinned by name
+        are left out.
+        """
         there = dict.fromkeys(r["variant"] for r in rows if not self.pinned(r["variant"]))
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
@@ -326,7 +330,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        """Return sentences that explain cells of the table."""
+        """Return sentences that explain cells of the table, to be printed below it."""
         header, lines = self.lines(rows)
         gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
         named = {(r["config"], r["variant"]): r for r in rows}

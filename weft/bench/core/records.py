@@ -70,7 +70,7 @@ append = append_json
 
 
 class _Line(Record):
-    """A record from a line of a file. Access to a missing field raises `ValueError` with file and line."""
+    """A record that was read from a line of a file. Reading a missing field raises `ValueError` with file and line."""
 
     where = ""
 
@@ -120,7 +120,9 @@ def understood() -> Iterator[None]:
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
-    """Group records by `key`, and keep only the latest run of each group. Groups are in the order of first appearance."""
+    """Group records by `key`. In each group, keep only the records of the latest run. Groups are in the order of first
+    appearance.
+    """
     found, runs = list(found), dict[Hashable, list[Record]]()
     last = {key(r): r["run"] for r in found}
     for r in found:

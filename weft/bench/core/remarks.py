@@ -1,4 +1,4 @@
-"""Remarks below tables. They name differences that are within their noise, or between two runs of one schedule, and
+"""Remarks below tables. They name differences that are within their noise, differences between two runs of one schedule, and
 features of other libraries that were disabled.
 """
 
@@ -95,7 +95,7 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
-    """Group `rows` by the recorded environment variables of other libraries.
+    """Group the records `rows` by the environment variables of other libraries, such as NCCL, that they contain.
 
     Return (variables, how, rows) of each group. how: a text for the remark: "" if the run itself recorded the
     variables, ", noted by hand" if a person added them afterwards.

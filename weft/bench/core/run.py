@@ -123,7 +123,7 @@ def free_bytes(ranks: Ranks) -> float:
 
 
 def release(ranks: Ranks) -> None:
-    """Free the memory of the last configuration. All ranks must make this call."""
+    """Free the memory that the last measured configuration used. All ranks must make this call."""
     gc.collect()
     ranks.meet()
     communicator(ranks.group, ranks.device).close()  # frees the symmetric memory of all variants

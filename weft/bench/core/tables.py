@@ -30,7 +30,7 @@ def table(
 
 
 def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """Return {configuration: {variant: record}}, in the order of first appearance."""
+    """Group records. Return {configuration: {variant: record}}, in the order of first appearance."""
     found: dict[str, dict[str, Record]] = {}
     for r in rows:
         found.setdefault(r["config"], {})[r["variant"]] = r
@@ -81,5 +81,5 @@ def number(value: float | None, digits: int) -> str:
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Return the fraction of `those` that are True; None if there are none."""
+    """Return the fraction of `those` that are True; None if `those` is empty."""
     return sum(those) / len(those) if those else None

@@ -47,7 +47,7 @@ use 60%."""
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of sizes for a type of device.
+    """The ranges from which random sizes are drawn, for a type of device.
 
     m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk (for N and K), rows,
     dim, batch: (smallest, largest) value. sizes: the largest (M, number of tokens, batch) in mode `changing`, where

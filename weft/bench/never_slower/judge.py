@@ -111,7 +111,7 @@ class Verdict:
 
     @cached_property
     def timed(self) -> list[Record]:
-        """The rows of first runs that have times, in all modes but `changing`."""
+        """The rows of first runs that have times, in all modes except `changing`."""
         return [row for row in self._runs[0].values() if is_timed(row)]
 
     @cached_property
@@ -147,7 +147,7 @@ class Verdict:
 
     @property
     def overlapped_share(self) -> float | None:
-        """The fraction of `gaining` rows for which weft selected a schedule with overlap; None if there are no such rows."""
+        """The fraction of the rows `gaining` for which weft selected a schedule with overlap; None if `gaining` is empty."""
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
@@ -177,7 +177,7 @@ class Verdict:
 
     @property
     def failures(self) -> list[str]:
-        """A phrase for each criterion that does not hold; empty if all hold."""
+        """A list with a phrase for each criterion that the results do not meet; empty if all are met."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} pairs of shape and mode are below {NEVER_BELOW}x")
@@ -210,7 +210,9 @@ def is_under_again(row: Record | None) -> bool:
 
 
 def changing_ratios(row: Record) -> tuple[float, float]:
-    """Return (weft's mean time / serial's, weft's 99th percentile minus serial's in ms), for a row of mode `changing`."""
+    """Return two numbers for a row of mode `changing`: weft's mean time divided by serial's, and weft's 99th percentile minus
+    serial's in ms.
+    """
     weft, serial = row["changing"]["weft_ms"], row["changing"]["serial_ms"]
     return weft["mean"] / serial["mean"], weft["p99"] - serial["p99"]
 

@@ -40,8 +40,8 @@ _LIMIT = 4.0
 
 @dataclass(frozen=True)
 class ShapeToMeasure:
-    """A shape to measure. index: the number of the random shape. In mode `changing` index is -1, and `sizes` has the
-    size of each call.
+    """A random shape to measure. index: its number in the sequence of random shapes. In mode `changing` index is -1, and
+    `sizes` has the size of each call.
     """
 
     op: str
@@ -176,8 +176,8 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return max |one - other| / max |other| as a float64 scalar tensor, without synchronising with the device. NaN
-    counts as infinity.
+    """Return the error of a result: max |one - other| / max |other|, as a float64 scalar tensor, without synchronising with the
+    device. NaN counts as infinity.
     """
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)

@@ -61,7 +61,7 @@ def show(rows: Sequence[Record]) -> None:
 
 
 def verdict_of(verdict: Verdict) -> str:
-    """Return the verdict as one line of text."""
+    """Return the verdict (is weft ever slower than serial?) as one line of text."""
     if not (verdict.timed or verdict.changing):
         return "nothing was measured"
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
@@ -71,7 +71,7 @@ def verdict_of(verdict: Verdict) -> str:
 
 
 def said(verdict: Verdict) -> list[str]:
-    """Return the summary as lines of text."""
+    """Return the summary of the results as lines of text."""
     lines = []
     if judged := verdict.judged:
         lines.append(

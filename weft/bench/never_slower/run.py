@@ -55,8 +55,8 @@ def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
 
 
 def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
-    """Return the shapes to measure in this part of the run: the first shape of each operator, then the second of each,
-    and so on.
+    """Return the shapes to measure in this part of the run, in this order: the first shape of each operator, then the second of
+    each, and so on.
     """
     bounds = bounds_here(options.device, world_size)
     drawn = [
@@ -72,7 +72,7 @@ def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
 
 
 class _Run:
-    """One rank's part of a run."""
+    """One rank's part of a run of `weft bench never-slower`."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.run = options, uuid.uuid4().hex[:12]
@@ -88,7 +88,7 @@ class _Run:
         return self.ranks.rank == 0
 
     def told(self, value: T) -> T:
-        """Broadcast `value` from rank 0, and return it. All ranks must make this call."""
+        """Return rank 0's `value` on all ranks, by a broadcast. All ranks must make this call."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.meeting)
         found: T = box[0]
@@ -174,7 +174,9 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Measure a shape; return (rows, reason why the process group is unusable or ""). All ranks must make this call."""
+        """Measure a shape. Return (its records, the reason why the process group is unusable or ""). All ranks must make this
+        call.
+        """
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -195,7 +197,7 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Measure a shape; return (rows, error text or "")."""
+        """Measure a shape. Return (its records, an error text or "")."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""

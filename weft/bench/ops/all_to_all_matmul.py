@@ -89,7 +89,7 @@ class MoeShape(GemmShape):
 
     @property
     def rows(self) -> int:
-        """The number of rows that a rank sends to all ranks, itself included: m * top_k."""
+        """The number of rows that a rank sends to all ranks, including itself: m * top_k."""
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
@@ -233,8 +233,8 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take this rank's rows from `whole`. The numbers of rows for each expert are already in `self.splits` and
-        `self.received`.
+        """Take this rank's rows from `whole`, the variants of a larger shape. The numbers of rows for each expert are already
+        in `self.splits` and `self.received`.
         """
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
@@ -381,7 +381,7 @@ class DispatchVariants(ExpertVariants):
         return torch.bmm(by_source.transpose(0, 1).reshape(self.experts, -1, self.config.k), self.w).flatten(0, 1)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, with max_rows if the variant is bounded."""
+        """Return the function that calls weft's operator, with `max_rows` if the variant is bounded."""
         max_rows = self.load.max_rows if variant.endswith(BOUNDED) else None
 
         def call(which: int) -> torch.Tensor:
@@ -474,8 +474,8 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Scale each rank's numbers of rows, int64 [world size, experts], so that they sum to `rows`. The remainder of the
-    division goes to the first experts.
+    """Scale each rank's numbers of rows for the experts, int64 [world size, experts], so that the numbers of a rank sum to
+    `rows`. The remainder of the division goes to the first experts.
     """
     of_rank = splits.sum(1, keepdim=True)
     fewer = splits * rows // of_rank

@@ -133,7 +133,8 @@ class GemmVariants(ChoosingVariants):
     def called(self, name: str) -> None:
         """Remember the schedule that the operator selected in the first call of variant `name`.
 
-        Raise RuntimeError if the call was for another problem than the benchmark's: the record would be wrong.
+        Raise RuntimeError if the operator ran another problem than the benchmark measures, because the record would then be
+        wrong.
         """
         if name not in self.compared and name not in self.rules:
             return
@@ -377,7 +378,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """Return (header, rows) of a table of the fastest pinned schedule of each kind; None for fewer than
+        """Return (header, rows) of a table with the fastest pinned schedule of each kind; None if there are fewer than
         `_MANY_KINDS` kinds. The kind is the part of a schedule's name before its parameters.
         """
         variants: dict[str, set[str]] = {}

@@ -38,7 +38,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator that AsyncTP has too. The copies to peers are also timed alone."""
+    """Variants of an operator that torch's AsyncTP has too. The copies to peers are also timed alone."""
 
     baselines: ClassVar[tuple[str, ...]] = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
@@ -46,7 +46,7 @@ class TorchVariants(HandVariants):
 
     @abstractmethod
     def torchs(self) -> Variant:
-        """Return AsyncTP's operator as a variant."""
+        """Return torch's AsyncTP operator as a variant."""
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         variants, beside, notes = super().others(wanted)
@@ -94,7 +94,7 @@ class TorchVariants(HandVariants):
 
 
 class TorchOperator(AnyOperator):
-    """The benchmark of an operator that AsyncTP has too."""
+    """The benchmark of an operator that torch's AsyncTP has too."""
 
     def check_options(self, options: BenchOptions) -> None:
         if ASYNCTP in options.variants and options.device != "cuda":

@@ -24,7 +24,9 @@ class HandVariants(MatmulVariants):
 
     @abstractmethod
     def alone(self) -> tuple[Call, ...]:
-        """Return the calls named in `beside`, such as the GEMM alone. They are timed, but are no variants."""
+        """Return the calls named in the attribute `beside`, such as the GEMM alone. They are timed, but they are not variants
+        of the operator.
+        """
 
     @abstractmethod
     def public(self, which: int, schedule: str | None) -> torch.Tensor:

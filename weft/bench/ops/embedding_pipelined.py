@@ -17,7 +17,8 @@ from weft.timeline import Timeline
 
 
 class PipelinedVariant:
-    """A variant without a fused kernel: NCCL exchanges a chunk while weft's pooling kernel pools the next chunk.
+    """A variant of embedding + all-to-all without a fused kernel: NCCL exchanges a chunk while weft's pooling kernel pools the
+    next chunk.
 
     A chunk is a number of adjacent tables of each rank. Pooling, exchange, and the copies that unpack a chunk into the
     output run on three streams. The fused embedding paper (sections 2.2 and 5) argues against such pipelines, because

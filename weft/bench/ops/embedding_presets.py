@@ -28,7 +28,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Bag:
-    """The distribution of the number of rows in a bag: uniform from `least` to `most`."""
+    """The distribution of the number of ids in a bag: uniform from `least` to `most`."""
 
     least: int
     most: int
@@ -145,7 +145,9 @@ def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """A preset for a number of ranks and a scale: where tables are, their bags, and the batch size of each rank."""
+    """A preset for a given number of ranks and scale: the rank of each table, the tables' bags, and the batch size of each
+    rank.
+    """
 
     preset: EmbeddingPreset
     sharding: EmbeddingSharding

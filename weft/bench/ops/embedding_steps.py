@@ -61,7 +61,7 @@ class TrainingData(EmbeddingData):
 
 
 class TrainingStep(ABC):
-    """A variant. `step(which)` runs one training step on input set `which`, and returns the output of forward."""
+    """A variant of the training step. `step(which)` runs one step on input set `which`, and returns the output of forward."""
 
     def __init__(self, work: TrainingData) -> None:
         self.work = work

@@ -42,7 +42,7 @@ Pool = Callable[[int], torch.Tensor]
 
 
 class SerialVariant:
-    """A variant that pools, exchanges and unpacks, one after the other.
+    """A variant without overlap: it pools, exchanges the vectors and unpacks them, one after the other.
 
     pooling: a function that prepares pooling for `work`, and returns a `Pool`. asynchronous: True to start the
     all-to-all with `async_op=True` and then wait for it.

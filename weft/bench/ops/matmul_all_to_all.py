@@ -45,7 +45,9 @@ class CombineVariants(ExpertVariants):
         self._dispatched()
 
     def _dispatched(self) -> None:
-        """Remember what the CPU knows after a dispatch: the number of tokens, and without `max_rows` all sizes."""
+        """Put the operator into the state after a dispatch: the CPU knows the number of tokens, and for calls without
+        `max_rows` all sizes.
+        """
         for splits, received in zip(self.splits, self.received, strict=True):
             remember_total(splits, self.config.rows)
             sizes = Sizes(splits, received)
@@ -87,7 +89,7 @@ class CombineVariants(ExpertVariants):
         return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
-        """Return weft's call, with `rows` if the variant is bounded."""
+        """Return the function that calls weft's operator, with `rows` if the variant is bounded."""
         rows, received = (self.config.rows, self.unread) if variant.endswith(BOUNDED) else (None, self.received)
         return lambda which: matmul_all_to_all(
             self.arrived[which], self.w, received[which], self.splits[which], group=self.ranks.group, rows=rows,

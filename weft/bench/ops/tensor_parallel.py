@@ -100,7 +100,7 @@ class Comparison(Variants):
 
     @cached_property
     def wanted(self) -> dict[str, torch.Tensor]:
-        """The output and all gradients of the baseline. All ranks must make this call."""
+        """The output and all gradients of the baseline, with which other variants are compared. All ranks must make this call."""
         return {key: value.clone() for key, value in self.results(BASELINE, self.call(BASELINE)).items()}
 
     def reference(self, which: int) -> dict[str, torch.Tensor]:

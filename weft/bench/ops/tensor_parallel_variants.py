@@ -57,7 +57,7 @@ class Block:
 
 
 class Variant(NamedTuple):
-    """A variant of a block. module: its parameters. call: its forward."""
+    """A variant of a Llama block. module: a module with the parameters. call: a function that runs forward."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
