@@ -8,6 +8,7 @@ exit status is 1 if anything is wrong.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import shutil
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from . import record as records
 from .draw import KINDS, between_hosts, draw, kinds_of
-from .operators import OPERATORS
+from .operators import ON_DEMAND, OPERATORS
 from .record import Record
 from .report import progress, tables
+from .sharder import IMPORTS
 from .trial import Trial, start_server
 
 DEFAULT_N = {"cpu": 250, "cuda": 200}
@@ -44,7 +46,7 @@ class Campaign:
 
     def run(self) -> Iterator[Record]:
         """Yield the record of each injection when it has ended."""
-        start_server(self.device)
+        start_server(self.device, IMPORTS if set(ON_DEMAND) & set(self.operators) else ())
         left, running = list(reversed(self.indices)), dict[int, Trial]()
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as scratch:
             try:
@@ -122,6 +124,12 @@ def run(given: argparse.Namespace) -> int:
     begin, device = time.monotonic(), given.device
     count = DEFAULT_N[device] if given.n is None else given.n
     families, operators = sorted(set(given.family)), sorted(set(given.operator))
+    if set(ON_DEMAND) & set(operators) and not all(
+        importlib.util.find_spec(name) for name in ("torchrec", "fbgemm_gpu")
+    ):
+        raise ValueError(
+            f"{', '.join(ON_DEMAND)} needs torchrec and fbgemm-gpu-cpu: run `make test-torchrec`, which installs them"
+        )
     if not kinds_of(device, families, operators):
         raise ValueError(f"no fault of {', '.join(families)} is injected on {device}")
     parts = [

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .checkpoints import SAVING
-from .operators import CHECKPOINTS, OPERATORS, TRAINING
+from .operators import CHECKPOINTS, ON_DEMAND, OPERATORS, TRAINING
 from .work import Work
 
 Phase = Literal["set-up", "first call", "steady", "backward", "checkpoint"]
@@ -90,7 +90,14 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
-    "infinite gradient": Kind("bad input", (BACKWARD,), lives=True, told="RefusedError", times=2, operators=TRAINING),
+    "infinite gradient": Kind(
+        "bad input",
+        (BACKWARD,),
+        lives=True,
+        told="RefusedError",
+        times=2,
+        operators=tuple(name for name in TRAINING if name not in ON_DEMAND),
+    ),
     # Calls that would be valid if all ranks made them.
     "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
     "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
@@ -170,7 +177,8 @@ def kinds_of(device: str, families: Sequence[str] = (), only: Sequence[str] = ()
 
 
 def _operators_of(device: str, only: Sequence[str]) -> list[str]:
-    return [name for name, work in OPERATORS.items() if device in work.devices and (not only or name in only)]
+    wanted = only or [name for name in OPERATORS if name not in ON_DEMAND]
+    return [name for name, work in OPERATORS.items() if device in work.devices and name in wanted]
 
 
 def draw(
@@ -331,7 +339,7 @@ def _second(
         return operator, options | _change(kind, operator, options, rng, world)
     other = kind.startswith("other operator") or (not kind.startswith("other ") and rng.random() < 0.5)
     if other:
-        others = [name for name, work in OPERATORS.items() if name != operator and device in work.devices]
+        others = [name for name in _operators_of(device, ()) if name != operator]
         name = rng.choice(others)
         return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}

@@ -6,6 +6,7 @@ from .checkpoints import Checkpoints
 from .combine import MatmulAllToAll
 from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
+from .sharder import Sharder
 from .training import CutTables, Rows, Training, WholeTables
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
@@ -25,6 +26,9 @@ OPERATORS: dict[str, type[Work]] = {
     "training, cut tables": CutTables,
     "training, rows": Rows,
     "training, checkpoints": Checkpoints,
+    "training, torchrec": Sharder,
 }
 CHECKPOINTS = ("training, checkpoints",)
+ON_DEMAND = ("training, torchrec",)
+"""Operators that are drawn only if they are named, because they need packages that weft does not depend on."""
 TRAINING = tuple(name for name, work in OPERATORS.items() if issubclass(work, Training))

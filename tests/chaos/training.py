@@ -32,7 +32,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "SGD": weft.SGD, "RowwiseAdagrad": weft.RowwiseAdagrad, "Adagrad": weft.Adagrad, "Adam": weft.Adam,
     "PartialRowwiseAdam": weft.PartialRowwiseAdam,
 }  # fmt: skip
-_LR, _EPS = 0.25, 1e-3
+LR, EPS = 0.25, 1e-3
 _SAVE, _LOAD, _EVERY = (
     3,
     6,
@@ -85,12 +85,12 @@ class Tables:
             change = g
         elif rule in ("RowwiseAdagrad", "Adagrad"):
             self.first[i][rows] += square[rows]
-            change = g / (self.first[i].sqrt() + _EPS)
+            change = g / (self.first[i].sqrt() + EPS)
         else:
             self.first[i][rows] = (0.9 * self.first[i] + 0.1 * g)[rows]
             self.second[i][rows] = (0.999 * self.second[i] + 0.001 * square)[rows]
             unbiased = self.second[i] / (1 - 0.999**self.steps)
-            change = self.first[i] / (1 - 0.9**self.steps) / (unbiased.sqrt() + _EPS)
+            change = self.first[i] / (1 - 0.9**self.steps) / (unbiased.sqrt() + EPS)
         self.weights[i][rows] -= lr * change[rows]
 
 
@@ -173,7 +173,7 @@ class Training(Collection, Differentiable):
         self.torchs = None
         if self.options["optimizer"] is None and self.options.get("torchs"):
             weights = [weight for _, weight in self.parts] or [torch.zeros(0, requires_grad=True)]
-            self.torchs = torch.optim.SGD(weights, _LR)
+            self.torchs = torch.optim.SGD(weights, LR)
         blocks = [
             sorted({(p.column, p.column + p.columns) for p in self._all_parts() if p.table == i}) for i in range(4)
         ]
@@ -189,7 +189,7 @@ class Training(Collection, Differentiable):
         if rule is not None:
             names = ("nonfinite", "weight_decay", "clip_norm", "clip_value", "rounding")
             given = {name: self.options[name] for name in names if name in self.options}
-            optimizer = RULES[rule](lr=_LR, **given, **({} if rule == "SGD" else {"eps": _EPS}))
+            optimizer = RULES[rule](lr=LR, **given, **({} if rule == "SGD" else {"eps": EPS}))
         return self._module(
             tables=self.tables, group=group, placement=placement, device=self.device, optimizer=optimizer,
             gradients=self.options["gradients"], max_ids=self.options["max_ids"], deadline_s=self.options["deadline_s"],
@@ -254,7 +254,7 @@ class Training(Collection, Differentiable):
         return self._tables(), self._right(self.model)
 
     def _lr(self, n: int) -> float:
-        return _LR * (1 + n % 3)
+        return LR * (1 + n % 3)
 
     def spoil(self) -> None:
         """Set a learning rate that differs from the other ranks'."""
@@ -292,12 +292,11 @@ class Training(Collection, Differentiable):
             weight.grad = None
         several = self.batches > 1
         with self.module.accumulate() if several else contextlib.nullcontext():
-            given_dtype = [grad.to(self.dtype) for grad in grads]
-            torch.autograd.backward(results, given_dtype, retain_graph=True)  # may run again after Ctrl-C
+            torch.autograd.backward(results, _as(results, grads), retain_graph=True)  # may run again after Ctrl-C
             for number in range(1, self.batches - self.skips):
                 of_batch = n + number * _FAR
                 more = self.forward(Collection.inputs(self, of_batch))
-                torch.autograd.backward(more, [grad.to(self.dtype) for grad in self._upstream(self.rank, of_batch)])
+                torch.autograd.backward(more, _as(more, self._upstream(self.rank, of_batch)))
         if self.torchs is not None:
             self.torchs.step()
         elif self.options["optimizer"] is None:
@@ -385,6 +384,11 @@ class Training(Collection, Differentiable):
 
     def wanted(self, given: Given) -> Results:
         raise NotImplementedError  # `gradients` needs no leaves
+
+
+def _as(results: Results, grads: Results) -> Results:
+    """Return the gradients in the dtypes of their results."""
+    return [grad.to(y.dtype) for y, grad in zip(results, grads, strict=True)]
 
 
 def checkpoint_state(module: nn.Module) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -27,11 +28,14 @@ _STACKS_S = 0.6
 _PRELOADED = ("jobs", "campaign")
 
 
-def start_server(device: str) -> None:
-    """Start the process from which ranks are forked. It has imported everything that they need, and has no threads."""
+def start_server(device: str, more: Sequence[str] = ()) -> None:
+    """Start the process from which ranks are forked. It has imported everything that they need, and has no threads. more:
+    further modules to import.
+    """
     package = __name__.rpartition(".")[0]
     names = ["torch", "torch.distributed", "torch.distributed.tensor", "weft._core", "weft.ops.all_gather_matmul"]
     names += ["triton"] if device == "cuda" else []
+    names += more
     mp.get_context("forkserver").set_forkserver_preload([*names, *(f"{package}.{name}" for name in _PRELOADED)])
     forkserver.ensure_running()
 
