@@ -7,6 +7,7 @@ refusals.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
 from typing import Any
@@ -405,6 +406,24 @@ def test_bad_input_is_refused_on_every_rank(
     for _, said, trains in pool.run(bad_input, how, name, nonfinite, max_ids, ranks=2, timeout_s=60):
         assert any(one in said for one in text.split("|")), said
         assert trains
+
+
+def option_of_one_rank(group: dist.ProcessGroup, name: str, who: int, options: dict[str, Any]) -> str:
+    """Construct a module with `options` on rank `who` alone. Return the error."""
+    given = options if group.rank() == who else {}
+    return told(
+        lambda: ShardedEmbeddingBagCollection(
+            TABLES[torch.float32], group=group, placement=placements(2)[name], deadline_s=30.0, **given
+        )
+    )
+
+
+@pytest.mark.parametrize("options", [{"slice_size": 3}, {"bounds_check": "fatal"}, {"outputs": 3}], ids=str)
+def test_an_option_that_one_rank_leaves_out_is_compared(pool: Pool, options: dict[str, Any]) -> None:
+    for name, who in itertools.product(("mixed", "replicated"), (0, 1)):
+        for error in pool.run(option_of_one_rank, name, who, options, ranks=2):
+            assert error.startswith("DisagreementError: ranks 0 and 1 construct different modules")
+            assert all(f"{name}=" in error for name in options)
 
 
 def hashed_on_one_rank(group: dist.ProcessGroup) -> str:

@@ -100,9 +100,10 @@ def agree_on_module(
         first_cut, other_cut = (of.get("placement", "only whole tables") for of in (first_said, other_said))
         difference = f"placement={first_cut} and {other_cut}" if first_cut != other_cut else ""
         difference = difference or first_sharding.difference(other_sharding)
-        for name, value in first_said.items():
-            if not difference and other_said[name] != value:
-                difference = f"{name}={value!r} and {other_said[name]!r}"
+        for name in {**first_said, **other_said}:
+            here, there = first_said.get(name), other_said.get(name)
+            if not difference and here != there:
+                difference = f"{name}={here!r} and {there!r}"
         if difference:
             raise DisagreementError(
                 f"ranks 0 and {rank} construct different modules ({difference}): pass the same arguments on all ranks"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, cast
 
@@ -90,7 +90,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             "optimizer": repr(optimizer),
             "sparse": sparse,
         }
-        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, "deterministic": deterministic, **options}
+        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, "deterministic": deterministic}
+        if refusal is None:
+            said |= asdict(self._options)  # also the options that this rank has left out
         seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
