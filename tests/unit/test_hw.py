@@ -123,6 +123,7 @@ def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
         ('value = 395\nunit = "GB/s"', 'value = 395\nunit = "TB/s"'),
         ('value = 989\nunit = "TFLOP/s"', 'value = 79000\nunit = "TFLOP/s"'),
         ('value = 4.27\nunit = "TB/s"', 'value = 5.27\nunit = "TB/s"'),
+        ('value = 132\nunit = "1"', 'value = 13200\nunit = "1"'),
     ):
         assert right in text
         text = text.replace(right, wrong)
@@ -134,5 +135,6 @@ def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
         "link.port_usable = 395 TB/s is implausible: give 0.05 to 4000 GB/s",
         "compute.bf16_dense = 79000 TFLOP/s is implausible: give 0.1 to 20000 TFLOP/s",
         "memory.copy_bandwidth = 5.27 TB/s is implausible: it exceeds memory.bandwidth = 4.8 TB/s",
+        "compute.multiprocessors = 13200 is implausible: give 4 to 2048",
     ):
         assert message in str(error.value)

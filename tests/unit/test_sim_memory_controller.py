@@ -47,6 +47,9 @@ def test_bad_input_is_refused_with_the_values_and_the_fix():
         reduce_scatter(0, WORLD, SMALL)
     with pytest.raises(ValueError, match=r"tracker.ways = 4 cannot hold a work-group's 8 wavefronts"):
         SMALL.with_values({"tracker.ways": 4})
+    for wrong in ({"memory.stores": 50}, {"memory.stores_low": 56}, {"memory.stores_high": 20}):
+        with pytest.raises(ValueError, match="Use stores_low < stores_high <= stores"):
+            SMALL.with_values(wrong)
     with pytest.raises(ValueError, match=r"link.bandwidth = 0"):
         SMALL.with_values({"link.bandwidth": 0})
     with pytest.raises(KeyError, match=r"T3's GPU.* has no number gpu.unit"):

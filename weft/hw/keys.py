@@ -132,8 +132,14 @@ def implausible(quantities: Mapping[str, Quantity]) -> Iterator[str]:
         if quantity.unit not in units:
             yield f"{key} is in {quantity.unit}: give it in {' or '.join(units)}"
         elif not least * UNITS[unit] <= quantity.si <= most * UNITS[unit]:
-            yield f"{key} = {quantity.value:g} {quantity.unit} is implausible: give {least:g} to {most:g} {unit}"
+            ends = "" if unit == "1" else f" {unit}"
+            yield f"{key} = {_text(quantity)} is implausible: give {least:g} to {most:g}{ends}"
     for key, limit in _NOT_ABOVE:
         if key in quantities and limit in quantities and quantities[key].si > quantities[limit].si:
-            reached, promised = (f"{q.value:g} {q.unit}" for q in (quantities[key], quantities[limit]))
-            yield f"{key} = {reached} is implausible: it exceeds {limit} = {promised}"
+            reached, promised = quantities[key], quantities[limit]
+            yield f"{key} = {_text(reached)} is implausible: it exceeds {limit} = {_text(promised)}"
+
+
+def _text(quantity: Quantity) -> str:
+    """Return the value and its unit, which a pure number lacks."""
+    return f"{quantity.value:g}" if quantity.unit == "1" else f"{quantity.value:g} {quantity.unit}"

@@ -38,6 +38,8 @@ _MEANING = {
     "link.port_usable": "the rate of all links of a GPU together, in one direction",
     "link.pair_usable": "the rate of the link between two neighbours, in one direction",
     "nic.usable": "the rate of a GPU's network card",
+    "hosts.gpus": "the number of GPUs of each host",
+    "torus.columns": "the number of GPUs of each row",
 }
 
 
@@ -100,11 +102,12 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
         if key not in both.quantities and not key.endswith("latency"):
             about = ""
             if key in _MEANING:
-                form = '{value = 50, unit = "GB/s", source = "assumed", note = "a guess"}'
+                number = "value = 50, unit = \"GB/s\"" if key.endswith("usable") else "value = 8, unit = \"1\""
+                form = f'{{{number}, source = "assumed", note = "a guess"}}'
                 about = f" ({_MEANING[key]}), such as {key} = {form}"
             raise KeyError(
                 f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology{about}, "
-                f"or use another topology, or a machine with this number{_machines_with(key)}"
+                f"or use another topology{_machines_with(key)}"
             )
     numbers = tuple(_number(both, key) for key in keys)
     return Wiring(SHAPES[shape].builder, numbers, math.prod(sizes) if sizes else 0)
@@ -113,7 +116,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
 def _machines_with(key: str) -> str:
     """Return the end of an error text, with the machine files that have a number for `key`; "" if there are none."""
     found = [name for name in known_machines() if key in load_machine(name).quantities]
-    return f" ({', '.join(found)})" if found else ""
+    return f", or a machine with this number ({', '.join(found)})" if found else ""
 
 
 def _number(machine: Machine, key: str) -> float:

@@ -41,6 +41,12 @@ class TrackingGpu(Quantities):
         for key in _COUNTS:
             if self[key] != int(self[key]) or self[key] < 1:
                 raise ValueError(f"{key} = {self[key]:g}: give a whole number of at least 1")
+        low, high, most = (self[key] for key in ("memory.stores_low", "memory.stores_high", "memory.stores"))
+        if not low < high <= most:
+            raise ValueError(
+                f"memory.stores_low = {low:g}, memory.stores_high = {high:g}, memory.stores = {most:g}: a queue of this length never "
+                "drains between these marks. Use stores_low < stores_high <= stores"
+            )
         ways, waves = self.count("tracker.ways"), self.count("tracker.wavefronts")
         if self["tracker.sets"] and ways < waves:
             raise ValueError(
