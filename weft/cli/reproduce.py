@@ -47,12 +47,13 @@ def _root() -> None:
 @reproduce.command()
 def ficco(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help=(
-            "Machine: a file of weft/hw, such as the paper's mi300x, or "
-            "another TOML file."
+        str | None, typer.Option(metavar="NAME|FILE", help=(
+            "Machine: a file of weft/hw, or another TOML file. Default: the paper's mi300x."
         ))
-    ] = "mi300x",
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="Number of GPUs; the paper has 8.")] = 8,
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, max=64, help=(
+        "Number of GPUs. Default: 8, as in the paper. 8 take a minute; the time grows with the square of the number."
+    ))] = None,
     topology: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
@@ -74,7 +75,10 @@ def ficco(
     """
     from weft.studies import ficco as study
 
-    _reproduce(study, lambda step: study.simulated(hw, ranks, topology, progress=step), records, json, pictures)
+    _require_simulated(records, hw=hw, ranks=ranks, topology=topology)
+    _reproduce(
+        study, lambda step: study.simulated(hw or "mi300x", ranks or 8, topology, progress=step), records, json, pictures
+    )
 
 
 @reproduce.command()
@@ -111,6 +115,7 @@ def t3(
     from weft.studies import t3 as software
     from weft.studies import t3_hardware as hardware
 
+    _require_simulated(records, hw=hw, topology=topology)
     if hw is None and topology is not None:
         raise ValueError("--topology without --hw: the paper's GPUs form a ring. Add a machine, such as --hw h200")
     if hw is None and (records is None or _has(records, hardware)):
@@ -197,6 +202,15 @@ def all_studies(
     if pictures is not None:
         for path in (path for one in found for path in one.draw(pictures)):
             print(f"drawn: {path}")
+
+
+def _require_simulated(records: Path | None, **options: object) -> None:
+    """Raise `ValueError` if `records` is given with options of a simulation."""
+    if records is not None and (given := [f"--{name}" for name, value in options.items() if value is not None]):
+        raise ValueError(
+            f"{', '.join(given)} with --records: records are shown, not simulated, and name their own machine: omit "
+            f"--records or {', '.join(given)}"
+        )
 
 
 def _has(records: Path | None, study: Any) -> bool:
