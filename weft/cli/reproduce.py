@@ -77,7 +77,11 @@ def ficco(
 
     _require_simulated(records, hw=hw, ranks=ranks, topology=topology)
     _reproduce(
-        study, lambda step: study.simulated(hw or "mi300x", ranks or 8, topology, progress=step), records, json, pictures
+        study,
+        lambda step: study.simulated(hw or "mi300x", ranks or 8, topology, progress=step),
+        records,
+        json,
+        pictures,
     )
 
 

@@ -102,7 +102,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
         if key not in both.quantities and not key.endswith("latency"):
             about = ""
             if key in _MEANING:
-                number = "value = 50, unit = \"GB/s\"" if key.endswith("usable") else "value = 8, unit = \"1\""
+                number = 'value = 50, unit = "GB/s"' if key.endswith("usable") else 'value = 8, unit = "1"'
                 form = f'{{{number}, source = "assumed", note = "a guess"}}'
                 about = f" ({_MEANING[key]}), such as {key} = {form}"
             raise KeyError(

@@ -44,8 +44,8 @@ class TrackingGpu(Quantities):
         low, high, most = (self[key] for key in ("memory.stores_low", "memory.stores_high", "memory.stores"))
         if not low < high <= most:
             raise ValueError(
-                f"memory.stores_low = {low:g}, memory.stores_high = {high:g}, memory.stores = {most:g}: a queue of this length never "
-                "drains between these marks. Use stores_low < stores_high <= stores"
+                f"memory.stores_low = {low:g}, memory.stores_high = {high:g}, memory.stores = {most:g}: a queue of this "
+                "length never drains between these marks. Use stores_low < stores_high <= stores"
             )
         ways, waves = self.count("tracker.ways"), self.count("tracker.wavefronts")
         if self["tracker.sets"] and ways < waves:
