@@ -116,7 +116,9 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
 
 
 def _own_options(problem: type[Problem]) -> Any:
-    """Return the parameter `--option`, whose help lists the operator's own options. An operator without options hides it."""
+    """Return the parameter `--option`, whose help lists the operator's own options. For an operator without options, the
+    parameter is hidden.
+    """
     from weft.builders.options import keywords
 
     listed = []

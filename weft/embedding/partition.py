@@ -239,7 +239,7 @@ class Partition:
 
     @cached_property
     def replicated_tables(self) -> tuple[int, ...]:
-        """The numbers of the data-parallel tables."""
+        """The indices of the data-parallel tables among all tables."""
         return tuple(n for n, sharding in enumerate(self.shardings) if isinstance(sharding, DataParallel))
 
     @property

@@ -279,7 +279,7 @@ class EmbeddingSharding:
         return tuple((tuple(t), tuple(s)) for t, s in zip(tables, slots, strict=True))
 
     def local_tables(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of the tables that `rank` owns, ascending."""
+        """Return the indices of the tables that `rank` owns, ascending."""
         return self._of_rank[self._checked(rank)][0]
 
     def local_slots(self, rank: int) -> tuple[Slot, ...]:

@@ -40,7 +40,7 @@ def words(address):
 
 @triton.jit
 def now_ns(PTX: tl.constexpr):
-    """Return the device's clock in nanoseconds; 0 without PTX."""
+    """Return the device's clock in nanoseconds; 0 if `PTX` is False, as on GPUs of other vendors than NVIDIA."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.full([], 0, tl.int64)
@@ -48,7 +48,9 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def multiprocessor(PTX: tl.constexpr):
-    """Return the number of the multiprocessor that runs this program; 0 without PTX."""
+    """Return the number of the multiprocessor that runs this program; 0 if `PTX` is False, as on GPUs of other vendors than
+    NVIDIA.
+    """
     if PTX:
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.full([], 0, tl.int32)

@@ -47,9 +47,9 @@ class _Layout:
     """The order in which ranks send features to each other, for inputs with the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: the full header of this rank has the counts of all features. Each rank receives a header with the
-        counts of its own features only. header_index has, for each number in the headers of all ranks, its index in the
-        full header.
+    header_index: how to make the headers for all ranks from this rank's full header. The full header has the numbers of ids of
+        all features, and the header for a rank only those of the rank's own features. For each number in the headers for all
+        ranks, header_index has its index in the full header.
     """
 
     keys: tuple[str, ...]

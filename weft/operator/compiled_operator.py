@@ -269,7 +269,11 @@ class CompiledOperator:
         return made
 
     def run_on_cpu(self, p: Any, call: Any, wanted: tuple[bool, ...], deadline_s: float | None) -> list[torch.Tensor]:
-        """Run one unfused call of another size, as the operator of `for_one_call` would, but only on CPU and in one step."""
+        """Run one unfused call of CPU ranks with another size than that of this operator. The results are those of the operator
+        that `for_one_call` returns, but this method makes no such copy.
+
+        p: the problem of the call, from this operator's problem family. wanted: the gradients that the call wants.
+        """
         op = self.op
         turn = Turn(self._turns_of(*self._described(p, call, op.given(call)), wanted), deadline_s)
         made = self.steps().run(op.inputs(p, call), turn, self.group)

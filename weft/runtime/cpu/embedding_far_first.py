@@ -57,8 +57,9 @@ class FarFirst:
         self._shares = len(set(comm.hosts)) < comm.world_size  # True if some ranks share a host
 
     def most_gain_s(self, sizes: tuple[int, ...]) -> float:
-        """Return an upper bound, in seconds, on the time that a call saves: the predicted time of the transfer between
-        hosts, minus the latency of the pieces. Return infinity if the links have not been measured.
+        """Return an upper bound, in seconds, on the time that a call saves if it sends the samples of other hosts first. It is
+        the predicted time of the transfer between hosts, minus the latency of the pieces. Return infinity if the links have not
+        been measured.
 
         sizes: the number of samples of each rank.
         """
@@ -130,7 +131,7 @@ class FarFirst:
         that `run_native` returns.
 
         table: the result of `slot_table`; None if this rank has no tables.
-        cuts: piece i has the samples cuts[r][i] to cuts[r][i + 1] of rank r.
+        cuts: for each rank r, how its samples are divided into pieces: piece i has the samples cuts[r][i] to cuts[r][i + 1].
         phase: the number of the piece to pool; None for the samples of this host's ranks.
         """
         plan, columns = self.plan, self._columns[self.comm.rank]
@@ -154,8 +155,9 @@ class FarFirst:
         """Begin to exchange pooled vectors. Return the work handle (None if there is nothing to wait for), the receive
         buffer, and the number of elements from each rank.
 
-        sent: this rank's vectors, from `_pool`. cuts: piece i has the samples cuts[r][i] to cuts[r][i + 1] of rank r. phase:
-            the number of the piece to exchange; None for the samples of this host's ranks.
+        sent: this rank's vectors, from `_pool`. cuts: for each rank r, how its samples are divided into pieces: piece i has the
+            samples cuts[r][i] to cuts[r][i + 1]. phase: the number of the piece to exchange; None for the samples of this
+            host's ranks.
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]
@@ -183,6 +185,6 @@ class FarFirst:
 def _rows(cut: list[int], phase: int | None) -> slice:
     """Return the range of a rank's samples that belong to piece number `phase`. With None, return the range of all its samples.
 
-    cut: piece i has the samples cut[i] to cut[i + 1].
+    cut: how the rank's samples are divided into pieces: piece i has the samples cut[i] to cut[i + 1].
     """
     return slice(0, cut[-1]) if phase is None else slice(cut[phase], cut[phase + 1])
