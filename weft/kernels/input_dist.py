@@ -104,7 +104,8 @@ def pack_kernel(
     values, lengths, weights, own, key_of_piece, rank_of_piece, messages, pieces, keys, batch,
     PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the messages for all destinations. A piece is the bags of one feature for one destination; pieces are
+    """Write the messages that send this rank's ids to all destination ranks. A piece is the bags of one feature for one
+    destination; pieces are
     sorted by destination. Grid: (pieces, programs that share a piece).
 
     values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.

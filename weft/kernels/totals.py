@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
-    """Compute N numbers. Grid: one program per number.
+    """Compute N sizes, each a constant plus sums over elements of `held`. Grid: one program per number.
 
     held: the buffer with the counts, int64. terms: the terms of each number, int64 `[N, n_terms, 3]`, as (first, count,
         step). constants: the constant of each number, int64 `[N]`. numbers: the results, int64 `[N]`.

@@ -93,8 +93,10 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _runs(slots: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return (first column in the chunk, first column in the output, number of columns) of each copy that unpacks a
-    received chunk. slots: the features whose columns are in the chunk.
+    """Return the copies that unpack a received chunk into the output. Each is (first column in the chunk, first column in the
+    output, number of columns).
+
+    slots: the features whose columns are in the chunk.
     """
     runs: list[tuple[int, int, int]] = []
     taken = 0

@@ -72,10 +72,10 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """Return the steps of `schedule` on this rank as (lane, step), so that corresponding steps have the same order as in
-    `order`. Return None if corresponding steps are of different kinds, or set or await different signals.
+    """Return the steps of `schedule` on this rank as (lane, step), in the order in which the CPU issues the steps of another,
+    similar schedule. Return None if corresponding steps are of different kinds, or set or await different signals.
 
-    order: the steps of another schedule as (lane, step), in its order of issue.
+    order: the steps of the other schedule as (lane, step), in the order of issue.
     """
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):

@@ -112,8 +112,8 @@ def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
-    """Raise `ScheduleError` if a wait is for some, but not all, of the sets by a tile kernel. On GPUs a tile kernel raises
-    a flag once, after its last tile.
+    """Raise `ScheduleError` if a step waits for only some of the tiles of a kernel that set its counter. On GPUs a tile kernel
+    raises a flag once, after its last tile.
     """
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)

@@ -123,7 +123,8 @@ def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
 def prepare(
     w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False, merged: bool = False
 ) -> None:
-    """Compile and load the kernels for weights `w` of shape `[E, K, N]`, for any alignment of the rows. This takes seconds.
+    """Compile and load the kernels of the grouped GEMM for weights `w` of shape `[E, K, N]`, for any alignment of the rows.
+    This takes seconds.
 
     Without this call, the first launch would compile the kernel, which must not happen while a stream waits for a peer.
 

@@ -162,7 +162,7 @@ class TrackedMatmulLauncher:
                 self._partials = lasting(self._device, partials)
 
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Enqueue the kernel on the current stream.
+        """Enqueue the GEMM a @ w on the current stream.
 
         a: [rows, K] with contiguous rows. w: [K, N], where K or N has stride 1.
         y: with `relative`, the address of the caller's tensor for the product, else 0.
