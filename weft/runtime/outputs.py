@@ -146,7 +146,9 @@ class OutputPool:
 
 
 class LendingExecutor(Executor):
-    """An executor whose results stay in the buffers `outputs` until the user drops them. `close` sets `closed`."""
+    """An executor whose results stay in the buffers `outputs` until the user drops them. The method `close` sets the attribute
+    `closed`.
+    """
 
     outputs: OutputPool
     closed = False

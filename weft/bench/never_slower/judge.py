@@ -50,7 +50,7 @@ def key(row: Record) -> tuple[Hashable, ...]:
 
 
 def speed(row: Record) -> float:
-    """Return weft's speedup over serial: the quotient of the medians."""
+    """Return weft's speedup over serial: serial's median time divided by weft's."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 

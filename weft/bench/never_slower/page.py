@@ -43,7 +43,7 @@ def in_short(rows: Sequence[Record]) -> str:
 
 
 def show(rows: Sequence[Record]) -> None:
-    """Print the ten slowest rows relative to serial, the summary, and the verdict."""
+    """Print the ten rows in which weft is slowest relative to serial, the summary, and the verdict."""
     verdict = Verdict(rows)
     if verdict.timed:
         below = {key(row) for row in verdict.below}

@@ -84,7 +84,8 @@ class SerialVariant:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """(peak bytes on the worst rank, "measured" or "counted"). All ranks must make this call.
+        """The memory that the variant needs: (peak bytes on the worst rank, "measured" or "counted"). All ranks must make this
+        call.
 
         The bytes include the output, but not tables and inputs. They are measured on GPUs, and computed from the sizes
         of the buffers on CPU.

@@ -187,8 +187,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs, and wait for its end. Do not wait if the thread itself calls this method. This
-        happens if a garbage collection on the thread closes the communicator.
+        """End the thread after its queued jobs, and wait for its end. If the thread itself calls this method, do not wait. The
+        thread calls it if a garbage collection on the thread closes the communicator.
         """
         with self._ending:
             self._ended = True

@@ -416,7 +416,7 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """Return a hash of the values, besides the plan, that all ranks must agree on in a call."""
+        """Return a hash of the batch sizes, which the kernels of all ranks compare in each call."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
