@@ -23,8 +23,10 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.runtime import two_ways
+from weft.runtime.meeting import meeting_of
 from weft.runtime.unfused import begun as early
 from weft.runtime.unfused import experts, experts_far_first
+from weft.runtime.unfused import experts as serial  # functions below have arguments called `experts`
 from weft.runtime.within_host import WithinHost
 
 K, N = 6, 5
@@ -77,8 +79,11 @@ def both_operators(group, hosts, experts, high):
     ]
     wanted = torch.cat([of_expert[e] @ w[e] for e in range(*mine.indices(world * experts))])
     returned = torch.cat([x @ w[e] @ back[e] for e, x in enumerate(tokens[rank].split(splits[rank].tolist()))])
-    for far_first in (True, False):
-        with mock.patch.object(two_ways.TwoWays, "takes_other", return_value=far_first):
+    for far_first, few_bytes in ((True, -1), (False, -1), (False, 1 << 20)):
+        with (
+            mock.patch.object(two_ways.TwoWays, "takes_other", return_value=far_first),
+            mock.patch.object(serial, "_FEW_BYTES", few_bytes),
+        ):
             x, here = tokens[rank].clone().requires_grad_(), (w[mine].clone(), back[mine].clone().requires_grad_())
             y, received = weft.all_to_all_matmul(x, here[0], splits[rank], group=own, return_received=True)
             assert torch.equal(y, wanted)
@@ -172,7 +177,7 @@ def test_a_rank_that_fails_between_exchanges_ends_the_group(pool: Pool) -> None:
     assert (failed_there, failed_here) == (True, True)
 
 
-def begun(group, most_bytes):
+def begun(group, most_bytes, few_bytes):
     """Return the errors of refused calls, the errors of the other calls, and the number of exchanges before a rendezvous
     after each kind of call.
     """
@@ -182,9 +187,13 @@ def begun(group, most_bytes):
     with (
         on_two_hosts(group) as own,
         mock.patch.object(early, "_MOST_BYTES", most_bytes),
+        mock.patch.object(serial, "_FEW_BYTES", few_bytes),
         mock.patch.object(two_ways.TwoWays, "takes_other", return_value=True),
         mock.patch.object(kind, "begin", autospec=True, side_effect=kind.begin) as exchanges,
+        mock.patch.object(serial, "_send_back", side_effect=serial._send_back) as sent_back,
     ):
+        if (rails := meeting_of(symm.communicator(own, "cpu")).rails) is not None:
+            rails.rows_bytes = 64  # too few for the first call
 
         def combined(seed, h_rows=0, expects=0):
             """Compare a call with its reference. h_rows, expects: numbers of rows that are wrong on rank 3."""
@@ -211,12 +220,18 @@ def begun(group, most_bytes):
             other = error_of(lambda: combined(1))
         else:
             other = error_of(lambda: weft.matmul_all_reduce(torch.ones(4, K), torch.ones(K, 4), own))
-        return errors, others, count, other
+        return errors, others, count, other, sent_back.call_count
 
 
-@pytest.mark.parametrize(("most_bytes", "exchanges"), [(4 << 20, 1), ((4 << 20) - 2, 1), (8 * K, 0)])
-def test_combines_are_begun_before_ranks_meet(pool: Pool, most_bytes: int, exchanges: int) -> None:
-    for errors, others, count, other in pool.run(begun, most_bytes, ranks=4, timeout_s=90):
+@pytest.mark.parametrize(
+    ("most_bytes", "few_bytes", "exchanges", "after"),
+    [(4 << 20, -1, 1, 0), ((4 << 20) - 2, -1, 1, 0), (8 * K, -1, 0, 0), (4 << 20, 1 << 20, 0, 2)],
+)
+def test_combines_are_begun_before_ranks_meet(
+    pool: Pool, most_bytes: int, few_bytes: int, exchanges: int, after: int
+) -> None:
+    for errors, others, count, other, sent_back in pool.run(begun, most_bytes, few_bytes, ranks=4, timeout_s=90):
+        assert sent_back == after  # the first call, and the first that has more rows than memory is reserved for
         assert others == {"nothing"}
         refused, differs = errors
         assert refused[0] == "RefusedError"

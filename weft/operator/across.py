@@ -104,8 +104,8 @@ class AcrossRanks:
         sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
         weights = _weights(world, sent.shape[1])
         excess = (_sum(sent, weights[comm.rank]) - _sum(expected, weights[:, comm.rank])) & _MASK
-        number, meanwhile = (0, NO_WORK) if begun is None else (begun.number, begun.alone())
-        found = self._agreement.exchange_numbers(comm, self._topic, (excess, number), deadline_s, meanwhile)
+        number, meanwhile, cargo = (0, NO_WORK, None) if begun is None else (begun.number, begun.alone(), begun.cargo)
+        found = self._agreement.exchange_numbers(comm, self._topic, (excess, number), deadline_s, meanwhile, cargo)
         if sum(excess for excess, _ in found) & _MASK == 0:
             return [number for _, number in found]
         self._agreement.count_refusal(comm)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.errors import DeadlineError, DisagreementError, RefusedError
 from weft.runtime.meeting import Topic, meeting_of, shown
+from weft.runtime.rails import Cargo
 from weft.symm import Communicator
 from weft.symm.calls import MadeCalls, calls_of
 from weft.symm.layers import differ, difference
@@ -85,12 +86,13 @@ class Agreement:
 
     def exchange_numbers(
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
-        meanwhile: Iterator[None],
+        meanwhile: Iterator[None], cargo: Cargo | None = None,
     ) -> list[tuple[int, int]]:  # fmt: skip
         """Send two numbers to all ranks, and return the two numbers of every rank. All ranks must make this call.
 
         topic: the description of the exchange, which must be equal on all ranks.
         meanwhile: an iterator whose steps do local work. A protocol may advance it while it waits for other ranks.
+        cargo: a collective whose data travel with the exchange, on CPU ranks in rails (`weft.runtime.rails`).
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
@@ -134,10 +136,10 @@ class CpuAgreement(Agreement):
 
     def exchange_numbers(
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
-        meanwhile: Iterator[None],
+        meanwhile: Iterator[None], cargo: Cargo | None = None,
     ) -> list[tuple[int, int]]:  # fmt: skip
         extra = _NUMBERS.pack(*numbers)
-        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=extra, meanwhile=meanwhile)
+        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=extra, cargo=cargo, meanwhile=meanwhile)
         return [_NUMBERS.unpack(one) for one in extras]
 
     def count_refusal(self, comm: Communicator) -> None:

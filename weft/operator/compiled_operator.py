@@ -121,6 +121,12 @@ class CompiledOperator:
                 turn = self.turn(deadline_s, timeline).met
                 begun = op.begun(self.p, call, self.group, turn)
             numbers = self.across(call).begin(call, capturing, deadline_s, begun)
+        if begun is not None:  # the choice is to run unfused
+            assert numbers is not None
+            made = begun.end(numbers)
+            turn.end()
+            op.finished(call, made, self.rank)
+            return made
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if op.has_executors:
             executor = self.executor(call, inputs, capturing, deadline_s)
@@ -133,11 +139,7 @@ class CompiledOperator:
         results = (
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
-        if results is None and begun is not None:
-            assert numbers is not None
-            results = begun.end(numbers)
-            turn.end()
-        elif results is None:
+        if results is None:
             results = self.in_turn(call, inputs, deadline_s, timeline, numbers is not None)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)

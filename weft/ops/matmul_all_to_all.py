@@ -132,7 +132,15 @@ def matmul_all_to_all(
     if rows is not None:
         return _combined(*given, rows)
     tokens = None if torch.compiler.is_compiling() or not isinstance(splits, torch.Tensor) else total_of(splits)
+    if tokens is None and not torch.compiler.is_compiling() and _can_sum(splits):
+        tokens = int(splits.sum())
     return (_combine if tokens is None else _combined)(*given, tokens)
+
+
+def _can_sum(splits: torch.Tensor) -> bool:
+    """True if the CPU can read the sum of `splits` without a wait: a usual tensor of int64 in the memory of the CPU."""
+    is_plain = type(splits) is torch.Tensor and splits.is_cpu and splits.dtype == torch.int64
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(splits)
 
 
 def _combine(

@@ -150,7 +150,10 @@ class EmbeddingAllToAllUnfused(Executor):
                 if len(row) == len(parts[rank]):  # otherwise ranks have different batch sizes, which is an error
                     parts[rank].copy_(row.view(-1))
 
-        exchange = AllToAll(rails, pooled.view(-1, 1), np.array(leaving).reshape(-1, 1), keep)
+        vectors = pooled.view(-1, 1)
+        exchange = AllToAll(
+            rails, vectors, np.array(leaving).reshape(-1, 1), lambda memory: memory.copy_(vectors), keep
+        )
         cpu.meet(self.comm, self._topic, 0, sizes, deadline_s=turn.deadline_s, cargo=exchange)
         levels = rails.levels
         for host in range(levels.n_hosts):

@@ -9,6 +9,11 @@ travel with the rendezvous:
     2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
+Step 2 is one exchange if the messages are short (`_SHORT_BYTES`). If a rank has a longer message for another host, it sends only
+the payloads in this exchange, and the whole message in a second exchange, which uses two gloo groups to send in both directions
+at once. The rank begins both exchanges together. Ranks with short messages learn of the second exchange from the first, and then
+begin it with messages that are not used. So ranks that make different calls still receive all messages.
+
 After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
 agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a
 different call does no harm; its data are dropped.
@@ -24,7 +29,7 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,9 +47,11 @@ MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separ
 _MOST_ROWS_BYTES = 2 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
 _ROOM_BYTES = 8 << 20  # for the rows from all ranks of other hosts
 TABLE_BYTES = 64 << 10  # for the numbers of rows in an all-to-all
+_SHORT_BYTES = 384 << 10
+"""The largest message that one gloo group sends in both directions: a second group takes longer than it saves."""
 _LENGTH = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQ")  # of a message: the offset of its data; 1 if the data follow in a second exchange, else 0
 _ALIGNMENT = 64
-_BYTE = torch.empty(0, dtype=torch.uint8)
 
 
 class Cargo(Protocol):
@@ -87,6 +94,12 @@ class Rails:
         self.near = WithinHost(comm)
         self._slot = aligned(_LENGTH.size + payload_bytes)
         self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
+        self._short_bytes = max(_SHORT_BYTES, self._head_bytes)
+        others = self.levels.n_hosts - 1
+        self._others = [host for host in range(self.levels.n_hosts) if host != self.levels.host]
+        self._heads = torch.ones(others * self._head_bytes, dtype=torch.uint8)
+        self._short = torch.ones(others * self._short_bytes, dtype=torch.uint8)
+        self._short_view = self._short.numpy().data
         self.most_bytes = self._capacity = 0
         self.rows_bytes = 0
         """The number of bytes that each rank may send in an all-to-all. Equal on all ranks."""
@@ -121,6 +134,7 @@ class Rails:
         if capacity > self._capacity:
             self._capacity, total = capacity, (self.levels.n_hosts - 1) * capacity
             self._sent, self._received = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
+            self._sent_view = self._sent.numpy().data
 
     def close(self) -> None:
         """Drop the views of shared memory. `Meeting.close` calls this method when the communicator closes."""
@@ -150,71 +164,87 @@ class Rails:
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         comm, near, levels = self.comm, self.near, self.levels
         comm.begin_round()
-        size = self._slot + (cargo.near_bytes if cargo is not None else 0)
-        own = near.own(_BYTE, size, deadline_s=deadline_s, what=name)
-        own[: self._slot].numpy().data[: _LENGTH.size + len(payload)] = _joined([payload])
+        near.await_readers(deadline_s, name)
+        mine = levels.index
+        near.views[mine][: _LENGTH.size + len(payload)] = _joined([payload])
         if cargo is not None:
-            cargo.load(own[self._slot :])
+            cargo.load(near.flat[mine][self._slot :])
         near.publish(deadline_s=deadline_s, what=name, meanwhile=meanwhile)
-        of_near = [near.of(index, _BYTE, size) for index in range(levels.per_host)]
-        payloads = [_split(memory.numpy().data, 1)[0] for memory in of_near]
+        payloads = [_split(view, 0, 1)[0] for view in near.views]
         agreed = cargo if cargo is not None and agree(payloads) else None
-        sizes = self._messages(payloads, agreed, of_near)
-        room = [0 if host == levels.host else self._capacity for host in range(levels.n_hosts)]
-        arguments = self._received, self._sent[: sum(sizes)], room, sizes
-        works = self._begin(*arguments)
+        start, sizes = self._messages(payloads, agreed)
+        follows = max(sizes) > self._short_bytes
+        first = self._begin_first(start, sizes, follows)
+        second = self._begin_second(sizes) if follows else None
         if agreed is not None:
             agreed.go_on()
         near.release()
         for _ in meanwhile:
             pass
-        self._finish(works, arguments, deadline_s, name)
-        received = iter(self._received.split(self._capacity))
-        found, arrived = [], {}
-        for host in range(levels.n_hosts):
-            if host == levels.host:
-                found += payloads
-                continue
-            message = next(received)
-            (start,) = _LENGTH.unpack_from(message.numpy().data)
-            found += _split(message[_ALIGNMENT:start].numpy().data, levels.per_host)
-            arrived[host] = message[start:]
+        self._finish(*first, deadline_s, name)
+        heads = [_HEAD.unpack_from(self._short_view, at * self._short_bytes) for at in range(len(self._others))]
+        if second is None and any(flag for _, flag in heads):
+            second = self._begin_second([0 if host == levels.host else _ALIGNMENT for host in range(levels.n_hosts)])
+        if second is not None:
+            self._finish(*second, deadline_s, name)
+        found, arrived = list(payloads), {}
+        for number, (host, (begin, flag)) in enumerate(zip(self._others, heads, strict=True)):
+            of_host = _split(self._short_view, number * self._short_bytes + _ALIGNMENT, levels.per_host)
+            found[host * levels.per_host : host * levels.per_host] = of_host
+            memory, room = (self._received, self._capacity) if flag else (self._short, self._short_bytes)
+            arrived[host] = memory[number * room + begin : (number + 1) * room]
         return found, arrived
 
-    def _messages(self, payloads: list[bytes], cargo: Cargo | None, near: list[torch.Tensor]) -> list[int]:
+    def _messages(self, payloads: list[bytes], cargo: Cargo | None) -> tuple[int, list[int]]:
         """Write the messages to this rail's ranks on other hosts: the payloads of this host's ranks, and the data of
-        `cargo`. Return the sizes of the messages in bytes, by host.
+        `cargo`. Return the offset of the data, and the sizes of the messages in bytes, by host.
 
-        cargo: None to send no data. near: the shared memory of each rank of this host.
+        cargo: None to send no data.
         """
-        levels, head = self.levels, _joined(payloads)
+        levels, head, others = self.levels, _joined(payloads), self._others
         start = _ALIGNMENT + aligned(len(head))
         size = start + (0 if cargo is None else aligned(cargo.far_bytes))
-        others = [host for host in range(levels.n_hosts) if host != levels.host]
-        messages = dict(zip(others, self._sent[: size * len(others)].split(size), strict=True))
-        for message in messages.values():
-            view = message.numpy().data
-            _LENGTH.pack_into(view, 0, start)
-            view[_ALIGNMENT : _ALIGNMENT + len(head)] = head
+        for at in range(0, size * len(others), size):
+            _HEAD.pack_into(self._sent_view, at, start, 0)
+            self._sent_view[at + _ALIGNMENT : at + _ALIGNMENT + len(head)] = head
         sizes = [0 if host == levels.host else size for host in range(levels.n_hosts)]
         if cargo is not None:
-            far = {host: message[start:] for host, message in messages.items()}
-            at = 0
-            for host, used in (cargo.pack([memory[self._slot :] for memory in near], far) or {}).items():
-                sizes[host] = start + aligned(used)
-                if at:  # messages are sent from adjacent memory
-                    self._sent[at : at + sizes[host]] = messages[host][: sizes[host]].clone()
-                at += sizes[host]
-        return sizes
+            far = {host: self._sent[at * size + start : (at + 1) * size] for at, host in enumerate(others)}
+            used_bytes = cargo.pack([memory[self._slot :] for memory in self.near.flat], far) or {}
+            to = 0
+            for at, host in enumerate(others):
+                sizes[host] = start + aligned(used_bytes.get(host, size - start))
+                if to != at * size:  # messages are sent from adjacent memory
+                    self._sent[to : to + sizes[host]] = self._sent[at * size : at * size + sizes[host]].clone()
+                to += sizes[host]
+        return start, sizes
 
-    def _begin(self, received: torch.Tensor, sent: torch.Tensor, room: list[int], sizes: list[int]) -> list[dist.Work]:
-        """Begin to exchange bytes with the ranks of the same index on other hosts. Return the `dist.Work` objects to wait for.
+    def _begin_first(self, start: int, sizes: list[int], follows: bool) -> tuple[list[dist.Work], tuple[Any, ...]]:
+        """Begin the first exchange along the rail. Return the `dist.Work` objects to wait for, and what they use.
 
-        room: the size of the receive buffer for each host, in bytes. sizes: the number of bytes to send to each host.
+        start: the offset of the data in messages. sizes: the sizes of the messages in bytes, by host. follows: True to send
+            only the part of each message before `start`, because a second exchange follows.
         """
-        if self.most_bytes > _SMALL_BYTES:
-            return self.levels.exchange(received, sent, room, sizes)
-        return [exchange_now(self.levels.rail, received, sent, room, sizes)]
+        sent = self._sent
+        if follows:
+            sent, at = self._heads, 0
+            for number, host in enumerate(self._others):
+                self._heads[number * start : (number + 1) * start] = self._sent[at : at + start]
+                _HEAD.pack_into(self._heads.numpy().data, number * start, start, 1)
+                at += sizes[host]
+            sizes = [start if size else 0 for size in sizes]
+        room = [0 if host == self.levels.host else self._short_bytes for host in range(self.levels.n_hosts)]
+        arguments = self._short, sent[: sum(sizes)], room, sizes
+        return [exchange_now(self.levels.rail, *arguments)], arguments
+
+    def _begin_second(self, sizes: list[int]) -> tuple[list[dist.Work], tuple[Any, ...]]:
+        """Begin the second exchange along the rail. Return the `dist.Work` objects to wait for, and what they use.
+
+        sizes: the sizes of the messages in bytes, by host.
+        """
+        room = [0 if host == self.levels.host else self._capacity for host in range(self.levels.n_hosts)]
+        arguments = self._received, self._sent[: sum(sizes)], room, sizes
+        return self.levels.exchange(*arguments), arguments
 
     def _finish(self, works: list[dist.Work], arguments: tuple[object, ...], deadline_s: float, name: str) -> None:
         for work in works:
@@ -236,7 +266,8 @@ class Rails:
         levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
         sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
         arguments = self._more[1][:total], self._more[0][:total], sizes, sizes
-        works = self._begin(*arguments)
+        is_short = nbytes <= _SHORT_BYTES
+        works = [exchange_now(levels.rail, *arguments)] if is_short else levels.exchange(*arguments)
 
         def end() -> list[torch.Tensor]:
             self._finish(works, arguments, deadline_s, name)
@@ -477,9 +508,9 @@ def _joined(payloads: Sequence[bytes]) -> bytes:
     return b"".join(part for payload in payloads for part in (_LENGTH.pack(len(payload)), payload))
 
 
-def _split(data: memoryview, count: int) -> list[bytes]:
-    """Return the first `count` payloads in `data`. In `data`, each payload is preceded by its length."""
-    found, at = [], 0
+def _split(data: memoryview, at: int, count: int) -> list[bytes]:
+    """Return `count` payloads in `data` from offset `at` on, where each payload is preceded by its length."""
+    found = []
     for _ in range(count):
         begin = at + _LENGTH.size
         at = begin + _LENGTH.unpack_from(data, at)[0]

@@ -28,36 +28,47 @@ Counts: TypeAlias = np.ndarray[Any, Any]
 class AllToAll:
     """An all-to-all of rows whose data travel with the rendezvous of ranks (a `weft.runtime.rails.Cargo`).
 
-    rows: the rows that this rank sends, [n, columns], contiguous, and ordered by the rank that receives them.
+    like: a tensor with the dtype and the number of columns of the rows, [any, columns].
     counts: the number of rows for each rank and expert, int64 [W, experts].
+    write: a function that writes this rank's rows, ordered by the rank that receives them, to its argument [n, columns], which
+        is shared memory. It is not called if the rows are too many.
     meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from each rank of
         this host, and their numbers [ranks of this host, experts]. The rows are valid during this call.
     """
 
     def __init__(
-        self, rails: Rails, rows: torch.Tensor, counts: Counts, meanwhile: Callable[[list[torch.Tensor], Counts], None]
-    ) -> None:
-        self._levels, self._rows, self._counts, self._meanwhile = rails.levels, rows, counts, meanwhile
-        self._most, self._row_bytes = rails.rows_bytes, rows.shape[1] * rows.itemsize
+        self, rails: Rails, like: torch.Tensor, counts: Counts, write: Callable[[torch.Tensor], object],
+        meanwhile: Callable[[list[torch.Tensor], Counts], None],
+    ) -> None:  # fmt: skip
+        self._levels, self._like, self._counts = rails.levels, like, counts
+        self._write, self._meanwhile = write, meanwhile
+        self._most, self._row_bytes = rails.rows_bytes, like.shape[1] * like.itemsize
         per_host = rails.levels.per_host
         self._rows_at, self._head_bytes = aligned(counts.nbytes), aligned(per_host * counts[0].nbytes)
         self.near_bytes, self.far_bytes = self._rows_at + self._most, self._head_bytes + per_host * self._most
+        self.nbytes = int(counts.sum()) * self._row_bytes
+        """The number of bytes of this rank's rows."""
         self.counts = np.empty_like(counts)
         """The number of rows from each rank, [W, experts]."""
         self._received: dict[int, torch.Tensor] = {}
 
     def load(self, memory: torch.Tensor) -> None:
         _numbers(memory, self._counts.shape)[:] = self._counts
-        if self._rows.nbytes <= self._most:
-            like(self._rows, memory[self._rows_at :], self._rows.shape).copy_(self._rows)
+        if self.nbytes <= self._most:
+            self._write(self._as_rows(memory[self._rows_at :], self.nbytes // self._row_bytes))
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> dict[int, int]:
-        self._near = [(memory[self._rows_at :], _numbers(memory, self._counts.shape)) for memory in near]
-        self._has_rows = all(int(table.sum()) * self._row_bytes <= self._most for _, table in self._near)
+        self._tables = [_numbers(memory, self._counts.shape) for memory in near]
+        of_ranks = [table.sum(1).tolist() for table in self._tables]  # the number of rows for each rank
+        self._has_rows = all(sum(rows) * self._row_bytes <= self._most for rows in of_ranks)
+        self._near = [
+            self._as_rows(memory[self._rows_at :], sum(rows)).split(rows) if self._has_rows else ()
+            for memory, rows in zip(near, of_ranks, strict=True)
+        ]
         sizes = {}
         for host, message in far.items():
             target, parts = self._rank_on(host), self._rows_for(host)
-            _numbers(message, (len(near), self._counts.shape[1]))[:] = [table[target] for _, table in self._near]
+            _numbers(message, (len(near), self._counts.shape[1]))[:] = [table[target] for table in self._tables]
             rows = sum(map(len, parts))
             if rows:
                 torch.cat(parts, out=self._as_rows(message[self._head_bytes :], rows))
@@ -67,7 +78,7 @@ class AllToAll:
     def go_on(self) -> None:
         host = self._levels.host
         numbers = self._of_host(host)
-        numbers[:] = [table[self._rank_on(host)] for _, table in self._near]
+        numbers[:] = [table[self._rank_on(host)] for table in self._tables]
         if self._has_rows:
             self._meanwhile(self._rows_for(host), numbers)
 
@@ -95,16 +106,10 @@ class AllToAll:
         """Return, for each rank of this host, its rows for one rank on `host`: the rank with the same index as this rank. The
         rows are in shared memory.
         """
-        if not self._has_rows:
-            return []
-        parts, target = [], self._rank_on(host)
-        for data, table in self._near:
-            start, count = int(table[:target].sum()), int(table[target].sum())
-            parts.append(self._as_rows(data[start * self._row_bytes :], count))
-        return parts
+        return [parts[self._rank_on(host)] for parts in self._near] if self._has_rows else []
 
     def _as_rows(self, data: torch.Tensor, count: int) -> torch.Tensor:
-        return like(self._rows, data, torch.Size((count, self._rows.shape[1])))
+        return like(self._like, data, torch.Size((count, self._like.shape[1])))
 
 
 def _numbers(memory: torch.Tensor, shape: Sequence[int]) -> Counts:

@@ -31,7 +31,11 @@ class WithinHost:
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.nbytes, self._epoch = comm, 0, 0
         self.ranks = [rank for rank in range(comm.world_size) if comm.mapped[rank]]
-        self._flat: list[torch.Tensor] = []  # the bytes of each rank on this host
+        self._mine = self.ranks.index(comm.rank)
+        self.flat: list[torch.Tensor] = []
+        """The memory of each rank of this host, uint8."""
+        self.views: list[memoryview] = []
+        """The same memory."""
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
@@ -41,13 +45,14 @@ class WithinHost:
         if nbytes <= self.nbytes:
             return
         region = self.comm.allocate(_START + nbytes, what="collectives within a host")
-        self._flat = [region.tensor(rank, (nbytes,), torch.uint8, _START) for rank in self.ranks]
+        self.flat = [region.tensor(rank, (nbytes,), torch.uint8, _START) for rank in self.ranks]
+        self.views = [memory.numpy().data for memory in self.flat]
         self._counters = [region.address(rank) for rank in self.ranks]
         self.nbytes, self._epoch = nbytes, 0
 
     def close(self) -> None:
-        """Drop all tensors that are views of the shared memory."""
-        self._flat, self._counters = [], []
+        """Drop the views of the memory."""
+        self.flat, self.views, self._counters = [], [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
         """Wait until no peer reads this rank's memory any more. Return this memory, to be written, as a tensor [shape] with
@@ -55,15 +60,19 @@ class WithinHost:
 
         what: the collective's name, for error texts.
         """
+        self.await_readers(deadline_s, what)
+        return self.of(self._mine, like, *shape)
+
+    def await_readers(self, deadline_s: float, what: str) -> None:
+        """Wait until no peer reads this rank's memory any more, which this rank may then write."""
         self._await(deadline_s, what)
-        return self.of(self.ranks.index(self.comm.rank), like, *shape)
 
     def of(self, index: int, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Return the shared memory of another rank on this host, as a tensor [shape] with the dtype of `like`. index: the
         rank's index on this host.
         """
         nbytes = torch.Size(shape).numel() * like.itemsize
-        return self._flat[index][:nbytes].view(like.dtype).view(shape)
+        return self.flat[index][:nbytes].view(like.dtype).view(shape)
 
     def publish(self, *, deadline_s: float, what: str, meanwhile: Iterator[None] = NO_WORK) -> None:
         """Publish this rank's memory for its peers to read. Wait until all ranks of this host have published theirs.
@@ -96,7 +105,7 @@ class WithinHost:
         """Publish the first round of `exchange`, without a wait for peers. Return a function that takes `received` and
         completes the exchange.
         """
-        mine, count = self.ranks.index(self.comm.rank), len(self.ranks)
+        mine, count = self._mine, len(self.ranks)
         outgoing = [_bytes_of(part)[: 0 if index == mine else None] for index, part in enumerate(sent)]
         bounds = [0, *itertools.accumulate(len(part) for part in outgoing)]
         head = 8 * len(bounds)
@@ -133,7 +142,7 @@ class WithinHost:
 
     def _advance(self) -> None:
         self._epoch += 1
-        _core.signal_set(self._counters[self.ranks.index(self.comm.rank)], self._epoch)
+        _core.signal_set(self._counters[self._mine], self._epoch)
 
     def _is_missing(self) -> bool:
         """True if a rank of this host has not begun the round (exchange) in which this rank is. The rank's counter shows it."""

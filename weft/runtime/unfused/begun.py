@@ -24,6 +24,7 @@ import torch
 from weft.runtime.collectives import exchange_both_ways
 from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.meeting import meeting_of
+from weft.runtime.rails import Cargo
 from weft.runtime.unfused.turn import Pending
 from weft.runtime.within_host import WithinHost
 from weft.symm import Communicator
@@ -40,6 +41,8 @@ class Begun(Protocol):
 
     number: int
     """A number that the rendezvous sends to all ranks, such as 1 if a message was too large to be sent."""
+    cargo: Cargo | None
+    """Data that travel with the rendezvous (`weft.runtime.rails`), on ranks in rails. Otherwise None."""
 
     def alone(self) -> Iterator[None]:
         """Run the steps of the call that do not wait for other ranks: compute, and begin to send. Yield between steps."""

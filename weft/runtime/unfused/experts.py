@@ -9,7 +9,7 @@ Combine, which sends rows back to the ranks of their tokens:
 
     y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes swapped
 
-CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). If the tokens are
+CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). If the rows are
 few, such ranks may send them with the messages of the rendezvous (`weft.runtime.unfused.experts_in_rails`).
 """
 
@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
-from weft.runtime.rails import TABLE_BYTES, gather
+from weft.runtime.meeting import meeting_of
+from weft.runtime.rails import TABLE_BYTES, Cargo, gather
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
-from weft.runtime.unfused.experts_in_rails import dispatch_in_rails
+from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_rails
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
 from weft.runtime.unfused.permutation import expert_order
@@ -38,6 +39,7 @@ _SPLITS, _TOKENS = (
     "exchange tokens -> unordered",
 )  # names of steps, as in the executors' timelines
 _BACK = "exchange ordered -> y"
+_FEW_BYTES = 1 << 20  # of a rank: they are sent in so little time that fewer messages gain more than overlap does
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
@@ -77,7 +79,8 @@ def dispatched(
         return y, sizes, x
     far, results = far_first_made(comm), None
     key, row_bytes = ("dispatch", w.shape, w.dtype), w.shape[1] * tokens.itemsize
-    is_far, ended = (False, lambda: None) if far is None else far.way(key, most, row_bytes, turn)
+    is_few = turn.rails is not None and _are_few(most * row_bytes, splits)
+    is_far, ended = (False, lambda: None) if far is None or is_few else far.way(key, most, row_bytes, turn)
     if is_far or turn.rails is None or splits.nbytes > TABLE_BYTES:
         received = exchange_counts(splits, group, turn)
     else:
@@ -148,37 +151,56 @@ def begin_matmul_all_to_all(
     comm = turn.comm_between_hosts
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
         return None
-    key = "combine", w.shape, w.dtype
-    is_far, ended = far.way(key, most, w.shape[2] * h.itemsize, turn, far.early((*key, most)))
-    call = h, w, sizes, rows, turn, ended
-    return far.combine(*call, _BACK, (*key, most)) if is_far else _Combined(group, *call)
+    key, row_bytes, call = ("combine", w.shape, w.dtype), w.shape[2] * h.itemsize, (h, w, sizes, rows, turn)
+    if (rails := meeting_of(comm).rails) is not None and _are_few(most * row_bytes, sizes.splits):
+        return _Combined(group, *call, lambda: None, CombineInRails(rails, *call, _BACK))
+    is_far, ended = far.way(key, most, row_bytes, turn, far.early((*key, most)))
+    return far.combine(*call, ended, _BACK, (*key, most)) if is_far else _Combined(group, *call, ended, None)
+
+
+def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
+    """True if ranks in rails send rows with the rendezvous, and never far first. Equal on all ranks.
+
+    nbytes: the bytes of the rows of any rank in typical calls.
+    """
+    return nbytes <= _FEW_BYTES and splits.nbytes <= TABLE_BYTES
 
 
 class _Combined:
-    """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results."""
+    """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results.
 
-    number = 0
+    riding: the same call, whose results travel with the rendezvous if they are small enough; None to exchange them afterwards.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,
-        ended: Callable[[], None],
+        ended: Callable[[], None], riding: CombineInRails | None,
     ) -> None:  # fmt: skip
         self._group, self._h, self._w, self._sizes, self._rows, self._turn = group, h, w, sizes, rows, turn
-        self._ended = ended
+        self._ended, self._riding = ended, riding
         self._made: torch.Tensor | None = None
+        self.cargo: Cargo | None = None if riding is None else riding.cargo
+        self.number = 0 if riding is None else riding.cargo.nbytes
 
     def alone(self) -> Iterator[None]:
+        if self._riding is not None:
+            return
+        yield from self._multiply()
+
+    def _multiply(self) -> Iterator[None]:
         w, sizes, came = self._w, self._sizes, sum(self._sizes.host.came)
         made = self._h.new_empty(came, w.shape[2])
         yield from multiply(self._h[:came], w, sizes, made)
         self._made = _by_source(self._turn.done(LibraryGroupedMatmul.kind, made), w, sizes, self._turn)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        if self._made is None:
-            for _ in self.alone():
-                pass
-        assert self._made is not None
-        y = _send_back(self._made, self._sizes, self._group, self._rows, self._turn)
+        y = None if self._riding is None or numbers is None else self._riding.end(max(numbers))
+        if y is None:
+            if self._made is None:
+                for _ in self._multiply():
+                    pass
+            assert self._made is not None
+            y = _send_back(self._made, self._sizes, self._group, self._rows, self._turn)
         self._ended()
         return [y]
 

@@ -24,6 +24,7 @@ from weft.errors import DeadlineError, OutOfSharedMemoryError
 from weft.runtime.links import network_of
 from weft.runtime.meeting import meeting_of
 from weft.runtime.per_communicator import of_communicator
+from weft.runtime.rails import Cargo
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.begun import NEAR_BYTES, Early
 from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs, take
@@ -205,6 +206,7 @@ class Combine:
     """
 
     number = 0
+    cargo: Cargo | None = None
 
     def __init__(
         self, far: FarFirst, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,

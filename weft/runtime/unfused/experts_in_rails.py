@@ -2,9 +2,10 @@
     synchronise.
 
     dispatch   The numbers of tokens, and the tokens, travel with the rendezvous. While tokens for other hosts are in transit,
-               each rank multiplies the tokens from ranks of its host
+               each rank multiplies the tokens from ranks of its host, if they are many
+    combine    Each rank multiplies its rows. Then the products travel with the rendezvous
 
-A call needs no other collective (`weft.runtime.rails_all_to_all`). GEMMs are split by rows, so results may differ by
+A call needs no other collective (`weft.runtime.rails_all_to_all`). GEMMs may be split by rows, so results may differ by
 rounding from those of a single GEMM per expert.
 """
 
@@ -12,12 +13,20 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
+from weft.runtime.rails import Rails
 from weft.runtime.rails_all_to_all import AllToAll
 from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs
+from weft.runtime.unfused.grouped_matmul import grouped_matmul
+from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import Turn
 from weft.schedule.kernels import LibraryGroupedMatmul
+
+_MANY_ROWS = 64
+"""The mean number of rows from this host for an expert, from which a GEMM of them pays: it reads the weights once more."""
 
 
 def dispatch_in_rails(
@@ -36,34 +45,93 @@ def dispatch_in_rails(
     rails = turn.rails
     assert rails is not None
     levels, n, room = rails.levels, w.shape[2], rails.rows_bytes
-    made: list[torch.Tensor] = []
+    here: torch.Tensor
+    y_here: torch.Tensor | None = None
 
-    def multiply_near(rows: list[torch.Tensor], counts: Cells) -> None:
-        x = torch.cat(rows)
-        y = x.new_empty(len(x), n)
-        os.sched_yield()  # let gloo's threads, which share this core, send and receive
-        for _ in multiply(x, by_rank(counts), counts, w, y, by_expert(counts)):
-            os.sched_yield()
-        made.extend((x, y))
+    def near(rows: list[torch.Tensor], counts: Cells) -> None:
+        nonlocal here, y_here
+        here = torch.cat(rows)
+        if len(here) >= _MANY_ROWS * w.shape[0]:
+            y_here = here.new_empty(len(here), n)
+            os.sched_yield()  # let gloo's threads, which share this core, send and receive
+            for _ in multiply(here, by_rank(counts), counts, w, y_here, by_expert(counts)):
+                os.sched_yield()
 
-    exchange = AllToAll(rails, tokens, splits.view(rails.comm.world_size, -1).numpy(), multiply_near)
-    nbytes = turn.ride(name, exchange, tokens.nbytes)
+    table = splits.view(rails.comm.world_size, -1).numpy()
+    exchange = AllToAll(rails, tokens, table, lambda memory: memory.copy_(tokens), near)
+    nbytes = turn.ride(name, exchange, exchange.nbytes)
     came = exchange.counts
     received = torch.from_numpy(came)
     if nbytes > room:
         rails.reserve_rows(nbytes)
         return None, received
-    here, y_here = made
-    arriving = {host: here if host == levels.host else exchange.rows_from(host) for host in range(levels.n_hosts)}
-    turn.done(name, here, sum(x.nbytes for x in arriving.values() if x is not here))
-    total, y_at = int(came.sum()), by_expert(came)
+    arriving = [here if host == levels.host else exchange.rows_from(host) for host in range(levels.n_hosts)]
+    turn.done(name, here, sum(x.nbytes for x in arriving if x is not here))
+    total = int(came.sum())
     rows = total if max_rows is None else max_rows
     y = tokens.new_empty(max(total, rows), n)
-    for host, x in arriving.items():
-        ranks = slice(host * levels.per_host, (host + 1) * levels.per_host)
-        if x is here:
-            put(y, y_here, runs(y_at[ranks].T, came[ranks].T))
-        else:
-            run(multiply(x, by_rank(came[ranks]), came[ranks], w, y, y_at[ranks]))
+    arrived = torch.cat(arriving) if return_x or y_here is None else None
+    if y_here is None:
+        assert arrived is not None
+        x = arrived if w.shape[0] == 1 else arrived.index_select(0, expert_order(received, total))
+        run(multiply(x, by_expert(came), came, w, y, by_expert(came)))
+    else:
+        y_at = by_expert(came)
+        for host, x in enumerate(arriving):
+            ranks = slice(host * levels.per_host, (host + 1) * levels.per_host)
+            if x is here:
+                put(y, y_here, runs(y_at[ranks].T, came[ranks].T))
+            else:
+                run(multiply(x, by_rank(came[ranks]), came[ranks], w, y, y_at[ranks]))
     turn.done(LibraryGroupedMatmul.kind, y)
-    return (y[:rows], torch.cat(list(arriving.values())) if return_x else None), received
+    return (y[:rows], arrived if return_x else None), received
+
+
+class CombineInRails:
+    """A call of `experts.matmul_all_to_all`, with the same arguments, whose products travel with the rendezvous.
+
+    name: the name of the exchange, for timelines.
+    """
+
+    def __init__(
+        self, rails: Rails, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
+    ) -> None:  # fmt: skip
+        self._rails, self._h, self._w, self._sizes, self._turn, self._name = rails, h, w, sizes, turn, name
+        self._sent, came = sizes.tables
+        self._y = h.new_empty(rows, w.shape[2])
+        self._room, self._has_near = rails.rows_bytes, False
+        self.cargo = AllToAll(rails, self._y, came, self._multiply, self._near)
+
+    def _multiply(self, made: torch.Tensor) -> None:
+        """Write the products to `made`, in the order of source ranks."""
+        x = self._h[: len(made)]
+        if self._w.shape[0] == 1:
+            torch.mm(x, self._w[0], out=made)
+        else:
+            made.index_copy_(0, expert_order(self._sizes.received, len(x)), grouped_matmul(x, self._w, self._sizes))
+        self._turn.done(LibraryGroupedMatmul.kind, made)
+
+    def _near(self, rows: list[torch.Tensor], counts: Cells) -> None:
+        """Copy the rows from ranks of this host to the result."""
+        near = self._rails.near.ranks
+        if not np.array_equal(counts, self._sent[near]):
+            return  # ranks do not agree on the numbers of rows, and refuse the call
+        at = int(self._sent[: near[0]].sum())
+        torch.cat(rows, out=self._y[at : at + int(counts.sum())])
+
+    def end(self, nbytes: int) -> torch.Tensor | None:
+        """Return the result [rows, N], after the rendezvous has shown that all ranks make the same call. Return None if a rank
+        has too many rows, which then have not been sent.
+
+        nbytes: the largest `cargo.nbytes` of all ranks.
+        """
+        if nbytes > self._room:
+            self._rails.reserve_rows(nbytes)
+            return None
+        levels, y, far = self._rails.levels, self._y, 0
+        for host in range(levels.n_hosts):
+            if host != levels.host:
+                rows, at = self.cargo.rows_from(host), int(self._sent[: host * levels.per_host].sum())
+                y[at : at + len(rows)] = rows
+                far += rows.nbytes
+        return self._turn.done(self._name, y, far)

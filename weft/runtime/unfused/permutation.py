@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from weft.runtime.unfused.sizes import Sizes
@@ -20,6 +21,11 @@ def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
 
     received: the number of rows from each rank for each local expert, [ranks, experts]. came: their sum.
     """
+    if not received.is_cuda:  # NumPy takes a third of torch's time
+        of_cells = received.numpy()
+        counts = of_cells.T.ravel()
+        shifts = (of_cells.cumsum() - of_cells.ravel()).reshape(of_cells.shape).T.ravel() - (counts.cumsum() - counts)
+        return torch.from_numpy(np.repeat(shifts, counts) + np.arange(came))
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()
