@@ -73,6 +73,16 @@ def test_a_torus_of_1024_is_near_its_bound_where_links_decide() -> None:
         found.simulated("serial")
 
 
+def test_a_trace_of_1024_ranks_is_refused_before_the_simulation() -> None:
+    said: list[str] = []
+    with pytest.raises(ValueError, match="1024 ranks cannot be traced: use at most 256 ranks"):
+        comparison(
+            "embedding_all_to_all", M=1024, N=64, K=4, ranks=1024, hw="mi300x", dtype="fp32", topology="torus:32x32",
+            written=["serial"], progress=lambda what, share: said.append(what), tables=1024,
+        )  # fmt: skip
+    assert not said
+
+
 def test_what_one_rank_cannot_represent_is_refused() -> None:
     model = _on_torus(4, 2)
     for problem, told in (

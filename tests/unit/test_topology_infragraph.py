@@ -24,6 +24,9 @@ from weft.hw.topology import (
     switch,
     torus,
 )
+from weft.hw.topology.infragraph import _columns, _per_host
+from weft.plan import comparison
+from weft.sim.collectives import algorithms, least_us
 
 SHAPES = {
     "switch": switch(4, 1e5, 0.5),
@@ -61,6 +64,55 @@ def test_what_is_written_is_read_back(shape: str, tmp_path: Path) -> None:
 
 def test_ranks_on_one_switch_are_alike(tmp_path: Path) -> None:
     assert _read(tmp_path, infragraph_of(SHAPES["switch"], "switch")).period == 1
+
+
+@pytest.mark.parametrize(("shape", "has_hosts"), [("torus", False), ("hosts", True)])
+def test_collectives_of_a_grid_take_as_long_as_before_it_was_written(
+    shape: str, has_hosts: bool, tmp_path: Path
+) -> None:
+    """InfraGraph does not say that ranks form hosts or a torus. Collectives use one dimension of both after the other."""
+    given, file = SHAPES[shape], tmp_path / "cluster.json"
+    found = _read(tmp_path, infragraph_of(given, shape))
+    assert found.dims == given.dims
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert least_us(found, op, 1e6) == pytest.approx(least_us(given, op, 1e6))
+        for one, other in zip(algorithms(given, op), algorithms(found, op), strict=True):
+            if shape == "hosts" or "dimension" in one.name:  # other routes on a torus do not go along rows first
+                assert other.time_us(1e6) == pytest.approx(one.time_us(1e6)), one.name
+    names = {
+        row.name
+        for row in comparison(
+            "matmul_reduce_scatter", M=4096, N=256, K=512, ranks=8, hw="h200", dtype="bf16", topology=file
+        ).rows
+    }
+    assert any(name.startswith("two_levels") for name in names) == has_hosts
+
+
+def test_links_that_differ_from_a_grid_give_no_dimensions(tmp_path: Path) -> None:
+    for shape in ("switch", "mesh", "ring"):
+        assert _read(tmp_path, infragraph_of(SHAPES[shape], shape)).dims == ()
+    grid = infragraph_of(SHAPES["torus"], "torus")
+    del grid["edges"][0]
+    assert _read(tmp_path, grid).dims == ()
+    uneven = infragraph_of(hosts(6, 4e5, 0.5, 5e4, 2.0, 4), "hosts")
+    assert _read(tmp_path, uneven).dims == ()
+
+
+def test_grids_are_found_in_links() -> None:
+    """Without the package `infragraph`."""
+    of_hosts, of_torus = SHAPES["hosts"].links, SHAPES["torus"].links
+    assert (_per_host(8, of_hosts), _columns(8, of_hosts)) == (4, 0)
+    assert (_per_host(8, of_torus), _columns(8, of_torus)) == (0, 4)
+    assert _columns(15, torus(15, 1.0, 0.0, 5).links) == 5
+    assert _per_host(4, SHAPES["mesh"].links) == _columns(4, SHAPES["mesh"].links) == 0
+    slow_first = [
+        link for link in of_hosts if link.at or link.kind.startswith("NIC")
+    ]  # rank 0 reaches no GPU of its host
+    assert _per_host(8, slow_first) == 0
+
+
+def test_servers_are_hosts(tmp_path: Path) -> None:
+    assert _read(tmp_path, _server(3, bandwidth=_gigabytes(25))).dims == (4, 2)
 
 
 def _server(switches: int, **physical: Any) -> dict[str, Any]:

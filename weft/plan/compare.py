@@ -14,6 +14,7 @@ from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw import Machine
 from weft.hw.topology import hosts
+from weft.hw.topology.infragraph import Graph
 from weft.plan.explain import MOST_OF_A_TORUS, problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
@@ -67,7 +68,7 @@ class Comparison:
 
     def _schedule(self, name: str) -> Schedule:
         if not self.schedules:
-            raise ValueError(f"{self.problem.world_size} ranks cannot be traced: use at most {MOST_RANKS} ranks")
+            raise ValueError(_untraceable(self.problem.world_size))
         if name not in self.schedules:
             row = next((row for row in self.rows if row.name == name), None)
             why = f": {row.why_not}" if row else f": use one of {', '.join(self.schedules)}"
@@ -139,6 +140,8 @@ def comparison(
         named(problem, name)
     schedules = (*schedules, *written) if schedules else ()
     if problem.world_size > MOST_RANKS:
+        if written:
+            raise ValueError(_untraceable(problem.world_size))
         return _of_orbits(problem, machine, model, mode, notes, schedules, progress)
     among = frozenset({"serial", *(named(problem, name).name for name in schedules)}) if schedules else None
     count = _hosts_of(model, problem.world_size)
@@ -162,12 +165,18 @@ def comparison(
     return Comparison(problem, machine, model, mode, notes, least, tuple(compared), kept)
 
 
+def _untraceable(ranks: int) -> str:
+    return f"{ranks} ranks cannot be traced: use at most {MOST_RANKS} ranks"
+
+
 def _hosts_of(model: Model, ranks: int) -> int:
     """Return the number of hosts of the topology. Return 0 unless all hosts have the same number of ranks, and at least
     two ranks each.
     """
     dims = model.wiring.of(ranks).dims
-    return dims[1] if model.wiring.builder is hosts and dims and dims[0] > 1 else 0
+    builder = model.wiring.builder
+    has_hosts = builder.hosts if isinstance(builder, Graph) else builder is hosts
+    return dims[1] if has_hosts and dims and dims[0] > 1 else 0
 
 
 def _names(what: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -7,6 +7,9 @@ links, one in each direction, with the bandwidth and latency of the edge's link.
 bytes. A flow uses the fastest of the routes with the fewest links. If several routes are equally fast, its bytes spread
 over up to `MOST_ROUTES` of them, but the flow is no faster than on one route.
 
+Collectives may use one dimension of a grid of ranks after the other. InfraGraph has no grids, so weft derives them from the
+links: hosts are blocks of consecutive ranks with the best routes to each other, and a torus has the links of one.
+
 Reading needs the PyPI package `infragraph`, which expands instances, indices and nested devices. Writing does not need
 the package.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,7 @@ from typing import Any
 from weft import reading
 from weft.errors import UnreadableError
 from weft.hw.topology.links import Link, Route, Topology, Wiring
+from weft.hw.topology.shapes.torus import torus
 
 MOST_ROUTES = 16
 _UNITS = {"Gbps": 125.0, "GBps": 1000.0, "ms": 1e3, "us": 1.0, "ns": 1e-3}  # in bytes/us, and in us
@@ -68,12 +73,17 @@ def _quickness(route: Route) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Graph:
-    """The links of one cluster. Call the object with the number of ranks to get the topology."""
+    """The links of one cluster. Call the object with the number of ranks to get the topology.
+
+    dims: the sizes of the grid of ranks, as in `Topology`; () if there is none. hosts: True if the grid is (GPUs of a host, hosts).
+    """
 
     links: tuple[Link, ...]
+    dims: tuple[int, ...] = ()
+    hosts: bool = False
 
     def __call__(self, ranks: int) -> Topology:
-        return Spread(ranks, self.links)
+        return Spread(ranks, self.links, dims=self.dims)
 
 
 def read_infragraph(path: str | Path) -> Wiring:
@@ -128,7 +138,10 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
             else:
                 kind, at = f"between {len(links)}", 0
             links.append(Link(kind, at, source, target, rate, us))
-    found = Wiring(Graph(tuple(links)), (), len(ranks))
+    per_host, columns = _per_host(len(ranks), links), _columns(len(ranks), links)
+    size = per_host or columns
+    graph = Graph(tuple(links), (size, len(ranks) // size) if size else (), hosts=bool(per_host))
+    found = Wiring(graph, (), len(ranks))
     topology = found.of(len(ranks))
     for rank in range(1, len(ranks)):
         for source, target in ((0, rank), (rank, 0)):
@@ -140,6 +153,48 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
                     f"{path}: {error}{named}. Give physical.bandwidth to the links between xpus"
                 ) from error
     return found
+
+
+def _per_host(ranks: int, links: Sequence[Link]) -> int:
+    """Return the number of ranks of each host: the size of equal blocks of consecutive ranks that have their best routes to each
+    other. The best routes are the fastest of those with the fewest links. Return 0 if there are no such blocks.
+    """
+    leaving: dict[int, list[Link]] = {}
+    for link in links:
+        leaving.setdefault(link.source, []).append(link)
+    size = len(_nearest(0, ranks, leaving)) + 1
+    if not 1 < size < ranks or ranks % size:
+        return 0
+    blocks = (range(rank - rank % size, rank - rank % size + size) for rank in range(ranks))
+    return size if all(_nearest(rank, ranks, leaving) == {*block} - {rank} for rank, block in enumerate(blocks)) else 0
+
+
+def _nearest(rank: int, ranks: int, leaving: dict[int, list[Link]]) -> set[int]:
+    """Return the ranks to which `rank` has its best routes."""
+    rates, seen = {rank: math.inf}, {rank}
+    while rates:
+        further: dict[int, float] = {}
+        for node, rate in rates.items():
+            for link in leaving.get(node, ()):
+                if link.target not in seen:
+                    further[link.target] = max(further.get(link.target, 0.0), min(rate, link.bytes_per_us))
+        peers = {node: rate for node, rate in further.items() if node < ranks}
+        if peers:
+            best = max(peers.values())
+            return {node for node, rate in peers.items() if rate == best}
+        seen.update(further)
+        rates = further
+    return set()
+
+
+def _columns(ranks: int, links: Sequence[Link]) -> int:
+    """Return the number of columns of the torus whose links these are; 0 if they are those of no torus."""
+    linked = {(link.source, link.target) for link in links}
+    for columns in (size for size in range(2, ranks // 2 + 1) if ranks % size == 0):
+        grid = torus(ranks, 1.0, 0.0, columns)
+        if linked == {(link.source, link.target) for link in grid.links}:
+            return columns
+    return 0
 
 
 def _number(path: str, about: dict[str, Any], what: str) -> float:
