@@ -6,6 +6,7 @@ refusals.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -527,6 +528,34 @@ def test_a_rank_that_omits_a_backward_of_data_parallel_tables_is_found(pool: Poo
         assert error.startswith("DisagreementError")
         assert "backward of call 1 with gradients" in error
         assert "backward of call 2 with gradients" in error
+        assert same
+
+
+def accumulates_alone(group: dist.ProcessGroup, name: str, rows: bool) -> tuple[str, bool]:
+    """Call backward in `accumulate()` on rank 1 alone. Return the error, and whether this rank has updated no table."""
+    group = dist.new_group(list(range(group.size())))
+    made: Any = ShardedEmbeddingCollection if rows else ShardedEmbeddingBagCollection
+    tables, shardings = [EmbeddingBagConfig(20, 4, "t", ("t",))], {"replicated": DataParallel(), "rows": RowWise()}
+    module = made(tables, group=group, placement=[shardings[name]], optimizer=weft.SGD(lr=0.1), deadline_s=5.0)
+    before = copy.deepcopy(module.state_dict())
+    out = module(KeyedJaggedTensor(["t"], torch.arange(6), lengths=torch.tensor([1, 5])))
+    loss = out["t"].values().sum() if rows else out.values().sum()
+
+    def backward() -> None:
+        with module.accumulate() if group.rank() == 1 else contextlib.nullcontext():
+            loss.backward()
+
+    error = told(backward)
+    return error, all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("replicated", False), ("replicated", True), ("rows", True), ("rows", False)]
+)
+def test_a_rank_that_accumulates_alone_is_found(pool: Pool, name: str, rows: bool) -> None:
+    for error, same in pool.run(accumulates_alone, name, rows, ranks=2, timeout_s=60):
+        assert error.startswith("DisagreementError")
+        assert "accumulate" in error
         assert same
 
 

@@ -446,7 +446,7 @@ class _Rows(torch.autograd.Function):
                     "tables. Sum the losses and call backward once, or call the module again"
                 )
             of = module._record()
-            module._compare(of, "backward")
+            module._compare(of, "backward" if module._collected is None else "backward in accumulate()")
             if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
                 bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
                 refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)

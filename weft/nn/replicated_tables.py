@@ -141,7 +141,7 @@ class ReplicatedTables:
         flat: this rank's gradients of all tables, as one tensor. step: the number of earlier updates of the sharded
             tables, as for `pooled`.
         """
-        flat = runtime.reduced(flat, of, self.group, self.deadline_s)
+        flat = runtime.reduced(flat, of, self.group, self.deadline_s, self.collected is not None)
         if of.tables is None:
             return runtime.gradients(of, flat)
         if self.collected is not None:

@@ -104,16 +104,19 @@ def _flags(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return read[:-1]
 
 
-def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
+def reduced(
+    flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None, accumulates: bool = False
+) -> torch.Tensor:
     """Return the sum of the gradients `flat` over all ranks, with the same bits on every rank. All ranks must make this call.
 
     flat: the result of `local_gradients` or `gradients_of_rows`, which this function may overwrite.
+    accumulates: True inside `accumulate()`, which CPU ranks compare.
     """
     world = group.size()
     if world == 1:
         return flat
     what = f"gradients of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
-    compare(of, f"backward of {what}", group, flat.device, deadline_s)
+    compare(of, f"backward of {what}{' in accumulate()' if accumulates else ''}", group, flat.device, deadline_s)
     if flat.device.type == "cuda":
         all_reduce_single(flat, group=group)
         return flat
