@@ -21,8 +21,8 @@ def test_nccl_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("batches", "features_of", "text"),
     [
-        ([], [torch.nn.Linear(1, 1)], "features_of is .*: pass a dict"),
-        ([], {torch.nn.Linear(1, 1): 3}, "features_of is .*: pass a dict"),
+        ([], [torch.nn.Linear(1, 1)], "features_of is a list: pass a dict"),
+        ([], {torch.nn.Linear(1, 1): 3}, "a value of features_of is an int: pass a dict"),
         (5, {}, "batches is .*: pass a DataLoader"),
         ([], {torch.nn.Linear(1, 1): len}, "does not prefetch"),
     ],

@@ -131,20 +131,20 @@ def test_what_differs_between_ranks_is_no_comparison() -> None:
         TypeError, match=r"rank has no truth value while the schedule is being written\. .* lookup\(\(0, 1\), RANK\)"
     ):
         bool(RANK)
-    with pytest.raises(TypeError, match=r"index=False must be an integer or an expression"):
+    with pytest.raises(TypeError, match=r"index is False, but must be an integer or an expression"):
         lookup((3, 4), RANK == 1)
     d = Draft("compared", 2)
     x, y, there = d.buffer("x", 1, 1, "fp32", "input"), d.buffer("y", 1, 1, "fp32", "output"), d.signals("there", 1)
     lane = d.lane("compute")
     for add, what in (
-        (lambda: lane.repeat("only", RANK == 1, Set("there")), "extent of 'for'=False"),
-        (lambda: lane.repeat("only", 2, Wait("there", count=RANK != 1)), "in 'for': count of 'wait'=True"),
-        (lambda: lane.set(there, at=RANK == 1), "at of 'set'=False"),
-        (lambda: lane.copy(x.part(rows=(RANK == 1, 1)), y.part()), "row of x in 'copy'=False"),
-        (lambda: lane.reduce(y.part(), x.part(rows=(RANK == 1, 1))), "row of x in 'reduce'=False"),
+        (lambda: lane.repeat("only", RANK == 1, Set("there")), "extent of 'for' is False, but"),
+        (lambda: lane.repeat("only", 2, Wait("there", count=RANK != 1)), "in 'for': count of 'wait' is True, but"),
+        (lambda: lane.set(there, at=RANK == 1), "at of 'set' is False, but"),
+        (lambda: lane.copy(x.part(rows=(RANK == 1, 1)), y.part()), "row of x in 'copy' is False, but"),
+        (lambda: lane.reduce(y.part(), x.part(rows=(RANK == 1, 1))), "row of x in 'reduce' is False, but"),
         (
             lambda: lane.reduce(y.part(), y.part(), norm=Norm(y.part(), x.part(rows=(RANK == 1, 1)), 0.0)),
-            "row of x in 'reduce'=False",
+            "row of x in 'reduce' is False, but",
         ),
     ):
         with pytest.raises(TypeError, match=rf"lane compute.*{what} must be an integer.*lookup\(\(0, 1\), RANK\)"):
@@ -161,10 +161,10 @@ def test_what_is_no_whole_number_is_no_index() -> None:
     x, y, there = d.buffer("x", 4, 1, "fp32", "input"), d.buffer("y", 4, 1, "fp32", "output"), d.signals("there", 1)
     lane = d.lane("compute")
     for add, what in (
-        (lambda: lane.copy(x.part(rows=(0.5, 1)), y.part()), "row of x in 'copy'=0.5: a float"),
-        (lambda: lane.copy(x.part(rows=(0, 4 / 2)), y.part()), "rows of x in 'copy'=2.0: a float"),
-        (lambda: lane.set(there, at="1"), "at of 'set'='1': a str"),
-        (lambda: lane.repeat("i", 1.5, Set("there")), "extent of 'for'=1.5: a float"),
+        (lambda: lane.copy(x.part(rows=(0.5, 1)), y.part()), "row of x in 'copy' is 0.5: a float"),
+        (lambda: lane.copy(x.part(rows=(0, 4 / 2)), y.part()), "rows of x in 'copy' is 2.0: a float"),
+        (lambda: lane.set(there, at="1"), "at of 'set' is '1': a str"),
+        (lambda: lane.repeat("i", 1.5, Set("there")), "extent of 'for' is 1.5: a float"),
     ):
         with pytest.raises(
             TypeError, match=f"lane compute.*{what} is neither a whole number nor an expression of the rank"

@@ -99,14 +99,16 @@ def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of 1 sets come before it" in text
-        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of the 1 sets of its signal can happen" in text
+        assert (
+            f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of the 1 sets of its signal can happen" in text
+        )
 
 
 def test_a_wait_in_front_of_its_own_set() -> None:
     schedule = with_steps(Wait("here"), Set("here"))
     text = faults(replace(schedule, signals=(*schedule.signals, Signals("here", 1))))
-    assert "rank 0, lane more, step 1: wait here[0]: only 0 of 1 sets come before it" in text
+    assert "rank 0, lane more, step 1: wait here[0]: only 0 of the 1 sets of its signal can happen" in text
     assert "arrived" not in text
 
 
@@ -484,9 +486,9 @@ def test_contents_of_a_buffer_that_is_not_declared() -> None:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (("x", "2", 2), "buffer x: rows='2': a str is neither a whole number nor an expression of the rank"),
-        (("x", 1.5, 2), "buffer x: rows=1.5: a float is neither a whole number"),
-        (("x", True, 2), "buffer x: rows=True must be an integer or an expression, not a bool"),
+        (("x", "2", 2), "buffer x: rows is '2': a str is neither a whole number nor an expression of the rank"),
+        (("x", 1.5, 2), "buffer x: rows is 1.5: a float is neither a whole number"),
+        (("x", True, 2), "buffer x: rows is True, but must be an integer or an expression, not a bool"),
         (("x", 2, RANK), "buffer x: cols=Expr('rank') must be a whole number, the same on all ranks"),
         (("x", 2, 2.0), "buffer x: cols=2.0 must be a whole number"),
         (("", 2, 2), "schedule d: buffer name '' must be a non-empty str"),

@@ -237,7 +237,7 @@ def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tup
     except NotApplicableError:
         raise
     except Exception as error:
-        text = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
+        text = f"builder {function.__module__}.{function.__name__} with parameters {chosen}, for {problem}"
         raise ScheduleError(f"{text}: {type(error).__name__}: {error}") from error
     if not isinstance(made, Schedule):
         raise ScheduleError(

@@ -102,10 +102,13 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
 
     Raises `TypeError` if a module has no `prefetch`, or another argument has the wrong type.
     """
-    if not isinstance(features_of, Mapping) or not all(callable(of) for of in features_of.values()):
-        raise TypeError(
-            f"features_of is {kind(features_of)}: pass a dict {{module: function of a batch that returns its features}}"
-        )
+    wrong = ""
+    if not isinstance(features_of, Mapping):
+        wrong = f"features_of is {kind(features_of)}"
+    elif bad := [of for of in features_of.values() if not callable(of)]:
+        wrong = f"a value of features_of is {kind(bad[0])}"
+    if wrong:
+        raise TypeError(f"{wrong}: pass a dict {{module: function of a batch that returns the module's features}}")
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches is {kind(batches)}: pass a DataLoader or another iterable of batches")
     for module in features_of:

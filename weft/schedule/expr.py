@@ -214,12 +214,12 @@ def require_index(index: Index, what: str) -> None:
     """
     if isinstance(index, bool):
         raise TypeError(
-            f"{what}={index} must be an integer or an expression, not a bool. Python evaluates a comparison such as RANK == 1 "
-            f"once, while the schedule is being written, not on each rank: {_PER_RANK}"
+            f"{what} is {index}, but must be an integer or an expression, not a bool. Python evaluates a comparison such as "
+            f"RANK == 1 once, while the schedule is being written, not on each rank: {_PER_RANK}"
         )
     if not isinstance(index, Expr) and not hasattr(index, "__index__"):
         raise TypeError(
-            f"{what}={index!r}: {kind(index)} is neither a whole number nor an expression of the rank; divide with //"
+            f"{what} is {index!r}: {kind(index)} is neither a whole number nor an expression of the rank; divide with //"
         )
 
 

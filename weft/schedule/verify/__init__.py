@@ -172,7 +172,8 @@ def _check_sets(faults: _Faults, moves: Moves) -> None:
         for i, of_lane in enumerate(of_rank):
             for number, move in enumerate(of_lane):
                 if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
-                    text = f"it waits for {move.wait.count} sets, but a run makes {sets}"
+                    fix = f"wait for at most {sets}, or add a set" if sets else "add a set"
+                    text = f"it waits for {move.wait.count} sets, but a run makes {sets}: {fix}"
                     faults.add("missing set", text, Event(1, rank, i, number))
 
 
@@ -209,12 +210,12 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
             early = ", in different runs" if a.run != b.run else ""
             text = (
                 f"race on {where}: the first step {does[0]} and the second {does[1]} the same elements{early}, and no signal "
-                "orders them"
+                "orders them: set a signal after one of them, and wait for it before the other"
             )
             faults.add("race", text, a, b)
         if role != "input" and name not in sampled:
             for read, box in unwritten(found, happened):
-                text = f"it reads {_text(where, box)}, which no step has written before in this run"
+                text = f"it reads {_text(where, box)}, which no step has written before in this run: write it in an earlier step"
                 faults.add("nothing", text, happened.events[found.events[read]])
     for rank, of_rank in enumerate(buffers):
         for buffer in of_rank.values():

@@ -144,7 +144,7 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
         step = lane.steps[event.step]
         if wait := step.awaits:
             total = per_run[event.rank, wait.signal, wait.index]
-            found = f"only {count} of {total} sets come before it" if total else "it is never set"
+            found = f"only {count} of the {total} sets of its signal can happen" if total else "its signal is never set"
         else:
             found = f"only {count} of {len(ranks)} ranks reach it"
         lines.append(
