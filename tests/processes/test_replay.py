@@ -119,7 +119,7 @@ def forms(group: dist.ProcessGroup) -> None:
         "an average": (
             lambda: leaves(weft.matmul_reduce_scatter(drawn(4, 8), drawn(8, 5), "avg", 0, own)), True,
         ),
-        "nothing": (lambda: gather(own, drawn(0, 8), [drawn(8, 5)]), False),
+        "nothing": (lambda: gather(own, drawn(0, 8), [drawn(8, 5)]), True),
     }  # fmt: skip
     for name, (call, short) in cases.items():
         for turn in range(3):
@@ -339,3 +339,42 @@ def as_slow() -> Iterator[None]:
 
 def test_unfused_calls_on_gpus_enter_no_function_of_weft(pool: Pool) -> None:
     pool.run(on_gpus, ranks=2, timeout_s=60)
+
+
+def any_tokens(group: dist.ProcessGroup, wanted: bool) -> None:
+    """Make dispatches and combines of different numbers of tokens. Each call takes the fast path, except the first."""
+    own, rank = dist.new_group([0, 1]), group.rank()
+    w, back = (torch.randn(2, *shape, requires_grad=wanted) for shape in ((4, 3), (3, 4)))
+
+    def layer(count: int, wrong: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        splits = torch.tensor([1, count, 0, 2 + rank])
+        x = torch.randn(int(splits.sum()), 4)
+        y, received = weft.all_to_all_matmul(
+            x, w, splits + torch.tensor([wrong, 0, 0, 0]), group=own, capacity=64, return_received=True
+        )
+        found = weft.matmul_all_to_all(y, back, received, splits, group=own, capacity=64)
+        every = [torch.empty_like(w) for _ in range(2)], [torch.empty_like(back) for _ in range(2)]
+        for made, of_rank in zip(every, (w, back), strict=True):
+            dist.all_gather(made, of_rank.detach(), group=own)
+        first, second = (torch.cat(made).double() for made in every)
+        parts = [t.double() @ first[e] @ second[e] for e, t in enumerate(x.split(splits.tolist()))]
+        return found, torch.cat(parts)
+
+    for number, count in enumerate((5, 7, 2, 5, 1, 11)):
+        with long_ways() as ways:
+            found, right = layer(count)
+        if wanted:
+            found.sum().backward()
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+        assert len(ways) == (2 if number == 0 else 0), (count, ways)
+    with long_ways() as ways, pytest.raises(RefusedError, match="rank 1: splits add up to 14 but tokens has 13 rows"):
+        layer(9, wrong=rank)
+    assert not ways
+    found, right = layer(9)
+    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["forward", "gradients"])
+def test_experts_of_any_number_of_tokens_take_the_fast_path(pool: Pool, wanted: bool) -> None:
+    pool.run(any_tokens, wanted, ranks=2, timeout_s=60)

@@ -75,6 +75,7 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path, recorded for replay.
 
+    call: the call after `Operator.checked`; on CPU the call before, because replays on CPU check every call.
     results: the results in the order of the output buffers.
     inputs: the tensor of each input buffer; None if gradients are wanted.
     apply: if gradients are wanted, the method `apply` of the operator's `torch.autograd.Function`; otherwise None.
@@ -114,14 +115,17 @@ class _Known:
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
         group = seen.prepared.group
-        if not seen.prepared.passes:
+        kind: type[_Short] | None = Passing if seen.prepared.passes else None
+        if kind is None and not seen.op.sizes_are_alike and seen.prepared.device.type == "cpu":
+            kind = AnyRows
+        if kind is not None and family is not None and (known := kind.of(seen, arguments, returned)) is not None:
+            self._bound(self.families, _FAMILIES)
+            self.families[family] = known
+            self._remember(group, family)
+        elif not seen.prepared.passes:
             self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
-        elif family is not None and (passing := Passing.of(seen, arguments, returned)) is not None:
-            self._bound(self.families, _FAMILIES)
-            self.families[family] = passing
-            self._remember(group, family)
 
     def never(self, signature: bytes) -> None:
         """Record that all calls with this signature must take the slow path, which checks the arguments in Python."""
@@ -264,13 +268,16 @@ class Replay(_Short):
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         op, prepared, chosen, inputs = seen.op, seen.prepared, self.chosen, seen.inputs or {}
-        self._apply, across = seen.apply, prepared.across(seen.call)
-        self.differentiated, self.fingerprint, self.what = seen.apply is not None, across.fingerprint, across.what
+        self._apply, self.differentiated = seen.apply, seen.apply is not None
+        if self.kind != "cpu":
+            across = prepared.across(seen.call)
+            self.fingerprint, self.what = across.fingerprint, across.what
         self.notes = type(op).note is not Operator.note
         self._notes_read = type(op).note_read is not Operator.note_read
         given, results = _Given(arguments, seen.apply is None), _Given((tuple(seen.results), {}), seen.apply is None)
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.call]))
-        self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
+        if self.kind != "cpu":
+            self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
         if not given.all_used:
             raise _UnlikeError  # the call depends on a tensor's contents
         layout = tuple([t.stride() for t in inputs.values()])
@@ -282,7 +289,8 @@ class Replay(_Short):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
         written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.call)
         self._returned = _core.Recipe(written)
-        steps = prepared.steps() if None in executors and seen.apply is None and prepared.in_steps else None
+        is_native = self.kind != "cpu" and None in executors and seen.apply is None and prepared.in_steps
+        steps = prepared.steps() if is_native else None
         is_serial = [one is None and steps is not None and steps.plain is not None for one in executors]
         return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
@@ -336,6 +344,35 @@ class Replay(_Short):
         tensors = self.op.tensors(call)
         require_kept(self.op.name, tensors)
         return list(self._apply(self.prepared, call, self._deadline_s, None, *tensors))
+
+
+class AnyRows(Replay):
+    """A recorded call on CPU for any number of rows, of an operator whose `key` omits this number. So calls of all numbers
+    use the same compiled operator.
+    """
+
+    any_rows = True
+
+    def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
+        if not arguments[0] or self.op.has_executors:
+            raise _UnlikeError
+        first, call = arguments[0][0], seen.call
+        tensors = [t for t in self.op.tensors(call) if t is not None]
+        if tensors[0] is not first or any(t.dim() == 2 and t.shape[0] == first.shape[0] for t in tensors[1:]):
+            raise _UnlikeError  # the family would allow any number of rows of the other matrix too
+        given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
+        self._apply, self._key = seen.apply, self.op.key(call)
+        self._call = _core.Recipe(("call", self.op.form, [given.written(field) for field in call]))
+        if not given.all_used:
+            raise _UnlikeError
+        written = self._averaged(results.returned(returned, views=False), call)
+        self._returned = _core.Recipe(written)
+        return _native_call(self, None, given, {}, written, [False, False])
+
+    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+        if self.prepared.chosen is not self.chosen or self.op.key(self._call(p, k)) != self._key:
+            return NotImplemented
+        return super().on_cpu(p, k, group)
 
 
 class Passing(_Short):
