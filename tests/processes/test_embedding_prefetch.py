@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.embedding_prefetch import TABLES, batch, learned, module_on
-from support.on_ranks import error_of
+from support.on_ranks import error_of, own_group, told
 from support.slow import in_turn
 from torch import nn
 
@@ -186,6 +186,23 @@ def errors(group: dist.ProcessGroup) -> dict[str, Any]:
             parts(two).values(), module_on(group, CPU, **options)(two).values()
         )
     return found
+
+
+def sizes_of_one_rank(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Pass batch sizes on rank 1 alone, with a prefetched batch. Return the error of the call, and of the next call."""
+    rank, module = group.rank(), module_on(own_group(group), CPU)
+    features = batch(0, rank, CPU)
+    module.prefetch(features)
+    error = told(lambda: module(features, batch_sizes=[1, 1] if rank == 1 else None))
+    module.cancel_prefetch()
+    return error, told(lambda: module(features))
+
+
+def test_batch_sizes_of_one_rank_are_refused_for_a_prefetched_batch(pool: Pool) -> None:
+    for error, after in pool.run(sizes_of_one_rank, ranks=2):
+        assert error.startswith("RefusedError")
+        assert "rank 1: batch_sizes=[1, 1] works only with input='global_batch'" in error
+        assert after == "nothing"
 
 
 def test_errors_on_every_rank(pool: Pool) -> None:

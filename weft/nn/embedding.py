@@ -234,7 +234,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
         with together(type(self).__name__, self.group, self._exchange_device, self.deadline_s):
             # The call has several collectives, but counts as one call across ranks.
-            if self._prefetched is not None and refusal is None:
+            if self._prefetched is not None:
+                if refusal is not None:
+                    raise refusal  # peers wait for the prefetched ids, and not for the exchange below
                 return self._pooled(*self._taken(features))
             self._require_bound(features)
             return self._pooled(*self._input_dist(features, refusal))
