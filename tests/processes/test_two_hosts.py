@@ -86,7 +86,10 @@ def test_examples_have_the_losses_of_one_host(pool: Pool, hosts: TwoHosts, tmp_p
     assert "\nshared memory: pairs 0-1, 2-3\n" in doctor
     assert "\ngloo: pairs 0-2, 1-2, 0-3, 1-3\n" in doctor
     assert re.search(r"\n  alpha - beta  [1-9]\d* MB/s, round trip [1-9]\d* us\n", doctor)
-    assert "The group is on several hosts: data are sent by torch.distributed" in doctor
+    assert re.search(
+        r"\nA rendezvous of all ranks takes \d+ us \(median of 20, through shared memory and gloo\)", doctor
+    )
+    assert "\nData cross between hosts along the rails 0-2; 1-3 " in doctor
 
 
 # -- faults

@@ -46,10 +46,15 @@ def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> N
     assert "\npeer access: pairs 0-1\n\nNCCL: pairs 0-2, 1-2\n\nA rendezvous of all ranks takes 210 us" in text
 
 
+def test_cpu_ranks_without_rails_are_told_how_to_get_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_group(GroupReport((CPU, Seat("beta", 1, "", 2, "cpu")), {(0, 1): "gloo"}, 210.0))
+    assert "\nThe ranks form no rails" in capsys.readouterr().out
+
+
 def test_a_topology_has_the_slowest_measured_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     links = (LinkFound(("a", "b"), 12_000.0, 40.0), LinkFound(("a", "c"), 9_000.0, 60.0))
     measured = Measured(("a", "a", "b", "c"), links, 11_000.0, 4_000.0, 900.0)
-    report = GroupReport((*GPUS, Seat("c", 3, "H100", 8, "cuda:0")), {}, 210.0, measured)
+    report = GroupReport((*GPUS, Seat("c", 3, "H100", 8, "cuda:0")), {}, 210.0, measured=measured)
     print_group(report)
     assert (
         "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n"

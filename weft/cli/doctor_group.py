@@ -20,6 +20,8 @@ from weft.errors import WeftError
 from weft.files import write_whole
 from weft.operator.know_links import remember
 from weft.runtime.links import measure_links
+from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.rail_groups import ranks_per_host
 from weft.sim.between_hosts import LinkFound, Measured
 from weft.symm import Communicator
 from weft.words import counted
@@ -49,12 +51,16 @@ class GroupReport:
 
     seats: the host, process and device of each rank, in rank order.
     paths: {(lower rank, higher rank): how the two ranks are connected}.
-    round_trip_us: the median time of a small all-gather over the control connections.
+    rendezvous_us: the median time in which all ranks synchronise. CPU ranks do this before each call.
+    rendezvous: how they synchronise, for the report.
+    rails: the ranks of each rail, if CPU ranks form rails (docs/hosts.md).
     """
 
     seats: tuple[Seat, ...]
     paths: dict[tuple[int, int], str]
-    round_trip_us: float
+    rendezvous_us: float
+    rendezvous: str = "over sockets"
+    rails: tuple[tuple[int, ...], ...] = ()
     measured: Measured | None = None
     """The numbers measured between hosts, over gloo; None if all ranks are on one host."""
 
@@ -75,14 +81,23 @@ def examine_group(group: dist.ProcessGroup) -> GroupReport:
     comm = symm.communicator(group, "cpu")
     seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
     pairs = [(low, high) for high in range(comm.world_size) for low in range(high)]
+    on_cpu = not any(seat.gpu for seat in seats)
+    meeting, topic = meeting_of(comm) if on_cpu else None, Topic("weft doctor --group")
     times_us = []
     for _ in range(_ROUNDS if comm.world_size > 1 else 0):
         start = time.perf_counter()
-        comm.meet(b"", name="weft doctor --group")
+        if meeting is None:
+            comm.meet(b"", name="weft doctor --group")
+        else:
+            meeting.meet(topic, deadline_s=None)
         times_us.append(1e6 * (time.perf_counter() - start))
     slowest = max(comm.all_gather(statistics.median(times_us or [0.0]), what="round trips"))
     paths = {pair: _path(seats[pair[0]], seats[pair[1]]) for pair in pairs}
-    return GroupReport(seats, paths, slowest, None if comm.all_mapped else measure_links(comm))
+    per_host, how = ranks_per_host(comm.hosts) if on_cpu else 0, "over sockets"
+    if on_cpu and (per_host or comm.all_mapped):
+        how = "through shared memory and gloo" if per_host else "through shared memory"
+    rails = tuple(tuple(range(index, comm.world_size, per_host)) for index in range(per_host))
+    return GroupReport(seats, paths, slowest, how, rails, None if comm.all_mapped else measure_links(comm))
 
 
 def _seat(comm: Communicator) -> Seat:
@@ -122,7 +137,9 @@ def print_group(report: GroupReport) -> None:
         pairs = [f"{low}-{high}" for (low, high), found in report.paths.items() if found == path]
         print(f"\n{path}: pairs {', '.join(pairs)}")
     if world > 1:
-        print(f"\nA rendezvous of all ranks takes {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets).")
+        print(
+            f"\nA rendezvous of all ranks takes {report.rendezvous_us:.0f} us (median of {_ROUNDS}, {report.rendezvous})."
+        )
     if report.links:
         print("\nBetween hosts, measured with one stream of gloo:")
         for link in report.links:
@@ -133,7 +150,16 @@ def print_group(report: GroupReport) -> None:
         if found.exchange_bytes_per_us and found.copy_bytes_per_us:
             print(f"  all ranks at once: {found.exchange_bytes_per_us:.0f} MB/s leave a host in an all-to-all, "
                   f"and each rank copies {found.copy_bytes_per_us:.0f} MB/s in memory")  # fmt: skip
-    if len(report.hosts) > 1:
+    if len(report.hosts) > 1 and not any(seat.gpu for seat in report.seats):
+        if report.rails:
+            rails = "; ".join("-".join(map(str, rail)) for rail in report.rails)
+            print(f"\nData cross between hosts along the rails {rails} (docs/hosts.md).")
+        else:
+            print(
+                "\nThe ranks form no rails, so small calls are slower: start the same number of consecutive ranks on each host, "
+                "at least two (docs/hosts.md)."
+            )
+    elif len(report.hosts) > 1:
         print(
             "\nThe group is on several hosts: data are sent by torch.distributed, mostly without overlap (docs/hosts.md). "
             "For more overlap, use groups of ranks on the same host."
