@@ -35,7 +35,7 @@ def test_every_forward_operator_is_measured() -> None:
 
 def test_options() -> None:
     options = options_of(["--device", "cpu", "--part", "2/3", "--seed", "ABC"], "weft bench")
-    assert (options.part, options.seed, options.ranks, options.sizes) == ((2, 3), "abc", 2, 30)
+    assert (options.part, options.seed, options.ranks, options.sizes) == ((2, 3), "abc", 2, 60)
     assert options.modes == ("queued", "single", "changing")  # CPU calls are never captured
     assert options_of(["--device", "cpu", "--modes", "queued, graph"], "weft bench").modes == ("queued",)
 

@@ -30,8 +30,8 @@ from weft.words import counted
 REPETITIONS = 5
 _SECONDS = {"cuda": 0.03, "cpu": 0.05}
 """The time in seconds to measure the slowest variant in a mode."""
-_WARM = {"cuda": 20, "cpu": 5}
-"""The number of sizes in mode `changing` that are called to warm up."""
+_WARM = 20
+"""The number of sizes in mode `changing` that are called to warm up. weft compiles at least 16 sizes (`weft.operator.cache`)."""
 _FP8 = (8, 9)
 """The lowest compute capability with fp8 GEMMs."""
 _LIMIT = 4.0
@@ -146,7 +146,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     An untimed call of serial comes first, because cuBLAS needs up to 5 ms more for the first GEMM of a size.
     """
     names = work.pair("single")
-    warm, times = _WARM[ranks.device.type], list[list[float]]()
+    times = list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, size in enumerate(item.sizes):
         of_size = work.resized(size)
@@ -168,7 +168,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
         raise RuntimeError(
             f"{item.config}: results of weft and serial differ by {worst:.3g} of the largest element (the limit is {limit:.3g})"
         )
-    counted_from = min(warm, len(times) // 2)
+    counted_from = min(_WARM, len(times) // 2)
     flat = ranks.gather([ms for took in times[counted_from:] for ms in took])
     slowest = np.asarray(flat).reshape(ranks.world_size, -1, 2).max(axis=0)
     weft, serial = (_spread(slowest[:, which]) for which in (0, 1))

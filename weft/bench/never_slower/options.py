@@ -16,7 +16,7 @@ from weft.builders.problem import PROBLEMS
 COMMAND = "never-slower"
 MODES = ("queued", "graph", "single", "changing")
 SHAPES = 12
-SIZES = {"cuda": 1000, "cpu": 30}
+SIZES = {"cuda": 1000, "cpu": 60}
 """The number of consecutive sizes in `changing`, by type of device."""
 
 _ABOUT = """
@@ -33,7 +33,7 @@ _EXAMPLES = """modes:
   graph     a CUDA graph is captured and replayed, as in decoding. Only on GPUs, for operators that can be captured
   single    the CPU synchronises after each call. The verdict is on the microseconds that weft adds
   changing  each call has another size, and the CPU synchronises after it. Before the timed calls of a size, an untimed serial call
-            loads cuBLAS's kernels. The verdict is on mean and 99th percentile
+            loads cuBLAS's kernels. The first 20 sizes are not counted. The verdict is on mean and 99th percentile
 
 examples:
   weft bench never-slower                                  5 minutes on two GPUs
