@@ -25,7 +25,7 @@ from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import Turn
 from weft.schedule.kernels import LibraryGroupedMatmul
 
-_MANY_ROWS = 64
+_MANY_ROWS = 32
 """The mean number of rows from this host for an expert, from which a GEMM of them pays: it reads the weights once more."""
 
 
