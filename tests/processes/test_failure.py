@@ -87,6 +87,7 @@ def test_a_killed_rank_is_named_by_all_and_survivors_go_on(how: str) -> None:
         assert first[0] == "PeerLostError", first
         assert f"rank 1 (pid {pids[1]}) died" in first[1]
         assert "was waiting for" in first[1]
+        assert "new process group" in first[1]
         for kind, text in later:
             assert kind == "PoisonedGroupError"
             assert "rank 1 " in text

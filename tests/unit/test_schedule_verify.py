@@ -362,6 +362,8 @@ def test_declarations() -> None:
         in (faults(replace(schedule, buffers=(*schedule.buffers, huge))))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
+    with pytest.raises(TypeError, match="NoneType, not Schedule: does the builder return its schedule"):
+        verify(None)  # type: ignore[arg-type]
     assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))
 
 

@@ -67,7 +67,7 @@ def ficco(
     """Reproduce FiCCO's evaluation on its sixteen GEMMs and sixteen synthetic GEMMs.
 
     The output shows figures 12b, 13, 14 and the accuracy of the heuristic. By default, times are simulated with a
-    machine file, in which many numbers are assumed. To measure on a machine with GPUs instead:
+    machine file, in which many numbers are assumed; this takes a minute or two. To measure on a machine with GPUs instead:
 
         weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,all --mode queued --json ficco.jsonl
 

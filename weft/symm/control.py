@@ -48,6 +48,7 @@ T = TypeVar("T")
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL, _ANSWER, _MADE, _MEETING, _PRESENT = b"R", b"A", b"N", b"E", b"H"
 _PART_BYTES = MAX_PACKET - 1
+_AFTER_LOSS = "restart the job, or let the other ranks continue in a new process group (docs/failures.md)"
 _CALL_S = 1.0  # longest time that a peer's full buffer may delay a message about a call
 _LAST_LOOK_S = 0.2  # time for the watchdog to read messages that have arrived, after a deadline
 CALLBACK_S = 2.0  # longest time that callbacks of `on_failure` may delay closing a group, or exiting the process
@@ -154,7 +155,9 @@ class Control:
                 return ValueError(f"this communicator (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
             kind, text = self.failure
             first, self._reported = not self._reported, True
-        return PeerLostError(text + context, self._lost) if first and kind is PeerLostError else unusable(text, context)
+        if not first or kind is not PeerLostError:
+            return unusable(text, context)
+        return PeerLostError(f"{text}{context}. This group has failed: {_AFTER_LOSS}", self._lost)
 
     def poison(self, text: str) -> None:
         self._fail(PoisonedGroupError, text, _POISON + text.encode()[:_PART_BYTES])

@@ -62,6 +62,10 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
 
     compute_units: the number of compute units of the smallest GPU that may run the schedule.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule is of type {type(schedule).__name__}, not Schedule: does the builder return its schedule?"
+        )
     if schedule.world_size < 1:
         raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
     original = schedule
