@@ -1,6 +1,6 @@
 """The report of `weft doctor`: what works on this machine, what weft will use, and how to get missing parts.
 
-A failing check does not stop the others, because imports of a broken installation may raise any error.
+Imports of a broken installation may raise any error. So the report catches all errors of a check, and goes on with the next.
 """
 
 from __future__ import annotations

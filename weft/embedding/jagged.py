@@ -109,8 +109,8 @@ class KeyedJaggedTensor:
                 raise ValueError("a KeyedJaggedTensor without keys has no known batch size: pass stride=")
             if bags % len(self._keys) or bags < 0:
                 raise ValueError(
-                    f"{counted(max(bags, 0), 'bag')} for {counted(len(self._keys), 'key')}: pass one length per key "
-                    "and sample (or one offset more than that), with the same number of samples for each key"
+                    f"{counted(max(bags, 0), 'bag')} for {counted(len(self._keys), 'key')}: every key needs the same number "
+                    f"B of samples, so pass {len(self._keys)} * B lengths, or {len(self._keys)} * B + 1 offsets"
                 )
             stride = bags // len(self._keys)
         if bags != stride * len(self._keys):

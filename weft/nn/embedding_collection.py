@@ -359,8 +359,8 @@ class ShardedEmbeddingCollection(TrainedTables):
         Otherwise ranks do not communicate.
 
         Raises `ValueError` for missing, unknown or misshapen tables, and `DisagreementError` on every rank if values of a
-        data-parallel table differ between ranks, before anything is copied. A rank that calls this method alone raises
-        `DeadlineError`.
+        data-parallel table differ between ranks, before anything is copied. With data-parallel tables, a rank that calls
+        this method alone raises `DeadlineError`.
         """
         load_full(self.partition, self.parts(), weights, self.group, self.device, self.deadline_s)
 

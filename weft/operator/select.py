@@ -361,8 +361,8 @@ def _fastest(
     Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. Serial wins
     unless another schedule is clearly faster. For captured calls, only schedules that can be captured are compared.
 
-    family: the results for other sizes of this problem. If it has contenders, only these are candidates. Otherwise this
-        call stores its contenders: serial and the fastest candidates.
+    family: the results for other sizes of this problem. The first call with a `family` stores its contenders in it: serial
+        and the fastest candidates. Later calls compare only these.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

@@ -306,8 +306,9 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    Return False if a wrong prediction could cost much. This is so if serial takes less than `CLEARLY_US` / `SPARED`. It
-    is also so if weft's kernels compute the GEMMs, and serial's CPU time is at most half of its device time.
+    Return False if a wrong prediction could cost much. This is so if serial is short: an error of `CLEARLY_US` would then
+    be more than the fraction `SPARED` of its time. It is also so if weft's kernels compute the GEMMs, and serial's CPU
+    time is at most half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None

@@ -3,7 +3,7 @@
 A rank sends the pieces of its shard one after the other, so piece s has arrived on all peers after s + 1 copies:
 
     arrived(s) = (s + 1) copy + signal        copy = latency + max(time of the copy engine, time of the busiest link)
-    end(0) = own shard's GEMM (hetero) or 0
+    end(0) = the time of the own shard's GEMM if the schedule begins with it (`start=hetero`), else 0
     end(s + 1) = max(end(s), arrived(s)) + step(s)
     time = the later of the last end and the last arrival
 
@@ -12,9 +12,9 @@ A rank sends the pieces of its shard one after the other, so piece s has arrived
 times as long, because copies use the same resources. All numbers are from the machine file; none is fitted to schedules
 or GEMMs.
 
-The formulas ignore that copies and GEMMs share memory bandwidth, and the signals that free buffers between calls. On
-eight MI300X, the formulas' times differ from the simulator's by up to 7%, and the ratio of two schedules' times by
-less. docs/studies/ficco.md compares the choices.
+`slowdown` is the only effect of copies on GEMMs in the formulas. The formulas leave out the signals that free buffers
+between calls. On eight MI300X, the formulas' times differ from the simulator's by up to 7%. The ratios of two schedules'
+times differ by less. docs/studies/ficco.md compares the choices.
 
 Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
 """

@@ -331,8 +331,9 @@ def device_code(device: torch.device) -> ModuleType:
 
 
 def compare_ranks(comm: Communicator, what: str, of: ForwardCall, deadline_s: float | None) -> None:
-    """Synchronise CPU ranks before backward of `of`. Raise `DisagreementError` on every rank if tables, optimizers, learning
-    rates or batch sizes differ, or if ranks run backward of different calls (`weft.runtime.meeting.in_backward`).
+    """Synchronise CPU ranks before the backward of the forward call `of`. Raise `DisagreementError` on every rank if tables,
+    optimizers, learning rates or batch sizes differ, or if ranks run backward of different calls
+    (`weft.runtime.meeting.in_backward`).
 
     what: the name of the call, for error texts.
     """

@@ -228,8 +228,8 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulate, row pitch of the destination in bytes) of a copy by kernel.
 
-    Copies with equal results may share a launch, which copies one source to several places. Return None for other
-    steps, for dynamic sizes, and for a destination that is the caller's tensor.
+    Two copies for which this function returns equal tuples may share a launch, which copies one source to several places.
+    Return None for other steps, for dynamic sizes, and for a destination that is the caller's tensor.
 
     held: the buffers whose contents are known only at run time.
     """

@@ -261,8 +261,8 @@ class Draft:
             raise ValueError(f"buffer {buffer.name}: expected={expected}, but sizes must be integers of at least 0")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
-                f"buffer {buffer.name}: expected must have {size} numbers for each of {self.world_size} ranks, but it has "
-                f"{[len(of_rank) for of_rank in expected]}"
+                f"buffer {buffer.name}: the argument `expected` has {[len(of_rank) for of_rank in expected]} numbers per rank: "
+                f"pass {size} numbers for each of {counted(self.world_size, 'rank')}"
             )
         held = {key: tuple(map(int, of_rank)) for key, of_rank in distinct.items()}
         self._contents[buffer.name] = Contents(buffer.name, tuple(held[id(of_rank)] for of_rank in expected))

@@ -4,8 +4,8 @@
     compute     the time of the serial schedule's GEMMs on the slowest rank, if nothing else runs. If the operator pools
                 embeddings instead: the time of the pooling at full memory bandwidth, or on all compute units, whichever is longer
     links       `sent` + `exchanged`: the time in which links carry the data of the serial schedule
-    sent        the sum, over all collectives other than all-to-alls, of (bytes that a rank or a host must send or receive) /
-                (bandwidth of the links by which its routes leave or enter), for the slowest rank or host
+    sent        the sum of the times of all collectives except all-to-alls. The time of each is the maximum, over ranks and
+                hosts, of (bytes that must leave or enter) / (bandwidth of the links by which routes leave or enter)
     exchanged   for all all-to-alls together: the time that the link with the most bytes needs. This is a bound for all
                 schedules, because all use the same routes
 

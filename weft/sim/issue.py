@@ -1,9 +1,9 @@
 """The times at which the CPU issues the steps of a single run (mode "single": nothing is queued ahead).
 
 The CPU issues steps one by one, in the order of `weft.schedule.verify.issue_order`, which simulates all ranks in
-rounds. If all ranks are alike, this module simulates the rounds with the lanes of rank 0 only. When rank 0 sends a
-signal to a peer, another peer sends the same signal to rank 0, where it arrives one round later. All ranks reach a
-collective in the same round.
+rounds. If all ranks are alike, this module simulates the rounds with the lanes of rank 0 only. Whenever rank 0 sends a
+signal to a peer, rank 0 also receives this signal, from another peer. The received signal counts from the next round on.
+All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations

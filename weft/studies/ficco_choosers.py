@@ -93,7 +93,7 @@ class Swept(NamedTuple):
     """The best result of one form of heuristic.
 
     form: a description of the form.
-    among: the schedules from which the heuristic chooses.
+    among: the schedules with the fastest of which the chosen schedule is compared.
     near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
         thresholds}.
     thresholds: {table of GEMMs: the best thresholds, as text}.
@@ -109,8 +109,9 @@ def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
     """Yield the best result of each form of heuristic. The forms are: one schedule for all GEMMs; the paper's thresholds,
     times a factor; and freely chosen thresholds.
 
-    A result is the number of GEMMs that take about as long as with the fastest schedule. Results come first for the
-    fastest of the paper's four schedules, then for the fastest of all eight.
+    All forms choose among the paper's four schedules. A result is the number of GEMMs whose chosen schedule takes about as
+    long as the fastest. First all forms are compared with the fastest of the paper's four schedules, then all forms with
+    the fastest of all eight.
 
     tables: {title of a table of GEMMs: first letter of its GEMMs' names}.
     """
@@ -128,7 +129,7 @@ def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
 def sweep_table(rows: Sequence[GemmRow], tables: dict[str, str]) -> ResultTable:
     columns: dict[str, Callable[[Swept], str]] = {
         "form of the heuristic": lambda s: s.form,
-        "choices": lambda s: s.among,
+        "fastest of": lambda s: s.among,
     }
     for title, begin in tables.items():
         count = sum(row.gemm.name.startswith(begin) for row in rows)

@@ -156,7 +156,7 @@ def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
             {},
         ),
         _table(
-            f"Decomposition loss of all-gathers in {PIECES} pieces: time of the pieces / time of one piece (figure 8)",
+            f"Decomposition loss of all-gathers in {PIECES} pieces: time of the pieces / time of the whole all-gather (figure 8)",
             rows,
             moved,
             gathers,
@@ -208,7 +208,7 @@ class Claim(NamedTuple):
 
 def claims(rows: Sequence[LossRow]) -> list[Claim]:
     """Return the paper's observations, in the paper's order. Observations without records are omitted."""
-    found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
+    found = [_within("in repeated runs on one rank", rows, 0), _within("on different ranks", rows, 1)]
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
         found.append(
@@ -266,7 +266,7 @@ def _within(where: str, rows: Sequence[LossRow], number: int) -> Claim | None:
     beyond = [name for share, name in known if share > _VARIES]
     numbers = f"at most {max(known)[0]:.1%} ({max(known)[1]})"
     numbers += f"; more than {_VARIES:.0%} for {len(beyond)} of {len(known)}" if beyond else ""
-    text = f"times of a whole GEMM differ by at most {_VARIES:.0%} {where}"
+    text = f"a whole GEMM's times {where} differ by at most {_VARIES:.0%}"
     return Claim("IV-A", text, len(beyond) <= _EXCEPTIONS * len(known), numbers)
 
 

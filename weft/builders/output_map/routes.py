@@ -185,7 +185,7 @@ class Routes:
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
     def _renumbered(self, rank: int, place: int) -> int:
-        """Return the place of the chunk if ranks are renumbered so that `rank` becomes rank 0."""
+        """Return the new place of the chunk at `place` if ranks are renumbered so that `rank` becomes rank 0."""
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:

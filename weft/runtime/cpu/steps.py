@@ -39,8 +39,9 @@ _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function without arguments that runs `step`, whose expressions have been replaced by numbers. Register the
-    implementation of a step kind with `bind.register`.
+    """Return a function without arguments that runs `step`, whose expressions have been replaced by numbers.
+
+    To add a step kind, decorate its implementation with `bind.register`.
 
     places: the addresses of buffers and counters. rows: for a collective, the number of rows that each rank contributes.
     """

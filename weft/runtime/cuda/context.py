@@ -64,8 +64,8 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
     first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
     if first is None:
         raise ScheduleError(
-            f'schedule {schedule.name} has no lane with resource "compute", but the first compute lane runs on the caller\'s '
-            'stream: add a lane with resource "compute"'
+            f'schedule {schedule.name} has no lane with resource "compute", so no lane can run on the caller\'s stream: add a '
+            'lane with resource "compute"'
         )
     lanes = [first, *(lane.name for lane in schedule.lanes if lane.name != first)]
     return RankSchedule(schedule, rank, buffers, given, order, layout, flags, lanes)

@@ -174,7 +174,7 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] |
 
 @singledispatch
 def bind(step: Step, here: Unfused) -> Call:
-    """Return a function that runs a step by torch. Register the implementation of a step kind with `bind.register`."""
+    """Return a function that runs a step by torch. To add a step kind, decorate its implementation with `bind.register`."""
     raise ScheduleError(
         f"schedule {here.schedule.name}: no torch call runs steps of kind {step.kind!r}, such as {step}: use a collective, "
         "compute, copy or reduce step"
@@ -285,8 +285,9 @@ def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
         if (src.rows, dst.cols) == (world * m, world * n) and [(one.src, one.dst) for one in copies] == wanted:
             return src.name, dst.name
     raise ScheduleError(
-        f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: use it only to put the "
-        "matrices of all ranks, which are one below the other, side by side"
+        f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: a serial schedule may use a "
+        "kernel only to copy the ranks' matrices from one below the other to side by side. Use other steps, or override "
+        "`unfused` of the operator"
     )
 
 
