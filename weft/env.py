@@ -12,7 +12,7 @@ from weft.caller import warn_once
 MOST_S = 1e6
 """The longest deadline that all waits support, in seconds: about eleven days."""
 SETUP_S = 20.0
-"""The default of WEFT_SETUP_DEADLINE_S."""
+"""The default of WEFT_SETUP_DEADLINE_S, in seconds."""
 
 
 def deadline_s() -> float:

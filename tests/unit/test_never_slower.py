@@ -50,7 +50,7 @@ def test_options() -> None:
         (["--part", "4/3"], "--part 4/3: parts are numbered from 1 to 3"),
         (["--part", "0/3"], "--part 0/3: parts are numbered from 1 to 3"),
         (["--part", "one"], "--part one: write it as I/N, such as 1/3"),
-        (["--seed", "seed"], "--seed seed: give up to 16 hexadecimal digits"),
+        (["--seed", "seed"], "--seed seed: pass 1 to 16 hexadecimal digits"),
         (["--ranks", "1"], "--ranks 1: a single rank does not communicate: use --ranks 2 or more"),
         (["--shapes", "0"], "--shapes 0 must be at least 1"),
         (["--json", "/no/such/folder/a.jsonl"], "the folder /no/such/folder does not exist"),

@@ -116,9 +116,9 @@ class _Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers (batch size, numbers of ids) are being exchanged.
 
-    numbers: one tensor that the CPU reads at once. It contains, in this order: the header received from every rank; this
-        rank's own header, with the number of ids of every feature; and `offsets[0]`, the index in `values` of this rank's
-        first id, which may be above 0.
+    numbers: one tensor that the CPU reads at once. First come the headers received from all ranks. Then comes this rank's
+        own header, with the number of ids of every feature. The last number is `offsets[0]`: the index in `values` of this
+        rank's first id, which may be above 0.
     """
 
     local: _LocalBatch | None

@@ -27,13 +27,13 @@ CLEARLY_US was 2).
 """
 
 CLEARLY_OWN = 0.08
-"""The same fraction for schedules whose GEMMs are weft's kernels. On H100s these kernels take 0.92 to 1.09 times as
+"""Like `CLEARLY`, for schedules whose GEMMs are weft's kernels. On H100s these kernels take 0.92 to 1.09 times as
 long as torch's. One schedule that was predicted to be 6% faster than serial was 7% slower
 (MxNxK = 1152x49024x38784, 8 experts).
 """
 
 CLEARLY_ROUGH = 0.35
-"""The same fraction for two schedules: `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter. The planner
+"""Like `CLEARLY`, for two schedules: `chunked` of matmul_all_reduce and `tracked` of matmul_reduce_scatter. The planner
 chooses them only for a large predicted gain.
 
 The model does not predict them well. On H100s `chunked`, whose copies to peers run concurrently with its copies from peers,

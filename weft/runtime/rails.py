@@ -10,9 +10,9 @@ travel with the rendezvous:
     3   if all payloads agree, the ranks use the data
 
 Step 2 is one exchange if the messages are short (`_SHORT_BYTES`). If a rank has a longer message for another host, it sends only
-the payloads in this exchange, and the whole message in a second exchange, which uses two gloo groups to send in both directions
-at once. The rank begins both exchanges together. Ranks with short messages learn of the second exchange from the first, and then
-begin it with messages that are not used. So ranks that make different calls still receive all messages.
+the payloads in this exchange, and the whole message in a second exchange. The second exchange uses two gloo groups, to send in
+both directions at once. The rank begins both exchanges together. Ranks with short messages learn of the second exchange from the
+first, and then begin it with messages that are not used. So ranks that make different calls still receive all messages.
 
 After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
 agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a

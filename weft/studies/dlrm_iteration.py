@@ -176,7 +176,9 @@ def reduce_us(count: float, numbers: Numbers) -> float:
 def _sizes(numbers: Numbers) -> tuple[int, int]:
     nodes, columns = numbers.count("scale.nodes"), numbers.count("scale.columns")
     if columns < 1 or nodes % columns:
-        raise ValueError(f"{nodes} nodes cannot be divided into rows of {columns}: set scale.columns to a divisor")
+        raise ValueError(
+            f"{nodes} nodes cannot be divided into rows of {columns}: set scale.columns to a divisor of {nodes}"
+        )
     return columns, nodes // columns
 
 

@@ -81,7 +81,7 @@ class Options:
                 "--modes graph: CPU calls cannot be captured: use queued, single or changing, or --device cuda"
             )
         if not re.fullmatch(r"[0-9a-f]{1,16}", self.seed):
-            raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
+            raise ValueError(f"--seed {self.seed}: pass 1 to 16 hexadecimal digits, such as 89614071")
         if self.ranks < 2:
             needed = (
                 "--ranks 2 or more" if self.device == "cpu" else "at least 2 GPUs, one for each rank, or --device cpu"
