@@ -242,7 +242,8 @@ def test_numbers_that_a_checkpoint_lacks_are_kept(pool: Pool, tmp_path: Path) ->
 
 
 def memory(group: dist.ProcessGroup) -> list[Any]:
-    model = Model(group, tables(), optimizer=ADAM, placement=[0, 1, 1])
+    # Modules with equal arguments share buffers, so no other test may pass these arguments.
+    model = Model(group, tables(), optimizer=ADAM, placement=[0, 1, 1], bounds_check="fatal")
     ebc = model.ebc
     first = ebc.memory()
     features = KeyedJaggedTensor(KEYS, torch.arange(9), lengths=torch.ones(9, dtype=torch.int64))
