@@ -35,9 +35,12 @@ _WITHIN = ("compute.launch", "compute.tile_half", "compute.tile_ramp", "compute.
 # With concurrent work, a step that begins earlier may overlap with another step, and slow it down.
 _MEETS = 0.02
 # A collective waits for the units of a GEMM that began first. On a faster machine another GEMM may begin first: this
-# costs 13% for "4000 ficco_2d_collective[start=hetero,gemms=fused,steps=0]" on an H200 with half its
-# `compute.tile_half`.
-_COMES_FIRST = 0.15
+# costs up to 22% for M=4000 with schedules `ficco_1d_collective` on an H200 with 1.15 to 1.35 times the units (the most
+# in 63,000 random cases).
+_COMES_FIRST = 0.25
+# With more units, a copy by kernel may run beside a GEMM, and take units from it, instead of waiting for it. This costs
+# up to 3.6% in 20,000 random cases.
+_BESIDE = 0.05
 _SHAPES = ((512, 1024, 1024), (2048, 4096, 2048), (4000, 1792, 4096))
 
 
@@ -94,8 +97,7 @@ def _margin(which: str) -> float:
 def test_more_of_a_gpu_is_never_slower(name: str, of: str, factor: float, which: str, mode: Mode) -> None:
     schedule, model = _schedules()[which], gpu(name, 4)
     usual, better = (predict(schedule, one, mode) for one in (model, model.scaled(**{of: factor})))
-    # With more units, a copy by kernel may run beside a GEMM, and take units from it, instead of waiting for it.
-    assert better <= usual * (1 + (_COMES_FIRST if "by=kernel" in which else _margin(which)))
+    assert better <= usual * (1 + max(_margin(which), _BESIDE if "by=kernel" in which else 0.0))
 
 
 @pytest.mark.parametrize("name", ["h200", "mi300x", "h100"])
