@@ -16,11 +16,8 @@ from weft.plan.predict import MODES, Mode, predict
 from weft.schedule import Schedule
 from weft.sim import Model, model_of
 
-# Costs, for which less is better. For all other numbers more is better.
-_LESS = (
-    "latency", ".l2_copies", ".launch", ".row", ".beside", "_slowdown", "signal.", "host.", "graph.", ".tile_half", "tile_ramp",
-    "compute.sustained", "kernel_copy.units", "collective.units", "contention.kernel_copy_units",
-)  # fmt: skip
+# Numbers without a unit for which less is better, as for all times. For all other numbers more is better.
+_LESS = (".l2_copies", "_slowdown", ".tile_half", "tile_ramp", "compute.sustained")
 # Numbers that are neither better nor worse. With more units at the same total rate each unit is slower, and a larger
 # tile wastes more at the edges.
 _FORM = (
@@ -64,7 +61,7 @@ def _schedules() -> dict[str, Schedule]:
 
 def _better(machine: Machine, key: str, factor: float) -> Machine:
     one = machine[key]
-    less = any(part in key for part in _LESS)
+    less = one.unit == "us" or any(part in key for part in _LESS)
     value = (
         max(1.0, one.value / factor)
         if key.endswith("_slowdown")
