@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -294,6 +295,27 @@ def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
     with pytest.raises(PeerLostError, match="rank 0 gave up while this group was being set up: rank 2 is out"):
         bootstrap.connect(store, 1, 3, deadline_s=2 * NOTICE_S)
     thread.join()
+
+
+def test_a_rank_learns_why_from_a_third_rank_if_the_rank_that_it_reaches_has_not_met_it(monkeypatch: Any) -> None:
+    """Rank 2 has read all entries. Before it connects to rank 0, rank 1 gives up, and then rank 0, which has not read rank
+    2's entry.
+    """
+    store = dist.HashStore()
+    for rank in (0, 1):
+        name = attempt.PREFIX + secrets.token_hex(16)  # nobody listens there
+        store.set(str(rank), json.dumps(asdict(bootstrap.Entry.of_this_process(rank, name, 0))))
+    reach = bootstrap._Setup._reach
+
+    def reach_late(setup: Any, other: int) -> None:
+        words = {"met": [], "cause": "", "refused": False}
+        store.set("1", json.dumps({**words, "gave_up": "struck by lightning", "met": [setup.name]}))
+        store.set("0", json.dumps({**words, "gave_up": "rank 1 is out"}))
+        reach(setup, other)
+
+    monkeypatch.setattr(bootstrap._Setup, "_reach", reach_late)
+    with pytest.raises(PeerLostError, match="rank 1 gave up while this group was being set up: struck by lightning"):
+        bootstrap.connect(store, 2, 3, deadline_s=NOTICE_S)
 
 
 def test_the_store_that_died_with_its_rank_ends_the_set_up_at_once() -> None:

@@ -221,16 +221,23 @@ class _Setup(Attempt):
             )
 
     def _read_entries(self) -> None:
-        missing = others = [r for r in range(self.world_size) if r != self.rank]
+        missing = self._others()
         while True:
-            # If a rank gave up without having seen this rank, the cause may be a third rank that has seen it. So look
-            # up all ranks.
-            for r in others if any(r in self.gave_up for r in missing) else missing:
-                self.look_up(r)
+            self._look_up_all(missing)
             missing = [r for r in missing if r not in self.entries]
             if not missing:
                 break
             self._pause(missing)
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank]
+
+    def _look_up_all(self, missing: list[int]) -> None:
+        """Read the entries of the `missing` ranks (`look_up`). If one of them gave up without having seen this rank, the cause may
+        be a third rank that has seen it. So read the entries of all ranks then.
+        """
+        for rank in self._others() if any(r in self.gave_up for r in missing) else missing:
+            self.look_up(rank)
 
     def _reach(self, other: int) -> None:
         while True:
@@ -242,7 +249,7 @@ class _Setup(Attempt):
             except OSError:  # the entry is of an earlier attempt, whose listener is closed; or the queue is full
                 sock.close()
                 self._pause([other])
-                self.look_up(other)
+                self._look_up_all([other])
         with sock:
             pid = same_user(sock)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -276,7 +283,7 @@ class _Setup(Attempt):
                 if dialing is not None and dialing.failed:
                     time.sleep(_LOOK_S)  # the peer logs each refused attempt, so wait before the next attempt
                 self._pause([other])
-                self.look_up(other)
+                self._look_up_all([other])
         finally:
             if dialing is not None:
                 dialing.close()
@@ -297,8 +304,7 @@ class _Setup(Attempt):
         missing = [r for r in range(self.rank + 1, self.world_size) if r not in self.peers]
         if not missing or (ready and time.monotonic() < self.until):
             return
-        for rank in missing:
-            self.look_up(rank)
+        self._look_up_all(missing)
         self.still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
