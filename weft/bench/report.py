@@ -58,7 +58,9 @@ tables show measured records.
 _OTHER_STUDIES = (
     "fused_embedding", "fused_embedding_measured", "launches", "pgas", "pgas_measured", "power", "t3_hardware",
 )  # fmt: skip
-"""The other studies. If a study simulates an operator of another study, its records contain the study's name."""
+"""Further studies whose records documents show. Their records contain the study's name, because several studies may
+simulate the same operator.
+"""
 
 
 class Mark(NamedTuple):

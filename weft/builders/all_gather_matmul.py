@@ -53,7 +53,7 @@ def serial(p: AllGatherMatmul) -> Schedule:
 
 @builder(AllGatherMatmul, by=("kernel", "dma"))
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """Put this rank's shard into the `box` of every rank, then run one GEMM.
+    """Put this rank's shard into the symmetric buffer `box` of every rank, which then runs one GEMM.
 
     by: "kernel" puts the shards with kernels, on the lane (stream) of the GEMM. "dma" uses copy engines, with a lane
         for each peer, so that the copies run concurrently.

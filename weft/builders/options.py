@@ -129,9 +129,9 @@ _VALUES = {
 
 
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
-    """Return a text for each type or Literal value in `wanted`, for error messages.
+    """Return, for error messages, a text for each value that an option may have. `wanted` lists types and Literals.
 
-    texts: {type: its text}.
+    texts: {type: a description of its values, such as "a finite number"}.
     show: a function that prints a value of a Literal.
     """
     found: list[str] = []

@@ -32,8 +32,8 @@ from weft.schedule.steps import Buffer, Compute, Region, Role, Set
 By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
-"""(first, count) of rows of a rank's part, as if the rank owned `m` rows. A rank that owns fewer rows has fewer rows of
-the chunk.
+"""A chunk of the rows that a rank owns: (first row, number of rows). All ranks have the same chunks, which are those of
+a rank with the most rows. On a rank with fewer rows, a chunk has fewer rows.
 """
 
 

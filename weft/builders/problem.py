@@ -132,7 +132,9 @@ class Problem:
 
 
 NEARLY = 1.02
-"""The limit of the ratio in `Problem.evened`. Below it, the simulator neglects the difference in time."""
+"""The largest ratio that `Problem.evened` returns. The similar problem then takes almost as long as the given one, so
+the simulator neglects the difference.
+"""
 
 _MOST = 1 << 40
 """The largest size that `described` accepts. The product of two sizes and a small number then fits into 64 bits."""

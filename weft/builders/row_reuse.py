@@ -24,7 +24,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 CACHES = tuple(2.0**power for power in range(18, 31))
-"""The sizes of caches in bytes, from 256 KiB to 1 GiB, for which `found_in_cache` returns shares."""
+"""The cache sizes in bytes, from 256 KiB to 1 GiB, for which `found_in_cache` predicts the share of row reads that hit
+the cache.
+"""
 
 Table: TypeAlias = "tuple[float, float, float, int]"
 """(rows of the table, exponent of Zipf's law for its ids, rows that a bag reads, bytes of a row)."""

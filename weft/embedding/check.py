@@ -59,7 +59,7 @@ def check_jagged(
         remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been
         checked.
-    tables: the layouts and addresses of the tables, or None, for the field of the same name in the result (`CheckedInput`).
+    tables: the layouts and addresses of the tables, or None. The result's field `tables` gets this value.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)

@@ -58,7 +58,7 @@ def derived(
 
     name: the machine's name, for errors.
     given: {key: number} from the machine's file or driver.
-    base, of_base: the name and the numbers of the measured machine.
+    base, of_base: the name and the numbers of the measured machine from which missing numbers are derived.
     lacks: dtypes for which the machine has no GEMMs.
 
     Raise `ValueError` if `given` lacks one of the keys in `GIVEN`.

@@ -193,8 +193,8 @@ def update_rows_kernel(
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
     ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.
-    UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and all places, in
-        elements.
+    UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and of all offsets
+        in `places`, in elements.
     DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables: the number of tables. STEPS: the number of
         steps of a binary search among them.
     """

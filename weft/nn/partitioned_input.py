@@ -61,10 +61,12 @@ class PartitionedInput:
             (n, feature): [partition.feature_of_part(partition.parts[p], feature) for p in partition.parts_of(n)]
             for n, feature in self.row_wise
         }
-        """For each (row-wise table, feature), the names of the features that its parts read."""
+        """{(number of a row-wise table, feature): the name under which each part of the table reads its ids of this
+        feature}.
+        """
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """The features whose ids need not be divided: {name for the part: (name in the input, number of rows to which
-        ids are hashed, or None)}.
+        """The features of tables that are not sharded by rows, whose ids one part reads as a whole: {the part's name
+        for the feature: (its name in the input, number of rows to which ids are hashed, or None)}.
         """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
@@ -74,7 +76,9 @@ class PartitionedInput:
         of_tables = [partition.tables[number].feature_names for number in partition.replicated_tables]
         self.replicated = tuple(dict.fromkeys(feature for features in of_tables for feature in features))
         self._complete: tuple[str, ...] = ()
-        """The keys of the last input, which contained the features of all tables."""
+        """The keys of the last input that contained the features of all tables. An input with the same keys need not be
+        checked again.
+        """
 
     @property
     def is_needed(self) -> bool:

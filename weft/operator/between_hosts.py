@@ -34,7 +34,7 @@ _CLEARLY, _CLEARLY_US = 0.15, 300.0  # smallest gain over serial (fraction, us),
 _DOUBT = 1.5  # factor on predicted gains: predictions are up to 40% off on a busy machine
 _ALIKE = 2  # sizes within this many size buckets share a choice
 _taken: weakref.WeakKeyDictionary[Communicator, dict[Hashable, dict[int, str]]] = weakref.WeakKeyDictionary()
-"""The measured choices, by problem family and size bucket. "" means serial."""
+"""{problem family: {size bucket: name of the schedule that was the fastest when measured}}. "" stands for serial."""
 
 
 def choose_between_hosts(

@@ -47,7 +47,8 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The wanted gradients of a call inside a dispatch mode, a boolean for each differentiable field; otherwise None.
+"""Inside a dispatch mode: for each differentiable field of the current call, True if its gradient is wanted. Outside:
+None.
 
 The kernel of the dispatcher cannot see whether autograd is active, so `made` stores this before it calls the
 dispatcher. Peers may run the same call without a mode, for example if only one rank counts FLOPs.

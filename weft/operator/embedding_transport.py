@@ -79,7 +79,9 @@ _MANY = 1 << 30  # more samples than any batch
 _CLEARLY_PUT = 0.6
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
-"""The transports that this rank chose for all ranks by a model, by size bucket."""
+"""{plan: {size bucket: transport}}: the transports that this rank has chosen by prediction. Only the rank that chooses
+for all ranks has entries.
+"""
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
 """Transports that all ranks use for every batch size. For a plan without an entry, the first call in each size bucket
 is collective, to choose a transport. This takes one or two milliseconds.

@@ -92,7 +92,7 @@ class Chosen:
     usual: Executor | None
     captured: Executor | None
     names: tuple[str, str] = ("serial", "serial")
-    """The names of the two schedules."""
+    """The names of the schedules for usual and for captured calls."""
 
     @property
     def was_captured(self) -> bool:

@@ -349,7 +349,7 @@ class Operator(ABC, Generic[C]):
         self.has_executors = type(self).own_executors is not Operator.own_executors
         """True if the operator has its own kernels."""
         self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
-        """True if all ranks with equal `said` also have the same size."""
+        """True if ranks whose descriptions of a call (`said`) are equal also have the same size (`size`)."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """The operator's name in messages."""
 

@@ -321,4 +321,4 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     "signal_remote_us": saved.is_time_or_0,
     "beside": saved.rows_of(saved.one_of(("dma", "kernel")), store.is_positive, store.is_positive),
 }
-"""The check of each field of a calibration in JSON."""
+"""{field of a saved calibration: function that returns True for a valid JSON value}"""

@@ -43,8 +43,8 @@ to 0.78 times its predicted time, and was slower than `direct` (benchmarks/resul
 """
 
 SPARED = 0.05
-"""The largest fraction of serial's time that a wrong prediction may cost, if a schedule is chosen for its short CPU
-time.
+"""If a schedule is chosen because it needs little CPU time: the largest fraction of serial's time that may be lost if
+the predicted time is wrong.
 """
 
 ALIKE, ALIKE_US = 0.03, 3.0

@@ -55,8 +55,8 @@ MOST_OF_A_TORUS = 1 << 16
 seconds.
 """
 _EXACT_RANKS = 8
-"""For more ranks than this, `Problem.evened` is planned instead of an uneven problem. Then a few ranks can represent all
-ranks.
+"""For more ranks than this, an uneven problem is replaced by its even version (`Problem.evened`), because one rank can
+then represent all ranks in the simulation.
 """
 
 

@@ -27,12 +27,12 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, P
 from weft.hw import Machine, load_machine, machine_of
 
 _ABOVE = 5.0
-"""The heuristic chooses hetero-unfused-1D above this multiple of the machine's threshold (`heuristic.threshold`, as
-FLOP).
+"""The heuristic chooses hetero-unfused-1D if the GEMM has more FLOPs than this multiple of the machine's threshold (key
+`heuristic.threshold` of machine files).
 """
 
 _PAPERS = "mi300x"
-"""The paper's machine. Its threshold is used for unknown machines, such as CPUs."""
+"""The paper's machine. Machines without a machine file, such as CPUs, use its threshold."""
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:

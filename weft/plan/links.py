@@ -63,4 +63,4 @@ _HOLDS: dict[str, saved.Check] = {
     "links": saved.rows_of(saved.is_text, saved.is_text, store.is_positive, store.is_positive),
     **dict.fromkeys(_NUMBERS, saved.none_or(store.is_positive)),
 }
-"""The check of each field in JSON."""
+"""{field of a file with measured links: function that returns True for a valid JSON value}"""

@@ -23,7 +23,9 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""For each mode, the number of the first size's fastest schedules that are also considered at other sizes."""
+"""The first size of a problem is planned with all schedules. Plans for other sizes consider few of them: in each mode,
+this many of the fastest at the first size.
+"""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256

@@ -205,4 +205,4 @@ _HOLDS: dict[str, saved.Check] = {
     "signal_local_us": _TIME,
     "host_step_us": _TIME,
 }
-"""The check of each field in JSON."""
+"""{field of a saved self-calibration: function that returns True for a valid JSON value}"""

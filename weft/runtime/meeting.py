@@ -95,14 +95,15 @@ class Meeting:
         self.refused = 0  # number of calls that any rank has refused, the same on all ranks
         self.schedules = 0  # number of schedules made for this group
         self.forward = 0
-        """In backward: the number that `calls` had after the forward call, or `UNKNOWN`. 0 outside of backward. Ranks compare
-        it, because two calls of the same shape have equal topics.
+        """During backward: the number of its forward call (the value of `calls` after this call), or `UNKNOWN`.
+        Otherwise 0. Ranks compare the number to notice that they run backward of different calls of the same shape,
+        which have equal topics.
         """
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self._publishing = threading.Lock()
         self.rails = rails_for(comm, _BYTES)
-        """The rendezvous between hosts that may carry data. None unless there are several hosts, each with the same number of
-        consecutive ranks, at least two.
+        """The rendezvous of ranks in rails, whose messages may also carry data. None if ranks form no rails: on one
+        host, or if hosts do not have the same number of consecutive ranks, at least two.
         """
         self._exchange = Exchange(comm, _BYTES) if self.rails is None else None
         self._layers = calls_of(comm.group).layers

@@ -62,7 +62,9 @@ class Cargo(Protocol):
     near_bytes: int
     """The largest number of bytes that a rank shares with the ranks of its host. Equal on all ranks of a host."""
     far_bytes: int
-    """The largest number of bytes that a rank sends to the rank of its rail on another host. Equal on all ranks."""
+    """The largest number of bytes that a rank sends to one other host: to the rank with the same index there. Equal on
+    all ranks.
+    """
 
     def load(self, memory: torch.Tensor) -> None:
         """Write to `memory`, this rank's shared memory, the data that the other ranks of this host need."""

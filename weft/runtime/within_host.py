@@ -33,9 +33,9 @@ class WithinHost:
         self.ranks = [rank for rank in range(comm.world_size) if comm.mapped[rank]]
         self._mine = self.ranks.index(comm.rank)
         self.flat: list[torch.Tensor] = []
-        """The memory of each rank of this host, uint8."""
+        """The shared memory of each rank of this host, as uint8 tensors."""
         self.views: list[memoryview] = []
-        """The same memory."""
+        """The same memory as memoryviews."""
         self._counters: list[int] = []
 
     def reserve(self, nbytes: int) -> None:

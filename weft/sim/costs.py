@@ -21,7 +21,9 @@ from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
 ResourcePlace: TypeAlias = tuple[str, int]
-"""(kind, distance from the step's rank to the rank that owns the resource). For a link: (its kind, distance to its `at`)."""
+"""A resource, as a step sees it: (kind of resource, distance from the step's rank to the rank that owns the resource).
+A link belongs to the rank `Link.at`.
+"""
 
 
 How: TypeAlias = Literal["share", "hold", "disturb"]
@@ -42,8 +44,8 @@ class Use(NamedTuple):
     place: ResourcePlace
     amount: float
     whole: float = 0.0
-    """For a link that carries only a part of a transfer, because the transfer has several routes: the amount of the
-    whole transfer.
+    """For a link that carries only a part of a transfer, because the transfer is divided over several routes: `amount`
+    if the link carried the whole transfer.
     """
 
 

@@ -69,7 +69,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
-"""The increments of counters by the tiles of one task, as pairs (number of the counter, `SetBy`)."""
+"""For each counter that the tiles of a task increment: (number of the counter, the increments)."""
 
 
 class _RankItems:
@@ -78,9 +78,9 @@ class _RankItems:
     A loop may repeat an item. Items that are equal except for their loop iteration have equal keys
     (`NumberedStep.same`). `sets`, `tiled`, `waits` and `works` have only one item of each key.
 
-    order: the key of each item of the lane, in order.
-    sets: the items that set a signal, as (item, number of items with its key).
-    tiled: the items with tiles, as (item, number of items with its key).
+    order: the key of each item, in the order of the lane. A repeated item has an entry for each iteration.
+    sets: the items that set a signal, each as (item, number of its repetitions).
+    tiled: the items with tiles, each as (item, number of its repetitions).
     waits: the items that wait for a signal.
     works: the items that take time, including the items with tiles.
     """

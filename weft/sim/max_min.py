@@ -34,7 +34,9 @@ from typing import NamedTuple
 from weft._core import MAX_MIN_LEAST, max_min_speeds
 
 LEAST = MAX_MIN_LEAST
-"""The fraction of a resource that remains if all its units are held: kernels that started earlier keep some units."""
+"""The fraction of a resource that steps still get if other steps hold all of its units. In reality, kernels that
+started earlier keep some units.
+"""
 
 
 class Load(NamedTuple):

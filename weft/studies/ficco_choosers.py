@@ -92,8 +92,9 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
 class Swept(NamedTuple):
     """The best result of one form of heuristic.
 
-    form: a description of the form.
-    among: the schedules with the fastest of which the chosen schedule is compared.
+    form: a description of the heuristic's form, for the table.
+    among: the name of a set of schedules, such as "all eight". The chosen schedule is compared with the fastest of the
+        set.
     near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
         thresholds}.
     thresholds: {table of GEMMs: the best thresholds, as text}.

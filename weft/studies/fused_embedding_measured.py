@@ -23,7 +23,9 @@ BASELINE = "embedding_bag"
 GRIDS = {"grid": "70 rows a bag", "grid-short": "1 to 10 rows a bag"}
 FUSED = {"put": "slices of 32", "per-table": "zero-copy, a kernel for each table", "direct": "zero-copy, one kernel"}
 _COMPILED = "weft"
-"""The name of the entry for weft's kernel as Triton compiled it. The kernels that the profiler saw follow this entry."""
+"""In a list of kernels, the name of the entry for weft's kernel as Triton compiled it. The entries after it are kernels
+that the profiler saw.
+"""
 _ORDERS = (("natural", "-natural", 7.0), ("remote first", "", 1.0))
 
 

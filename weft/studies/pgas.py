@@ -63,9 +63,11 @@ SCALINGS = (
     Scaling("weak", lambda ranks: 64 * ranks, 64, {2: 2.10, 3: 1.95, 4: 1.87}, 1.97, "IV-A"),
     Scaling("strong", lambda ranks: 96, 16, {2: 2.95, 3: 2.55, 4: 2.44}, 2.63, "IV-B"),
 )
-"""Bags have up to 128 (weak) or 32 (strong) rows, uniformly drawn, so half as many on average.
+"""The paper's weak and strong scaling. The number of rows in a bag is uniform up to 128 (weak) or 32 (strong), so 64 or
+16 on average.
 
-speedups, mean: the paper's speedups of PGAS over its baseline."""
+The speedups are those of PGAS over the paper's baseline.
+"""
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,11 @@ class Communicator:
         self.hosts = mesh.hosts
         """The name of each rank's host."""
         self.mapped = tuple(host == mesh.hosts[self.rank] for host in mesh.hosts)
-        """For each rank, True if this process can address its memory, because both are on the same host."""
+        """For each rank, True if this process can address the rank's memory, because both are on the same host."""
         self.all_mapped = all(self.mapped)
-        """True if all ranks are on one host. Otherwise calls run unfused, or with collectives only."""
+        """True if all ranks are on one host. If not, calls run unfused, or with schedules that send between hosts only
+        by messages and collectives.
+        """
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = (
             weakref.WeakSet()

@@ -35,8 +35,8 @@ class Workload(ABC):
     waiting: Collection[str] = ()
     """Variants that synchronise with the device in each call. They are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(variant, baseline) pairs whose difference is published. They are repeated, up to a limit, until the difference is
-    clearly above its noise.
+    """(variant, baseline) pairs whose difference is published. Both variants of a pair are timed again, up to a limit,
+    until the difference is clearly above its noise.
     """
 
     @abstractmethod
@@ -99,8 +99,9 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
-"""A graph and its output. Keep the output until it is checked: graphs share a memory pool, so another graph would reuse its
-memory."""
+"""A CUDA graph of a call, and the call's output. Keep the output until it is checked: graphs share a memory pool, so
+another graph would reuse the memory of a freed output.
+"""
 
 
 @dataclass

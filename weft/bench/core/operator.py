@@ -50,7 +50,7 @@ class Variants(Workload):
     """
 
     about: str
-    """A description of the configuration, shown after its `name`."""
+    """A description of the configuration, which follows the configuration's `name` in titles."""
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -204,16 +204,19 @@ class OperatorBenchmark(ABC, Generic[P]):
     }
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
-    """The columns of a configuration's table, in addition to those of all operators."""
+    """Columns that only this operator adds to the table of one configuration, which has a line for each variant."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """The columns of a configuration's table that a narrow terminal omits, the last first."""
+    """The columns that a narrow terminal omits from the table of one configuration. The last of them is omitted first.
+    """
     optional: tuple[str, ...] = ()
-    """Columns of the table of several configurations that a narrow terminal omits."""
+    """The columns that a narrow terminal omits from the table of all configurations, which has a line for each
+    configuration.
+    """
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """Column headers of the table of several configurations. `head`: the columns before the times. `time`: a variant's
-    times, where {} is the variant. `tail`: the columns after the gains.
+    """Column headers of the table of all configurations. `head`: the columns before the times. `time`: the column with
+    the times of a variant, whose name replaces {}. `tail`: the columns after the speedups.
     """
 
     def modes(self, device: str) -> tuple[Mode, ...]:

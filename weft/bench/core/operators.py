@@ -14,14 +14,19 @@ from weft.bench.core.arguments import one_of
 from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""{fp8 operator: the operator to name instead, with `--dtype fp8`, in order to plan or measure it}"""
+"""{fp8 operator: the operator to name on the command line instead}. With `--dtype fp8` the commands then plan or
+measure the fp8 operator.
+"""
 LAYERS = "tensor_parallel"
-"""The benchmark of layers that call several operators. Layers are planned operator by operator."""
+"""The benchmark of layers that call several operators. `weft plan` does not plan layers: plan their operators instead.
+"""
 _STUDIES = {
     "inefficiency": "weft.studies.losses:OPERATOR", "fused_embedding": "weft.studies.fused_embedding_measure:OPERATOR",
     "pgas": "weft.studies.pgas_measure:OPERATOR",
 }  # fmt: skip
-"""{study that can be measured but is not an operator: module:object}: the cost of overlap, and two papers on embeddings."""
+"""{study: "module:object" of its benchmark}, for studies that measure on GPUs but are no operators: the losses from
+overlap, and two papers on embeddings.
+"""
 _TRAINING = "embedding_training"
 """An embedding training step: forward, backward and update. Benchmarks measure all of it; plans cover only the forward."""
 _HOMES = {
@@ -29,7 +34,7 @@ _HOMES = {
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""{benchmark: module:object} for benchmarks that are not in `weft.bench.ops` under their own name."""
+"""{benchmark: "module:object"} for benchmarks without a module of their own name in `weft.bench.ops`."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:

@@ -103,7 +103,7 @@ def bounds_here(device: str, ranks: int) -> Bounds:
 def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
     """Return the random shape number `index` of operator `op`.
 
-    seed: hexadecimal digits.
+    seed: the random seed of the benchmark, as hexadecimal digits.
     bounds: the limits on the shape's FLOPs and bytes.
     """
     return _first_fitting(random.Random(f"{seed}/{op}/{index}"), op, bounds, _kind(op))

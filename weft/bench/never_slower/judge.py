@@ -31,7 +31,7 @@ GAINS_BELOW = 0.9
 """Overlap can gain if the ideal time is below this fraction of serial's time."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
-"""The most microseconds that weft may add to a single call. The key is True if weft's schedule overlaps."""
+"""The longest time in microseconds that weft may add to a single call. The key is True if weft's schedule overlaps."""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
 """The limits for mode `changing`: weft's mean time / serial's, and weft's 99th percentile minus serial's in milliseconds."""
 

@@ -29,7 +29,7 @@ from weft.words import counted
 
 REPETITIONS = 5
 _SECONDS = {"cuda": 0.03, "cpu": 0.05}
-"""The time in seconds to measure the slowest variant in a mode."""
+"""For each type of device, the time in seconds for which the slowest variant is measured in a mode."""
 _WARM = 20
 """The number of sizes in mode `changing` that are called to warm up. weft compiles at least 16 sizes (`weft.operator.cache`)."""
 _FP8 = (8, 9)

@@ -34,7 +34,7 @@ from weft.words import by_rank
 T = TypeVar("T")
 
 _SAME = ("seed", "commit", "source", "machine", "device", "ranks", "versions", "variables", "harness")
-"""The fields that a row of the file must share with this run."""
+"""Fields of a row. A run reuses a row of the results file only if all these fields equal those of the run."""
 _CHANGING = -1
 
 

@@ -44,9 +44,9 @@ from weft.words import counted
 
 GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
-"""The modes with their own schedules. Single calls use the schedule of queued calls."""
+"""The timing modes for which weft chooses a schedule. Mode "single" uses the schedule of mode "queued"."""
 NEVER_BELOW = 0.98
-"""The fraction of the baseline's speed that counts as not slower."""
+"""A variant counts as not slower than its baseline if it reaches this fraction of the baseline's speed."""
 Variant = Callable[[int], torch.Tensor]
 
 _NEAR_BEST = 0.03
@@ -61,14 +61,14 @@ class GemmVariants(ChoosingVariants):
     """Variants of an operator with a GEMM: baselines, the operator with the schedule that it selects, and pinned schedules."""
 
     config: Any
-    """The shape."""
+    """The shape of the calls, a `GemmShape`."""
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
-    """The baselines of each variant that selects its schedule. The main baseline comes first."""
+    """{variant that selects its schedule: the baselines with which it is compared}. The main baseline comes first."""
     rules: ClassVar[tuple[str, ...]] = ()
     """Variants with a selection rule other than the default (`weft.plan.use`); they run only if named."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """Calls that are timed but are not variants. All records have their times."""
+    """The names of further calls to time, such as the GEMM alone. Every record has the times of these calls."""
 
     def __init__(self, spec: Spec[Any], shape: GemmShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets

@@ -241,9 +241,12 @@ class FusedVariant:
 
 
 Variant = SerialVariant | FusedVariant | PipelinedVariant
-"""A variant computes the output of an input set, [local batch, sum of D], on the current stream.
+"""An implementation to measure. Called with the number of an input set, it computes the output [local batch, columns of
+all tables] on the current stream.
 
-`traced` (CPU only) records the spans of a call in a timeline, on the monotonic clock that all ranks share."""
+Its method `traced` (CPU only) records the spans of a call in a timeline. Times are those of the monotonic clock, which
+all ranks share.
+"""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
     BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,

@@ -30,11 +30,11 @@ CPU_GROUP = "cpu"
 """The group of shapes that run on CPUs by default; the other groups run on GPUs."""
 
 Problems = Sequence[tuple[Any, str]]
-"""The problems of a shape's calls, each with the suffix of its variants."""
+"""For each kind of call of a shape: (problem, suffix of the names of its variants, such as "-bounded")."""
 
 _SYMMETRIC = "-symmetric"
 MEMORY_SHARE = 0.5
-"""The fraction of free memory for the schedules of a run. Each schedule keeps its buffers."""
+"""The fraction of free memory that the buffers of all measured schedules may take: each schedule keeps its buffers."""
 
 
 @dataclass(frozen=True)

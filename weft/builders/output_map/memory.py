@@ -33,7 +33,7 @@ class SharedMemory:
     times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk
         (`Routes.times`).
     slots: {node: its first slot in `box`}. A node has a slot for each rank that sends to it.
-    made_slots: {node: its slot in `made`}.
+    made_slots: {node: its slot in `made`}, for chunks that this rank's GEMM computes.
     """
 
     def __init__(

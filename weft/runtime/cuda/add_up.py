@@ -20,12 +20,12 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
-"""The largest number of parts whose addresses a launch passes as arguments. More addresses are passed in a table,
-except those of the caller's tensors, which change between runs.
+"""The largest number of summands whose addresses a launch passes as arguments. If there are more, a table has the
+addresses, except those of the caller's tensors, which change between runs.
 """
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
-"""The bytes of each part that a program reduces at a time: (without a norm, with a norm). With a norm, a program
-handles a whole row.
+"""The number of bytes of a summand that a Triton program loads at a time: without a norm, and with a norm. With a norm,
+a program reduces a whole row.
 """
 
 

@@ -47,7 +47,9 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
-"""A part of a signal of `_core.StreamProgram`: (True to wait, number of the base address, offset in bytes, value)."""
+"""A stream operation on one flag: (True to wait for a value and False to write it, number of the base address, offset
+in bytes, value). `_core.StreamProgram` issues several of them as one operation.
+"""
 COLLECTS_AT = 16  # byte offset of the third number of `Context.begun_word`
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 

@@ -65,7 +65,7 @@ class RankAddresses(NamedTuple):
     """The addresses, on this device, of each rank's memory, and the size of one output buffer in bytes."""
 
     ranks: Tables
-    """Addresses of outputs, of signals and of flags, int64 [world] each."""
+    """Three tensors of addresses, int64 [world] each: the outputs, the signals and the flags of every rank."""
     output_bytes: int
 
 
@@ -75,9 +75,11 @@ class _Work(NamedTuple):
     """
 
     tables: Tables
-    """The units of a sample. For uneven batch sizes also the first sample of each rank and the end (int64)."""
+    """The units of work of each sample. If ranks have uneven batch sizes, also the first sample of each rank, and the
+    number of all samples (int64).
+    """
     per_sample: int
-    """Units per sample."""
+    """The number of units of work of each sample."""
     is_even: bool
     """True if ranks share the batch evenly. The kernel then computes the first sample of each rank."""
 
@@ -135,7 +137,7 @@ class _Variant:
     constants: tuple[Any, ...]
     resident: int
     tables: Tables
-    """The tensors for staging, state and record, with their addresses."""
+    """The kernel's arguments `staging`, `state` and `record`, with their addresses."""
     program: _core.StreamProgram | None
     """A prepared launch to which each call passes its grid and arguments, or None if Triton must launch."""
 

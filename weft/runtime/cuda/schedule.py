@@ -9,8 +9,9 @@ Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`).
 without a compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Replays and
 single calls may alternate, and one rank may replay a run for which another rank makes a single call.
 
-Memory order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all later
-work on its stream. These are the release and acquire that `Set` and `Wait` promise.
+Memory order. A stream writes a flag after its earlier copies, and the write makes these copies visible: this is the
+release that `Set` promises. A wait for a flag blocks all later work on its stream: this is the acquire that `Wait`
+promises.
 
 Deadlines. A stream that waits has no deadline, so `weft.runtime.cuda.watch` checks that runs make progress. When the group
 has failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the next call

@@ -26,7 +26,9 @@ from weft.runtime.unfused.turn import Turn
 from weft.schedule.kernels import LibraryGroupedMatmul
 
 _MANY_ROWS = 32
-"""The mean number of rows from this host for an expert, from which a GEMM of them pays: it reads the weights once more."""
+"""The rows from this host get their own GEMM, while other rows are in transit, if an expert has at least this many of
+them on average. With fewer rows, reading the weights a second time costs more than the overlap saves.
+"""
 
 
 def dispatch_in_rails(

@@ -17,7 +17,9 @@ import random
 from typing import Literal, NamedTuple, TypeAlias
 
 CCD, CCDL, CCDWL, RRD, RCD, RAS, RP, RC, CL, WL, CDLR, WR, RTPL = 1, 2, 4, 4, 14, 33, 14, 47, 14, 2, 3, 12, 4
-"""DRAM timings in clocks of 1 ns. CCDL: between columns of a bank group. CCDWL: the same after a near-memory update."""
+"""DRAM timings in clocks of 1 ns, with JEDEC's names (CCD is tCCD, and so on). CCDWL is not JEDEC's: the delay that
+replaces CCDL, the delay between columns of a bank group, after a near-memory update.
+"""
 BANKS, GROUPS, ATOM, CHUNK, ROW = 16, 4, 32, 256, 2048
 """The numbers of banks and bank groups. Then sizes in bytes: a column access (ATOM), a channel's part of consecutive
 addresses (CHUNK), an open row (ROW).
