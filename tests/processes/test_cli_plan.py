@@ -18,6 +18,7 @@ from support.slow import mostly
 from typer.testing import CliRunner
 
 from weft.bench.core import console
+from weft.bench.core.operators import LAYERS, names
 from weft.builders import MatmulAllReduce, builder, unregister
 from weft.builders import matmul_all_reduce as all_reduce
 from weft.builders.problem import PROBLEMS
@@ -55,6 +56,14 @@ def test_help_speaks_of_options_that_there_are() -> None:
     assert "With eps" not in text["matmul_all_reduce"]
     assert "g1 to g16" in " ".join(text["all_gather_matmul"].split())
     assert "g16" not in text["matmul_all_reduce"]
+
+
+@pytest.mark.parametrize("command", ["plan", "sim"])
+def test_each_operators_help_has_examples_of_this_operator(command: str) -> None:
+    for op in sorted({*names()} - {LAYERS}):
+        text = " ".join(runner.invoke(app, [command, op, "--help"]).output.split())
+        assert f"weft {command} {op} --shape" in text
+        assert ("fp8" in text.split("Options")[0]) == ("scaled" in op), f"{op}: only scaled operators speak of fp8"
 
 
 def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:

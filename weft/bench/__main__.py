@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 _MODES = ("single", "queued", "graph")
 _ABOUT = """
-Measure an operator and its baselines. The result of every variant is first compared with a float64 reference.
+Measure variants of an operator: weft with the schedule that it chooses, weft with other schedules, and baselines, such as calls
+of NCCL (gloo) and cuBLAS without overlap. The result of every variant is first compared with a float64 reference.
 
 The command starts its own ranks, or uses torchrun's ranks. Each time is the slowest rank's median. "over roofline" is this time
-divided by the time that the call's bytes and FLOPs need at peak rates, which the same run measures. It can be below 1 if data fit
-into a cache.
+divided by the time that the call's bytes and FLOPs need at peak rates, which the same run measures. This quotient can be below 1
+if data fit into a cache.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import gc
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
@@ -80,8 +81,8 @@ def _layers(command_name: str) -> Any:
 
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     """Return the command of operator `name`. Its help has the first paragraph of the docstring of the operator's `problem`
-    class, and the docstring of the class's method `sized`. The keyword arguments of `sized` after dtype are the names that
-    `--option` accepts.
+    class, and the docstring of the class's method `sized`, with examples of this operator. The keyword arguments of `sized`
+    after dtype are the names that `--option` accepts.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
@@ -107,6 +108,10 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     sizes = inspect.getdoc(problem.sized)
     if not sizes or sizes == inspect.getdoc(Problem.sized):  # the problem's docstring defines M, N and K
         sizes = f"{rest}\n\n    {group.command} {problem.name} --shape 8192,8192,4096 --ranks 8"
+    if name != problem.name:
+        first += " The operands are fp8 numbers with scales."
+    if f"weft plan {name} " not in sizes:  # the examples are those of the operator from which this one is derived
+        sizes = re.sub(r"weft plan \w+ ", f"weft plan {name} ", sizes)
     sizes = sizes.replace("weft plan ", f"{group.command} ")
     if "everything" not in inspect.signature(group.run).parameters:
         sizes = sizes.replace(" --all", "")

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from weft.plan import Explanation
 
 
-_LOSSES = """Columns for operators with GEMMs: DIL (decomposition loss) is the time of the pieces divided by the time of the whole.
-CIL (contention loss) is the time during concurrent work divided by the time alone. 1 means no loss. `comm` is communication.
-Exposed is the time in which a rank has nothing to compute."""
+_LOSSES = """Columns for operators with GEMMs: DIL (decomposition loss) is the time of an operation in pieces divided by its time in
+one piece. CIL (contention loss) is the time of an operation during concurrent work divided by its time alone. 1 means no loss.
+`comm` is the communication. Exposed is the time in which a rank has nothing to compute."""
 
 
 def _run(
@@ -79,6 +79,10 @@ plan = typer.Typer(
     no_args_is_help=True,
     help=(
         "Show which schedule weft chooses for a shape, on this machine or another, and why: candidates, predicted times, losses."
+        "\n\nNeeds no GPU. A schedule is the order in which ranks compute, send and wait. `weft plan OP --help` says what M, N and "
+        "K mean for operator OP."
+        "\n\n    weft plan all_gather_matmul --shape 16384,8192,4096 --ranks 4"
+        "\n\n    weft plan all_gather_matmul --shape 16384,8192,4096 --ranks 8 --hw mi300x"
     ),
 )
 

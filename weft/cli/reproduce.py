@@ -66,6 +66,8 @@ def ficco(
 ) -> None:  # fmt: skip
     """Reproduce FiCCO's evaluation on its sixteen GEMMs and sixteen synthetic GEMMs.
 
+    The paper is "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
+
     The output shows figures 12b, 13, 14 and the accuracy of the heuristic. By default, times are simulated with a
     machine file, in which many numbers are assumed; this takes a minute or two. To measure on a machine with GPUs instead:
 
@@ -106,6 +108,8 @@ def t3(
 ) -> None:  # fmt: skip
     """Reproduce T3's evaluation, on the paper's hardware or in software on existing GPUs.
 
+    The paper is "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
+
     By default the command simulates the paper's hardware: a ring of GPUs whose memory controllers track updates, trigger copies,
     add values and prioritise accesses. It compares all numbers of the paper's text with the simulation.
 
@@ -137,6 +141,8 @@ def fused_embedding(
 ) -> None:  # fmt: skip
     """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all, on a model of its MI210 nodes.
 
+    The paper is "GPU-initiated Fine-grained Overlap of Collective Communication with Computation".
+
     The evaluation covers slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM training pass
     on 128 nodes. All numbers in the paper's text are compared with the model's. A sensitivity analysis changes each
     assumed number by 20%.
@@ -159,6 +165,9 @@ def pgas(
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures of figures 5 to 10.")] = None,
 ) -> None:  # fmt: skip
     """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), by simulation.
+
+    The paper is "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning
+    Recommendation Systems".
 
     The output compares the paper's speedups with the model's. It also shows lower bounds of the times of pooling, exchange
     and unpacking, and the bandwidth that follows from the paper's baseline times. To measure on two GPUs, and show the figures:

@@ -12,7 +12,9 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class AllGatherMatmulGradients(RowsProblem):
-    """All gradients of all-gather + GEMM. x is the gathered input, g_i is the gradient of y_i.
+    """All gradients of all-gather + GEMM (`all_gather_matmul`): those of x and of every weight.
+
+    x is the gathered input, g_i is the gradient of y_i, wt_i and gt_i are the transposed w_i and g_i.
 
         grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i
         grad_wt_i = gt_i @ x

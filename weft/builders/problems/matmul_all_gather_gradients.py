@@ -12,7 +12,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGatherGradients(MatmulAllGather):
-    """Both gradients of GEMM + all-gather: grad_x = own @ wt and grad_w = xt @ own.
+    """Both gradients of GEMM + all-gather (`matmul_all_gather`): those of x and of w.
+
+        grad_x = own @ wt
+        grad_w = xt @ own
 
     g is the gradient of the result on each rank, and `own` is this rank's block of the sum of g over all ranks.
 

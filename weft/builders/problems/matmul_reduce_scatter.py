@@ -16,6 +16,8 @@ from weft.words import counted
 class MatmulReduceScatter(GemmProblem):
     """y = this rank's rows of the sum of all ranks' x @ w.
 
+    x [M, K] @ w [K, N] on each rank. Each rank gets M / ranks rows of the sum of all products.
+
     Buffers: x [m, k] and w [k, n] in; y [m / ranks, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained
     Overlap of Compute & Collectives", 4.
 
