@@ -1,7 +1,7 @@
 """Invalid lengths and offsets of a KeyedJaggedTensor are refused on every rank.
 
-This is tested for the operator and the module, with a local batch, a global batch, and keys that no table uses. Then
-the next call works.
+This is tested for the operator and for modules: with a local batch, a global batch, keys that no table uses, row-wise and
+data-parallel tables, and lookups without pooling. Then the next call works.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from support.on_ranks import error_of
 
 import weft
 from weft import EmbeddingBagConfig, KeyedJaggedTensor
+from weft.embedding import DataParallel, RowWise
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
-TABLES = (EmbeddingBagConfig(10, 4, "users", ("u",)), EmbeddingBagConfig(20, 3, "items", ("i",)))
+TABLES = (EmbeddingBagConfig(10, 4, "users", ("u",)), EmbeddingBagConfig(20, 4, "items", ("i",)))
 BATCH = 4
 PLACEMENT = [0, 1]
-WAYS = ["operator", "local_batch", "global_batch", "unused key"]
+PLACEMENTS: dict[str, Any] = {"row_wise": [RowWise(), DataParallel()], "rows": [RowWise(), 1]}
+WAYS = ["operator", "local_batch", "global_batch", "unused key", *PLACEMENTS]
+LOCAL = ("local_batch", *PLACEMENTS)
 LENGTHS = [2, 0, 3, 1]
 
 
@@ -108,6 +111,9 @@ SPOILED: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "sparse lengths": (foreign(torch.Tensor.to_sparse), ["lengths has layout torch.sparse_coo", "to_dense()"]),
     "float offsets": (with_offsets(torch.Tensor.float), ["is torch.float32", "pass torch.int32 or torch.int64"]),
     "offsets beyond the values": (with_offsets(lambda n: n + 100), ["values"]),
+    "offsets that end early": (with_offsets(lambda n: n.clamp(max=int(n[-1]) - 1)), ["the bags must hold all values", "values[0:"]),
+    "offsets that begin late": (with_offsets(lambda n: n.clamp(min=1)), ["the bags must hold all values", "offsets - 1"]),
+    "descending offsets": (with_offsets(lambda n: torch.cat([n[:1], n[1:-1].flip(0), n[-1:]])), ["offsets must ascend"]),
 }  # fmt: skip
 
 
@@ -117,10 +123,19 @@ def caller_of(group: dist.ProcessGroup, way: str) -> Callable[[Any], torch.Tenso
         sharding = weft.place_tables(TABLES, 2, placement=PLACEMENT)
         mine = [weights[i] for i in sharding.local_tables(group.rank())]
         return lambda given: weft.embedding_all_to_all(mine, given, sharding, group=group)
-    kind: Any = "local_batch" if way == "local_batch" else "global_batch"
-    module = ShardedEmbeddingBagCollection(TABLES, group=group, placement=PLACEMENT, input=kind)
-    module.load_full_weights({t.name: w for t, w in zip(TABLES, weights, strict=True)})
+    full = {t.name: w for t, w in zip(TABLES, weights, strict=True)}
+    if way == "rows":
+        unpooled = ShardedEmbeddingCollection(TABLES, group=group, placement=PLACEMENTS[way])
+        unpooled.load_full_weights(full)
+        return lambda given: torch.cat([summed(unpooled(given)[key]) for key in ("u", "i")], dim=1)
+    kind: Any = "local_batch" if way in LOCAL else "global_batch"
+    module = ShardedEmbeddingBagCollection(TABLES, group=group, placement=PLACEMENTS.get(way, PLACEMENT), input=kind)
+    module.load_full_weights(full)
     return lambda given: module(given).values()
+
+
+def summed(bags: Any) -> torch.Tensor:
+    return torch.stack([rows.sum(0) for rows in bags.to_dense()])
 
 
 def refused(group: dist.ProcessGroup, way: str) -> dict[str, tuple[str, str]]:
@@ -128,8 +143,8 @@ def refused(group: dist.ProcessGroup, way: str) -> dict[str, tuple[str, str]]:
     call, found = caller_of(group, way), {}
     good = with_lengths(lambda lengths: lengths)(way)
     # A rank's own samples are all samples of a local batch, or half of a global batch.
-    mine = LENGTHS if way == "local_batch" else LENGTHS[2 * group.rank() :][:2]
-    wanted = torch.tensor([[1.0 * n] * 4 + [2.0 * n] * 3 for n in mine])
+    mine = LENGTHS if way in LOCAL else LENGTHS[2 * group.rank() :][:2]
+    wanted = torch.tensor([[1.0 * n] * 4 + [2.0 * n] * 4 for n in mine])
     for name, (spoil, _) in SPOILED.items():
         assert torch.equal(call(good), wanted)
         found[name] = error_of(partial(call, spoil(way) if group.rank() == 1 else good))

@@ -1,4 +1,4 @@
-"""Other uses of a `ShardedEmbeddingBagCollection`: features that share values; copies, pickles, conversions and moves.
+"""Other uses of a `ShardedEmbeddingBagCollection`: offsets of another batch; copies, pickles, conversions and moves.
 
 Each result is compared with `torch.nn.functional.embedding_bag` on one rank, and each refusal is checked on all ranks.
 """
@@ -82,7 +82,7 @@ def close(output: torch.Tensor, wanted: torch.Tensor) -> bool:
     return output.shape == wanted.shape and bool((output.double() - wanted.double()).abs().max() <= tolerance)
 
 
-# --- features that share their values ---
+# --- offsets of another batch ---
 
 
 class TorchRecLike:
@@ -91,50 +91,6 @@ class TorchRecLike:
     def __init__(self, ours: KeyedJaggedTensor):
         for name in ("keys", "values", "lengths", "offsets", "weights_or_none", "stride"):
             setattr(self, name, getattr(ours, name))
-
-
-def pooled(group, parts: list, options: dict) -> torch.Tensor:
-    module = made(group, **options)
-    part = parts[group.rank()]
-    module(part)
-    return module(part).values().clone()
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("foreign", [False, True])
-def test_offsets_may_begin_above_zero_and_end_before_the_values(pool, dtype, ranks, weighted, foreign):
-    parts = [features(rank, before=5 * (1 - rank), after=3 * rank, dtype=dtype) for rank in range(ranks)]
-    given = [TorchRecLike(part) for part in parts] if foreign else parts
-    outputs = pool.run(pooled, given, {"is_weighted": weighted}, ranks=ranks)
-    for output, part in zip(outputs, parts, strict=True):
-        assert close(output, reference(part, full_weights(), weighted))
-
-
-@pytest.mark.parametrize("keys", [KEYS, ["i", "unused", "friend", "u"]])
-def test_a_global_batch_may_be_a_part_of_the_values(pool, keys):
-    whole = features(7, before=5, after=2, keys=keys)
-    outputs = pool.run(pooled, [whole, whole], {"input": "global_batch"}, ranks=2)
-    assert close(torch.cat(outputs), reference(whole, full_weights()))
-
-
-def test_the_two_halves_of_a_batch(pool):
-    """Both ranks pass the same tensor of values, and each has a range of its offsets."""
-    tables = (EmbeddingBagConfig(50, 8, "users", ("u",)),)
-    ids, offsets = torch.arange(20), torch.tensor([0, 3, 3, 7, 8, 12, 20])
-    parts = [KeyedJaggedTensor(["u"], ids, offsets=some) for some in (offsets[:4], offsets[3:])]
-    outputs = pool.run(halves, tables, parts, ranks=2)
-    wanted = torch.nn.functional.embedding_bag(
-        ids, full_weights()["users"], offsets, mode="sum", include_last_offset=True
-    )
-    assert close(torch.cat(outputs), wanted)
-
-
-def halves(group, tables, parts) -> torch.Tensor:
-    module = ShardedEmbeddingBagCollection(tables, group=group)
-    module.load_full_weights({"users": full_weights()["users"]})
-    return module(parts[group.rank()]).values().clone()
 
 
 def refused(
@@ -169,7 +125,7 @@ def given_as(what: str) -> Any:
             "two stories, unseen before the headers",
             ["lengths sum to", "offsets go from 5 to", "pass only one of them"],
         ),
-        ("lengths alone", ["lengths sum to", "pass offsets to use a part of the values"]),
+        ("lengths alone", ["lengths sum to", "correct the lengths"]),
     ],
 )
 def test_offsets_that_do_not_fit_are_refused_by_all(pool, what, words):

@@ -165,9 +165,19 @@ def test_offsets_may_fall_nowhere_where_one_look_ends_and_the_next_begins(positi
         check_offsets(large, SHARDING, 0, checked)
 
 
-def test_the_first_offset_may_be_above_zero():
-    later = jagged(values=torch.zeros(20, dtype=torch.int64), offsets=torch.arange(13) + 3)
-    check_offsets(later, SHARDING, 0, check_jagged(later, SHARDING, 0, None, WEIGHTS))
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [
+        (3, ["go from 3 to 15", "20 values", "pass values[3:15] and offsets - 3"]),
+        (0, ["go from 0 to 12", "20 values", "pass values[0:12]"]),
+        (8, ["go from 8 to 20", "20 values", "pass values[8:20] and offsets - 8"]),
+    ],
+)
+def test_bags_of_a_part_of_the_values_are_refused(begin, words):
+    part = jagged(values=torch.zeros(20, dtype=torch.int64), offsets=torch.arange(13) + begin)
+    checked = check_jagged(part, SHARDING, 0, None, WEIGHTS)
+    with refused(*words):
+        check_offsets(part, SHARDING, 0, checked)
 
 
 @given(st.integers(1, 6), st.data())

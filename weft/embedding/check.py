@@ -16,7 +16,7 @@ import torch
 
 from weft.arguments import check_tensor
 from weft.embedding.hashing import hash_ids
-from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
+from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, wrong_range
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
@@ -159,7 +159,7 @@ def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
-    """Raise `ValueError` unless all offsets of a CPU input ascend, from at least 0 to at most the number of values."""
+    """Raise `ValueError` unless all offsets of a CPU input ascend, from 0 to the number of values."""
     offsets, batch = jagged.offsets, checked.global_batch
     if offsets.numel() == 0:  # a rank without features
         return
@@ -181,15 +181,15 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
             fail(
                 at, f"is {here} and the next is {after}: offsets must ascend, because a bag ends where the next begins"
             )
-    if jagged.whole and last != count:
-        raise ValueError(wrong_sum(last, count))
-    if last > count:
+    if last > count and not jagged.from_lengths:
         at = int((offsets > count).nonzero()[0])
         cut = f": offsets begin at {first}, so if you cut off the values before it, pass offsets - {first}"
         fail(
             max(at - 1, 0),
             f"begins a bag that ends at {int(offsets[at])}, beyond the {counted(count, 'value')}{cut if first else ''}",
         )
+    if (first, last) != (0, count):
+        raise ValueError(wrong_range(first, last, count, jagged.from_lengths))
 
 
 def check_contents(

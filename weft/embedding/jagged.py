@@ -24,7 +24,7 @@ class JaggedInput(NamedTuple):
     None.
 
     stride: B, if the container knows it, otherwise None. Required if T = 0.
-    whole: True if bags must cover all of `values`, because the container has lengths and no offsets.
+    from_lengths: True if the container has lengths and no offsets, for error texts.
     """
 
     keys: tuple[str, ...] | None
@@ -32,7 +32,7 @@ class JaggedInput(NamedTuple):
     offsets: torch.Tensor
     weights: torch.Tensor | None
     stride: int | None = None
-    whole: bool = False
+    from_lengths: bool = False
 
 
 class JaggedTensor:
@@ -65,15 +65,14 @@ class KeyedJaggedTensor:
     keys: the T feature names. Every key has the same B: TorchRec's variable stride per key is not supported.
     values: the ids of all bags, [N] int32 or int64.
     weights: a weight for each id, [N] float32, or None.
-    lengths: the number of ids in each bag, [T * B] int32 or int64. Without offsets, bags begin at the first value, and
-        must cover all values.
+    lengths: the number of ids in each bag, [T * B] int32 or int64.
     offsets: the position in `values` where each bag begins, and the end of the last bag, [T * B + 1] int32 or int64.
-        They may begin above 0 and end before N, so that a part of a batch can share the batch's values. Pass lengths,
-        offsets, or both. If you pass both, they must describe the same bags.
+        Pass lengths, offsets, or both. If you pass both, they must describe the same bags.
     stride: the number of samples, B. Required only if there are no keys.
 
-    Pooling on CPU refuses invalid bags. On GPUs a full check would wait for the device, so only the sum of a local
-    batch's lengths is checked, and the caller must ensure that bags are valid.
+    The bags must hold all values: offsets ascend from 0 to N, and lengths sum to N. Lookups and pooling on CPU refuse
+    other bags. On GPUs a full check would wait for the device, so only the sum of a local batch's lengths is checked,
+    and the caller must ensure that bags are valid.
 
     At their first use, `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy from a GPU and
     wait for it. Other methods do neither.
@@ -343,14 +342,14 @@ def as_jagged(features: Any) -> JaggedInput:
     check_keyed(features)
     # Read this before `offsets()`, which makes offsets from lengths. Without this method, assume that the container got
     # both.
-    whole = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
+    from_lengths = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
     return JaggedInput(
         tuple(features.keys()),
         features.values(),
         features.offsets(),
         features.weights_or_none(),
         features.stride(),
-        whole,
+        from_lengths,
     )
 
 
@@ -392,11 +391,24 @@ def _check_container(features: Any) -> None:
         raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
 
 
-def wrong_sum(total: int, count: int) -> str:
-    """Return the error text for lengths that do not sum to the number of values."""
+def wrong_range(begin: int, end: int, count: int, from_lengths: bool) -> str:
+    """Return the error text for bags that hold the values from `begin` to `end`, and not all `count` values.
+
+    Such bags are refused, because offsets of another batch would otherwise ignore ids silently.
+
+    from_lengths: True if the caller passed lengths and no offsets.
+    """
+    values = counted(count, "value")
+    if from_lengths:
+        return f"lengths sum to {end} but there are {values}: the bags must hold all values, so correct the lengths"
+    fix = "correct the offsets"
+    if 0 <= begin <= end <= count:
+        fix += f", or pass values[{begin}:{end}] and offsets - {begin}"
+    elif end - begin == count:
+        fix += f", or pass offsets - {begin}"
     return (
-        f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the lengths, "
-        f"or pass offsets to use a part of the values"
+        f"offsets go from {begin} to {end} but there are {values}: offsets are positions in values, 0 or more, and the bags must "
+        f"hold all values, so {fix}"
     )
 
 

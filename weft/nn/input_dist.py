@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import missing_feature
-from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
+from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_range
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.operator.derivatives import once
@@ -65,7 +65,7 @@ class _LocalBatch:
     layout: _Layout
     values: torch.Tensor
     lengths: torch.Tensor
-    offsets: torch.Tensor | None  # with offsets, the bags may use only a part of `values`
+    offsets: torch.Tensor | None
     weights: torch.Tensor | None
     batch_size: int
 
@@ -181,10 +181,10 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return the features of this rank's tables for the global batch, and every rank's batch size.
 
-        Keys without a table are dropped. Values before the first offset and after the last offset are dropped too, so
-        several batches may share a values tensor. Without offsets, the lengths must sum to the number of values. Raises
-        `RefusedError` (a `ValueError`) on every rank, with the reason, if any rank's input is bad. Raises
-        `DisagreementError` if ids are int32 on one rank and int64 on another.
+        Keys without a table are dropped. The bags must hold all values. On GPUs, values before the first offset and
+        after the last offset are not noticed, and dropped. Raises `RefusedError` (a `ValueError`) on every rank, with
+        the reason, if any rank's input is bad. Raises `DisagreementError` if ids are int32 on one rank and int64 on
+        another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
             sizes.
@@ -334,7 +334,7 @@ class InputDist:
                 wrong = counts.sum() != count
             else:
                 begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
-                wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
+                wrong = (begin != 0) | (end != count) | (end - begin != counts.sum())
             # A length greater than the number of values would overflow sums and int32.
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
@@ -452,14 +452,11 @@ class InputDist:
             )
         total, count = sum(local.lengths.flatten().tolist()), local.values.numel()
         if local.offsets is None:
-            return wrong_sum(total, count)
+            return wrong_range(0, total, count, True)
         begin, end = int(local.offsets[0]), int(local.offsets[-1])
         if end - begin != total:
             return f"lengths sum to {total} but offsets go from {begin} to {end}: pass only one of them"
-        return (
-            f"offsets go from {begin} to {end} but there are {counted(count, 'value')}: offsets are positions in values, 0 or "
-            f"more{f'. If you cut off the values before the first offset, pass offsets - {begin}' if begin > 0 else ''}"
-        )
+        return wrong_range(begin, end, count, False)
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
         """Exchange the error texts of all ranks, and raise them on every rank. All ranks must make this call.

@@ -21,7 +21,7 @@ import torch
 
 from weft.embedding import JaggedInput, KeyedJaggedTensor, as_jagged, hash_ids
 from weft.embedding.check import check_parts
-from weft.embedding.jagged import offsets_of, wrong_sum
+from weft.embedding.jagged import offsets_of, wrong_range
 from weft.embedding.partition import DataParallel, Partition, RowWise
 from weft.embedding.tables import EmbeddingBagConfig
 from weft.words import counted
@@ -242,20 +242,22 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
     """
     offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
     if not batch or not keys:
+        if count:
+            raise ValueError(wrong_range(0, 0, count, jagged.from_lengths))
         return [0] * (len(keys) + 1)
     lengths = offsets.diff()
-    *ends, least = torch.cat([offsets[::batch], lengths.min().view(1)]).tolist()
+    *ends, least, most = torch.cat([offsets[::batch], *(one.view(1) for one in lengths.aminmax())]).tolist()
     if least < 0:
         key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
         raise ValueError(
             f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag has 0 or "
             "more ids, so offsets must ascend"
         )
-    if ends[0] < 0 or ends[-1] > count:
+    if most > count:  # the sum of such lengths may overflow, and then equal the number of values
+        key, sample = divmod(int(lengths.argmax()), batch)
         raise ValueError(
-            f"offsets go from {ends[0]} to {ends[-1]} but there are {counted(count, 'value')}: offsets are positions in values, "
-            "0 or more"
+            f"feature {keys[key]!r}, sample {sample}: length {most} is more than the {counted(count, 'value')}: correct the lengths"
         )
-    if jagged.whole and ends[-1] != count:
-        raise ValueError(wrong_sum(ends[-1], count))
+    if (ends[0], ends[-1]) != (0, count):
+        raise ValueError(wrong_range(ends[0], ends[-1], count, jagged.from_lengths))
     return ends
