@@ -1,8 +1,7 @@
-# Two commands: `make demo` (the main job, with a picture) and `make test`. Both make .venv first; beside it and
-# build/, where it compiles, `make setup` changes nothing. A machine needs Python 3.11+ (with venv), a C++20 compiler, make;
-# all else comes from PyPI.
-# Without a GPU, torch's CPU build is the smaller download: make setup PIP_ARGS="--extra-index-url
-# https://download.pytorch.org/whl/cpu". PIP_ARGS reach every `pip install` here, and may come from the environment.
+# Start with `make demo` and `make test`. Both first run `make setup`, which writes only into .venv and build/. The machine
+# needs Python 3.11 or later with venv, a C++20 compiler and make; everything else comes from PyPI.
+# Without a GPU, torch's CPU build is a smaller download: make setup PIP_ARGS="--extra-index-url
+# https://download.pytorch.org/whl/cpu". Every `pip install` of this file gets PIP_ARGS, also from the environment.
 PYTHON ?= python3
 PIP_ARGS ?=
 OUT ?= gpu-check
@@ -12,13 +11,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
-# pip compiles to bytecode in one process; BYTECODE does it in one for each core, but for packages' own tests and for packages
-# that tests hardly import, or that are compiled to C. Some packages have files of other Pythons.
+# BYTECODE compiles packages to bytecode in a process for each core; pip would use only one process. It skips the packages' own
+# tests, and packages that weft's tests rarely import, or that are compiled to C. It ignores errors, because some packages contain
+# files for other versions of Python.
 INSTALL := $(PIP) install --disable-pip-version-check --no-compile $(PIP_ARGS)
 UNUSED := /tests/|/torch/testing/_internal/|/(pip|setuptools|mypyc?|networkx)/
 BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x "$(UNUSED)" $(VENV)/lib || true
 
-# What weft needs, for a pip of its own: it downloads and unpacks while another compiles csrc/, which one pip does in turn.
+# NEEDS prints weft's requirements. One pip installs them while another pip compiles csrc/; a single pip would do one after the
+# other.
 define NEEDS
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
@@ -58,16 +59,17 @@ build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (
 	@echo "== compiling csrc/"
 	@$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/ (PICTURE=file: its picture too)
+demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/ (PICTURE=file: copy its picture there)
 	$(BIN)/weft demo
 	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
-# Tests that need a GPU would only be imported. Tests run side by side: torch's threads would wait for each other, spinning.
+# Leave out tests/gpu and tests/multigpu, which would only be imported. One thread per process, because tests run concurrently:
+# torch's threads of several processes would wait for each other, and spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
-test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
+test: setup  ## Run the tests that need no GPU, about 5 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
-test-slow: setup  ## More ranks and random cases, whole commands and examples, planted faults. PART=1/2: half of them
+test-slow: setup  ## Run the slow tests: more ranks, random cases, whole commands, examples, planted faults. PART=1/2: half of them
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu" $(if $(PART),--part $(PART))
 
 test-models: setup  ## Train a Hugging Face and a torchtitan Llama with weft's styles and with torch's; installs both packages
@@ -85,19 +87,19 @@ test-formats: setup  ## Read traces and topologies with Chakra, HolisticTraceAna
 	$(INSTALL) -q --upgrade --target build/formats mlc-chakra HolisticTraceAnalysis infragraph
 	PYTHONPATH=build/formats $(BIN)/python -m pytest tests/unit/test_sim_chakra.py tests/unit/test_trace_kineto.py tests/unit/test_topology_infragraph.py
 
-test-all: test test-slow test-models test-torchrec test-formats  ## The five targets above
+test-all: test test-slow test-models test-torchrec test-formats  ## Run the five targets above
 
 .PHONY: chaos chaos-gpu
 N ?= 250
 SEED ?= 0
 HOSTS ?= 1
-chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; an interrupted campaign resumes. HOSTS=2: between two hosts
+chaos: setup  ## Kill, stop and interrupt ranks at random, less than 10 minutes (N=250 SEED=0). Resumes if interrupted. HOSTS=2: between two hosts
 	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED) --hosts $(HOSTS)
 
-chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections into OUT=folder
+chaos-gpu:  ## The same on GPUs, on a machine as for gpu-check: 200 injections, results in OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_chaos.sh $(OUT) --seed $(SEED)
 
-lint: setup  ## Style, types, layers
+lint: setup  ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports; layers=$$?; wait $$types && exit $$layers
@@ -123,7 +125,7 @@ docs: setup  ## Update the generated documents and pictures (CONTRIBUTING.md lis
 	$(BIN)/python docs/hosts_page.py
 	$(BIN)/python docs/torchrec_page.py
 
-release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
+release: setup  ## Build manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build
 	rm -rf build/release && mkdir -p build/release && git archive HEAD | tar -x -C build/release
 	$(BIN)/python docs/package_page.py build/release

@@ -250,9 +250,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, help="number of processes to start without torchrun (default: 2, or one for each GPU)"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda: one GPU per rank (default: cuda if there is a GPU)",
+    )
     parser.add_argument("--batch", type=int, default=1024, help="samples in a step, of all ranks together")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="number of training steps")
     parser.add_argument("--held-out", type=int, default=16, help="number of held-out batches, for the AUC")
     parser.add_argument("--every", type=int, default=100, help="number of steps after which the AUC is computed again")
     parser.add_argument("--rows", type=int, default=1000, help="rows of each table")
@@ -261,7 +266,7 @@ def parsed() -> argparse.Namespace:
         "--zipf", type=float, default=1.05, help="exponent of the Zipf distribution of synthetic ids; 0 means uniform"
     )
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the tables")
-    parser.add_argument("--mlp-lr", type=float, default=0.002)
+    parser.add_argument("--mlp-lr", type=float, default=0.002, help="learning rate of the MLPs")
     parser.add_argument(
         "--placement", choices=["ranks", "rows", "plan"], default="ranks",
         help="ranks: each table on one rank (default). rows: each table cut by rows. plan: chosen by weft.embedding.plan_tables",

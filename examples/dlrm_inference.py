@@ -77,9 +77,9 @@ def batch(size: int, device: torch.device, generator: torch.Generator) -> tuple[
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description="DLRM inference with sharded embeddings")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU per rank")
     parser.add_argument("--batch", type=int, default=1024, help="samples per rank and step")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="number of batches to score")
     parser.add_argument("--check", action="store_true", help="compare with the unsharded model")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:

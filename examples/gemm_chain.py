@@ -63,7 +63,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
 
     for c in range(chunks):  # the rank's own rows first, because they need no wait
         use(0, c)
-    for c in range(chunks):  # then the others', in their order of arrival
+    for c in range(chunks):  # then the other ranks' rows, in their order of arrival
         for distance in range(1, world):
             send(distance, c)
             use(distance, c)
@@ -85,7 +85,7 @@ def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") ->
     for _ in range(3):
         tensors["y"].fill_(torch.nan)
         timeline = Timeline()
-        dist.barrier()  # only for the picture: ranks may begin at any time
+        dist.barrier()  # only for the picture, in which ranks then begin together
         weft.run_schedule(schedule, tensors, group, timeline=timeline)
     shards = [torch.empty_like(tensors["x"]) for _ in range(world)]
     dist.all_gather(shards, tensors["x"])

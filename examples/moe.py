@@ -47,7 +47,9 @@ from weft.launch import run_ranks
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of a layer. hidden: columns of a token. width: columns of gate and of up. tokens: the number on each rank."""
+    """The sizes of a layer. hidden: the columns of a token. width: the columns of gate, and of up. tokens: the number
+    of tokens on each rank.
+    """
 
     hidden: int
     width: int
@@ -60,7 +62,7 @@ PRESETS = {
     "mixtral": Layer(hidden=4096, width=14336, experts=8, top_k=2),  # Mixtral-8x7B
     "deepseek": Layer(hidden=7168, width=2048, experts=256, top_k=8),  # DeepSeek-V3, without its shared expert
 }
-SAME_LOSS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
+SAME_LOSS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest relative difference
 SHRUNK = 8  # divisor of hidden and width on CPU by default
 
 
@@ -83,8 +85,8 @@ SERIAL = Ways("serial", "serial")
 
 
 class MoE(nn.Module):
-    """This rank's E experts (numbers rank * E and following), with the parameters gate_up [E, ...] and down [E, ...],
-    and the router.
+    """The router and this rank's E experts, whose numbers are rank * E to rank * E + E - 1. The experts' parameters are
+    gate_up [E, ...] and down [E, ...].
 
     All ranks have the same router."""
 
@@ -97,7 +99,7 @@ class MoE(nn.Module):
         self.gate_up, self.down = nn.Parameter(torch.stack(gate_up)), nn.Parameter(torch.stack(down))
         generator = torch.Generator(like.device).manual_seed(1)
         router = torch.randn(layer.hidden, layer.experts, generator=generator, device=like.device) / layer.hidden**0.5
-        self.router = nn.Parameter(router)  # fp32 for any dtype of the experts: small differences decide
+        self.router = nn.Parameter(router)  # fp32, because small differences decide which experts are chosen
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights of each token's experts, the experts), both [tokens, top_k]."""
@@ -107,7 +109,7 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None) -> torch.Tensor:
         """Map this rank's [tokens, hidden] to [tokens, hidden]."""
         weights, experts = self.route(x)
-        order = experts.flatten().argsort(stable=True)  # a token's copies, sorted by expert
+        order = experts.flatten().argsort(stable=True)  # each token once for each of its experts, sorted by expert
         token = order // self.layer.top_k
         splits = torch.bincount(experts.flatten(), minlength=self.layer.experts)
         h, received = weft.all_to_all_matmul(
@@ -257,7 +259,7 @@ def what_ran(timeline: weft.Timeline, rank: int) -> str:
 
 
 def ran_in_turn(timeline: weft.Timeline, rank: int) -> bool:
-    """True if weft selected the serial schedule for both operators, so that its timeline has the serial exchanges."""
+    """True if weft selected the serial schedule for both operators: `timeline` then has the exchanges of this schedule."""
     names = {s.name for s in timeline if s.rank == rank}
     return {"exchange tokens -> unordered", "exchange ordered -> y"} <= names
 

@@ -7,7 +7,7 @@
 To recover, a program does three things. It registers a callback (`weft.on_failure`), makes a new group of the living
 ranks, and returns to the last step that all living ranks have finished. (When a rank dies, one survivor may have
 received all of its data for a step, and another survivor not. So survivors may be a step apart.) Modules belong to a
-group, so the program makes new modules. Calls set up their memory themselves.
+group, so the program makes new modules. The first call on the new group allocates its memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int]
 
     torch.manual_seed(rank)
     x_shard = torch.randn(ROWS, WIDTH)
-    weights = [torch.ones(WIDTH, OUT)]  # after each step; a real program has checkpoints
+    weights = [torch.ones(WIDTH, OUT)]  # the weights after each step; a real program saves checkpoints
     losses: list[float] = []
     story = "nobody was lost"
     while len(weights) <= steps:
@@ -59,7 +59,7 @@ def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int]
         except WeftError:
             failure = failures.get(timeout=10)
             if not isinstance(failure, PeerLostError) or failure.rank is None:
-                raise  # no rank is lost, so the error would occur again
+                raise  # no rank is lost, so a new group would meet the same error
             lost = living.pop(failure.rank)  # failure.rank is a rank of the group
             group = dist.new_group(living, use_local_synchronization=True)
             weft.on_failure(group, failures.put)

@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama over bytes. Ranks make it from one seed: all draw the same weights, and layers keep their parts."""
+    """A Llama over bytes. All ranks draw the same weights from one seed, and each layer keeps this rank's part."""
 
     def __init__(self, arguments: argparse.Namespace, fused: bool, device: torch.device) -> None:
         super().__init__()

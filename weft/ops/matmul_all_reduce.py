@@ -82,8 +82,9 @@ def matmul_all_reduce(
     group: a process group, or its name.
     op: "sum", or "avg" (the sum divided by the number of ranks).
     bias, residual: [N] and [..., N] in x's dtype, added to the sum. Each must be equal on all ranks. If the values
-        differ, results may differ between ranks, without an error unless WEFT_CHECK_CALLS=1 is set: depending on the
-        schedule, each rank adds its own values, or one rank adds its values for all ranks. Not supported with "avg".
+        differ, ranks raise an error only with WEFT_CHECK_CALLS=1. Otherwise results may differ between ranks: depending
+        on the schedule, each rank adds its own values, or one rank adds its values for all ranks. Not supported with
+        "avg".
     norm: [N] in x's dtype, the weight of an RMSNorm of the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, which is added to the mean square of a row.
     schedule: the name of a schedule for forward, such as "serial" or "two_shot[chunks=2,by=dma,add=gemm]".
