@@ -16,7 +16,7 @@ def test_it_is_said_once_and_with_times_that_nothing_overlaps(pool: Pool) -> Non
     of_first, *of_others = pool.run(ranks.warnings_of, ranks=3, timeout_s=60)
     (text,) = of_first
     assert re.search(
-        r"all_gather_matmul without overlap, \[39, 24\] gathered from 3 ranks @ \[24, 20\] on each, fp32: "
+        r"all_gather_matmul without overlap for \[39, 24\] gathered from 3 ranks @ \[24, 20\] on each, fp32: "
         r"measured, serial takes \d+ us, and the next best, \S+, takes \d+ us: "
         r"(not faster|faster, but by less than 15% or less than 1e\+09 us)\. This warning appears once",
         text,

@@ -65,9 +65,9 @@ def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch)
             assert plan.choose(problem, H200, **options).candidate.name == "serial"
         return [str(one.message) for one in found]
 
-    assert said(TINY)[0].startswith("weft runs all_gather_matmul without overlap, [2, 8] gathered from 2 ranks")
+    assert said(TINY)[0].startswith("weft runs all_gather_matmul without overlap for [2, 8] gathered from 2 ranks")
     assert said(TINY, near=True)[0].startswith(
-        "weft runs all_gather_matmul without overlap, sizes near [2, 8] gathered"
+        "weft runs all_gather_matmul without overlap for sizes near [2, 8] gathered"
     )
     (alone,) = said(LARGE, measured={"serial": 100.0})
     assert "queued: serial is taken, 100.0 us measured: no other candidate was measured; weft.plan" in alone

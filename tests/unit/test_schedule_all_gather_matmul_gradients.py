@@ -214,7 +214,7 @@ def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -
         assert of_serial[1] > 1.03 * of_serial[0]  # type: ignore[operator]
     assert plan.choose(MatmulAllGatherGradients(2, 64, 512, 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
     text = plan.explain("matmul_all_gather_gradients", M=8192, N=8192, K=8192, ranks=2, hw="h200", gather_dim=-1)
-    assert "gradients of [8192, 8192] @ [8192, 8192] on each of 2 ranks, the columns of all to each, bf16" in text
+    assert "gradients of [8192, 8192] @ [8192, 8192] on each of 2 ranks, all columns to each rank, bf16" in text
 
 
 def test_a_new_number_of_rows_is_no_new_plan() -> None:

@@ -236,7 +236,7 @@ def _wrong_rotary(rotary: Any, batch: int, length: int, head_dim: int, device: t
     fix = f"pass (cos, sin) of all positions, as weft.nn.rotary_embedding({length}, {head_dim}) makes them"
     parts = rotary if isinstance(rotary, tuple | list) else [rotary]
     if any(isinstance(t, torch.Tensor) and t.is_complex() for t in parts):
-        return f"rotary is complex, as Meta's freqs_cis: {fix}, and weights as in Hugging Face, where halves of a head are rotated"
+        return f"rotary is complex, as Meta's freqs_cis: {fix}. The weights must have Hugging Face's layout"
     if len(parts) != 2 or not all(isinstance(t, torch.Tensor) for t in parts):
         return f"rotary is {kind(rotary) if parts[0] is rotary else [kind(t) for t in parts]}: {fix}"
     for name, t in zip(("cos", "sin"), parts, strict=True):

@@ -373,7 +373,7 @@ def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = 
         return
     _warned = True
     warn(
-        f"weft runs {problem.title} without overlap, {'sizes near ' if near else ''}{problem.text}"
+        f"weft runs {problem.title} without overlap for {'sizes near ' if near else ''}{problem.text}"
         f"{'' if mode is None else f', {mode}'}: {reason}. This warning appears once per process; WEFT_QUIET=1 disables it",
         NoOverlapWarning,
     )

@@ -56,7 +56,7 @@ class MatmulAllGather(GemmProblem):
     def text(self) -> str:
         ranks, joined = counted(self.world_size, "rank"), "columns" if self.columns else "rows"
         return (
-            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, the {joined} of all to each, {self.dtype}"
+            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, all {joined} to each rank, {self.dtype}"
         )
 
     def takes(self, candidate: Candidate) -> bool:

@@ -32,7 +32,7 @@ class MatmulAllGatherGradients(MatmulAllGather):
     @property
     def text(self) -> str:
         products = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
-        return f"gradients of {products}, the {'columns' if self.columns else 'rows'} of all to each, {self.dtype}"
+        return f"gradients of {products}, all {'columns' if self.columns else 'rows'} to each rank, {self.dtype}"
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in ("serial", "direct[chunks=2]", "direct[chunks=4]")

@@ -44,8 +44,8 @@ class MatmulAllToAll(ExpertsProblem):
     @property
     def text(self) -> str:
         return (
-            f"{self.tokens} of each of {counted(self.world_size, 'rank')}, [{self.k}] of them @ [{self.experts}, {self.k}, "
-            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the CPU' if self.exact else 'bounded'}"
+            f"{self.tokens} [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] expert "
+            f"weights on each rank, results sent back, {self.dtype}, number of rows {'read by the CPU' if self.exact else 'passed'}"
         )
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -90,7 +90,7 @@ class Channels:
             while not _is_done(work, self.comm, text):
                 self.comm.check()
                 if is_late():
-                    raise DeadlineError(f"rank {self.comm.rank} waited {text}")
+                    raise DeadlineError(f"rank {self.comm.rank} waited {text}. Check that all ranks made the same call")
         except BaseException as error:
             self.comm.poison(str(error) if isinstance(error, WeftError) else f"{text}: {error!r}")
             leave(self.groups, work, held)
