@@ -61,6 +61,10 @@ def test_a_chakra_trace_is_a_file_for_each_rank_and_three_for_astra_sim(tmp_path
         (["--topology", "torus:4y2"], "topology 'torus:4y2': write torus:COLUMNSxROWS, such as torus:16x8"),
         (["--topology", "torus:8"], "topology 'torus:8': write torus:COLUMNSxROWS"),
         (["--topology", "ring:4", "--ranks", "8"], "--ranks 8, but --topology ring:4 has 4"),
+        (
+            ["--topology", "torus:8x8x"],
+            "topology 'torus:8x8x': write torus:COLUMNSxROWS, such as torus:16x8, or more sizes",
+        ),
         (["--topology", "torus:1024x1024"], "ranks=1048576: at most 65536 can be simulated"),
         (["--topology", "torus:32x16"], "ranks have different tables"),
         (["--topology", "ring:4", "--schedule", "putt"], "no schedule 'putt' for embedding_all_to_all; the nearest"),

@@ -38,7 +38,7 @@ def _compare(op: Any = "all_gather_matmul", **options: Any) -> plan.Comparison:
         ({"ranks": True}, "ranks=True: pass the number of GPUs"),
         (
             {"ranks": 512},
-            "ranks=512: at most 256 can be simulated; weft sim and weft.plan.comparison simulate up to 65536",
+            "ranks=512: at most 256 can be simulated, because schedules have a step for each",
         ),
         ({"op": "embedding_all_to_all", "ranks": 1 << 20}, "ranks=1048576: at most 65536 can be simulated"),
         ({"hw": 3}, "hw=3 is an int: pass one of a100, b200, h100"),

@@ -18,7 +18,7 @@ from weft.hw import load_machine
 from weft.hw.topology import load_topology
 from weft.schedule import RANK, Schedule
 from weft.sim import Model
-from weft.sim.chakra import Trace, chakra_trace
+from weft.sim.chakra import Trace, _network, chakra_trace
 
 COMP, SEND, RECV, COLL = 4, 5, 6, 7
 RANKS = 4
@@ -164,7 +164,12 @@ def test_a_serial_schedule_in_detail() -> None:
 
 @pytest.mark.parametrize(
     ("topology", "kinds", "counts"),
-    [("mesh:4", "FullyConnected", "4"), ("ring:4", "Ring", "4"), ("torus:2x2", "Ring, Ring", "2, 2")],
+    [
+        ("mesh:4", "FullyConnected", "4"),
+        ("ring:4", "Ring", "4"),
+        ("torus:2x2", "Ring, Ring", "2, 2"),
+        ("torus:2x1x2", "Ring, Ring", "2, 2"),
+    ],
 )
 def test_the_network_is_scaled_with_the_times(topology: str, kinds: str, counts: str) -> None:
     model = _model(topology)
@@ -175,6 +180,12 @@ def test_the_network_is_scaled_with_the_times(topology: str, kinds: str, counts:
     assert lines["npus_count"] == f"{counts} ]"
     assert float(lines["bandwidth"].split(",")[0].rstrip(" ]")) == pytest.approx(rate, rel=1e-4)
     assert json.loads(trace.files["system.json"])["roofline-enabled"] == 0
+
+
+def test_a_torus_of_three_dimensions_has_three_rings() -> None:
+    network, kinds = _network(load_topology("torus:4x3x2", load_machine("mi300x")), 24, 1)
+    assert kinds == ["Ring"] * 3
+    assert "npus_count: [ 4, 3, 2 ]" in network
 
 
 def test_what_chakra_cannot_have_is_refused() -> None:

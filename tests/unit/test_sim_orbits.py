@@ -5,6 +5,7 @@ linearly with the number of ranks.
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,29 +25,28 @@ from weft.sim.orbits import NAMES, orbit, orbit_us
 builders = importlib.import_module("weft.builders.embedding_all_to_all")
 
 
-def _on_torus(columns: int, rows: int) -> Model:
-    return replace(
-        gpu("mi300x", columns * rows),
-        world_size=0,
-        wiring=load_topology(f"torus:{columns}x{rows}", load_machine("mi300x")),
-    )
+def _on_torus(*dims: int) -> Model:
+    name = f"torus:{'x'.join(map(str, dims))}"
+    return replace(gpu("mi300x", math.prod(dims)), world_size=0, wiring=load_topology(name, load_machine("mi300x")))
 
 
 def _problem(world: int, batch: int, tables: int, rows: int) -> EmbeddingAllToAll:
     return EmbeddingAllToAll.sized(batch * world, 64, rows, world, tables=tables * world)
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(4, 4), (8, 2), slow(3, 5), slow(8, 8)])
+@pytest.mark.parametrize("dims", [(4, 4), (2, 3, 3), slow((8, 2)), slow((3, 5)), slow((8, 8)), slow((4, 4, 4))])
 @pytest.mark.parametrize(("batch", "tables", "read"), [(256, 1, 32), (64, 4, 64), (16, 1, 1)])
 def test_one_rank_takes_as_long_as_all(
-    columns: int, rows: int, batch: int, tables: int, read: int, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, ...], batch: int, tables: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def displaced(world: int, distance: int) -> Index:
-        sign = 1 if distance > 0 else -1
-        down, along = divmod(abs(distance), columns)
-        return ((RANK // columns + sign * down) % rows) * columns + (RANK % columns + sign * along) % columns
+        sign, to, stride = 1 if distance > 0 else -1, RANK * 0, 1
+        for size in dims:
+            to = to + (RANK // stride % size + sign * (abs(distance) // stride % size)) % size * stride
+            stride *= size
+        return to
 
-    problem, model = _problem(columns * rows, batch, tables, read), _on_torus(columns, rows)
+    problem, model = _problem(math.prod(dims), batch, tables, read), _on_torus(*dims)
     monkeypatch.setattr(builders, "peer", displaced)  # peers in the order of their displacement
     for name in NAMES:
         schedule = getattr(builders, name)(problem)
@@ -91,6 +91,8 @@ def test_what_one_rank_cannot_represent_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             orbit(problem, model, "serial")
+    with pytest.raises(ValueError, match="cannot represent all 2 ranks: use at least 3"):
+        orbit(_problem(2, 4, 1, 1), _on_torus(2, 1), "serial")
     with pytest.raises(ValueError, match="a torus only: use --topology"):
         orbit(_problem(8, 4, 1, 1), gpu("h200", 8), "serial")
     with pytest.raises(

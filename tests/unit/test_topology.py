@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.sim_toys import TOY, puts
 from support.slow import slow
 
 from weft import plan
+from weft.cli.operators import arguments
 from weft.hw import Quantity, load_machine
 from weft.hw.topology import (
     Link,
@@ -22,6 +24,7 @@ from weft.hw.topology import (
     known_topologies,
     load_topology,
     mesh,
+    ranks_of,
     ring,
     switch,
     torus,
@@ -38,6 +41,9 @@ TOPOLOGIES = st.one_of(
     st.builds(mesh, RANKS, st.just(100.0)),
     st.builds(ring, RANKS, st.just(100.0)),
     st.builds(lambda rows, columns: torus(rows * columns, 100.0, 0.5, columns), st.integers(1, 4), st.integers(1, 4)),
+    st.lists(st.integers(1, 4), min_size=3, max_size=4).map(
+        lambda dims: torus(math.prod(dims), 100.0, 0.5, *dims[:-1])
+    ),
     st.builds(lambda ranks, gpus: hosts(ranks, 100.0, 0.0, 10.0, 2.0, gpus), RANKS, st.integers(1, 5)),
 )
 
@@ -100,6 +106,12 @@ def test_routes_by_name() -> None:
     assert names(ring(5, 1.0), 4, 1) == ["4 row +1", "0 row +1"]
     assert names(ring(5, 1.0), 1, 4) == ["1 row -1", "0 row -1"]
     assert names(torus(20, 1.0, 0.0, 5), 1, 8) == ["1 row +1", "2 row +1", "3 column +1"]
+    assert names(torus(60, 1.0, 0.0, 3, 4), 0, 47) == [
+        "0 row -1",
+        "2 column -1",
+        "11 dimension 3 -1",
+        "59 dimension 3 -1",
+    ]
     two = hosts(6, 1.0, 0.0, 0.1, 2.0, 3)
     assert names(two, 0, 2) == ["0 out", "2 in"]
     assert names(two, 0, 5) == ["0 NIC out", "5 NIC in"]
@@ -111,11 +123,15 @@ def test_half_way_around_a_ring_both_ways_are_taken() -> None:
     assert [[link.name for link in route] for route in both] == [["3 row +1", "0 row +1"], ["3 row -1", "2 row -1"]]
     assert len(torus(16, 1.0, 0.0, 4).routes(0, 10)) == 4
     assert len(torus(16, 1.0, 0.0, 4).routes(0, 2)) == 2
+    assert len(torus(64, 1.0, 0.0, 4, 4).routes(0, 42)) == 8
     assert len(ring(2, 1.0).routes(0, 1)) == 1
     assert Links(ring(4, 1.0), 3).bytes_per_us(0, 2) == 1.0, "no faster than one link"
 
 
-@pytest.mark.parametrize("topology", [ring(8, 100.0), slow(torus(128, 100.0, 0.0, 16)), torus(24, 100.0, 0.0, 4)])
+@pytest.mark.parametrize(
+    "topology",
+    [ring(8, 100.0), slow(torus(128, 100.0, 0.0, 16)), torus(24, 100.0, 0.0, 4), torus(24, 100.0, 0.0, 2, 3)],
+)
 def test_an_all_to_all_loads_all_links_of_a_kind_alike(topology: Topology) -> None:
     carried = dict.fromkeys(topology.links, 0.0)
     for source in range(topology.ranks):
@@ -141,6 +157,7 @@ def test_links_lead_where_they_do_and_nowhere_else() -> None:
         (mesh(6, 1.0), 1),
         (ring(6, 1.0), 1),
         (torus(12, 1.0, 0.0, 4), 4),
+        (torus(30, 1.0, 0.0, 2, 3), 6),
         (hosts(6, 1.0, 0.0, 0.1, 2.0, 3), 3),
         (hosts(7, 1.0, 0.0, 0.1, 2.0, 3), 7),
         (replace(mesh(4, 1.0), links=(*mesh(4, 1.0).links[:-1], replace(mesh(4, 1.0).links[-1], latency_us=1.0))), 4),
@@ -269,6 +286,40 @@ def test_numbers_of_the_file_come_before_the_machines(tmp_path: Path) -> None:
     path = _file(tmp_path, f'name = "ring"\nshape = "ring"\n[link]\npair_usable = {RATE}\n')
     assert load_topology(path, mi300x) == Wiring(ring, (100e3, 0.0))
     assert load_topology("ring", mi300x) == Wiring(ring, (48e3, 0.0))
+
+
+def test_a_torus_may_have_any_number_of_dimensions(tmp_path: Path) -> None:
+    """A name with sizes is a topology of `--topology`, of a topology file, and of a machine file."""
+    mi300x = load_machine("mi300x")
+    found = load_topology("torus:4x3x2", mi300x)
+    assert found == Wiring(torus, (48e3, 0.0, 4, 3), 24)
+    assert found.of(24).dims == (4, 3, 2)
+    assert found.scaled(0.5).numbers == (24e3, 0.0, 4, 3)
+    assert load_topology("torus:2x2x2x2", mi300x).of(16).dims == (2, 2, 2, 2)
+    assert len(found.of(24).links) == 24 * 5, "a ring of two ranks has one link in each direction"
+    path = _file(tmp_path, f'name = "cube"\nshape = "torus:4x3x2"\n[link]\npair_usable = {RATE}\n')
+    assert load_topology(path, mi300x) == Wiring(torus, (100e3, 0.0, 4, 3), 24)
+    assert ranks_of(path) == 24
+    shipped = (Path(plan.__file__).parents[1] / "hw" / "mi300x.toml").read_text()
+    text, mine = (
+        re.sub('^topology = "mesh"$', 'topology = "torus:4x3x2"', shipped, flags=re.MULTILINE),
+        tmp_path / "mine.toml",
+    )
+    mine.write_text(text)
+    assert model_of(load_machine(mine), 24).wiring == found
+    sized = arguments("all_gather_matmul", "48,64,64", None, str(mine), None, None)
+    assert sized["ranks"] == 24
+    with pytest.raises(ValueError, match=r"--ranks 8, but the topology of .*mine.toml, torus:4x3x2 has 24 ranks: omit"):
+        arguments("all_gather_matmul", "48,64,64", 8, str(mine), None, None)
+    assert arguments("all_gather_matmul", "48,64,64", 8, str(mine), "ring", None)["ranks"] == 8
+    with pytest.raises(
+        ValueError, match="write torus:COLUMNSxROWS, such as torus:16x8, or more sizes, such as torus:8x8x8"
+    ):
+        load_topology("torus:8", mi300x)
+    with pytest.raises(ValueError, match="a torus with blocks of 4x3 ranks cannot have 20 ranks: use a multiple of 12"):
+        torus(20, 1.0, 0.0, 4, 3)
+    with pytest.raises(ValueError, match="topology 'ring:8x8': write ring:RANKS"):
+        load_topology("ring:8x8", mi300x)
 
 
 def test_a_topology_is_one_function(tmp_path: Path) -> None:

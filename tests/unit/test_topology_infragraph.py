@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from weft.hw.topology import (
     switch,
     torus,
 )
-from weft.hw.topology.infragraph import _columns, _per_host
+from weft.hw.topology.infragraph import _per_host, _torus
 from weft.plan import comparison
 from weft.sim.collectives import algorithms, least_us
 
@@ -33,6 +34,7 @@ SHAPES = {
     "mesh": mesh(4, 5e4, 1.0),
     "ring": ring(5, 1e3),
     "torus": torus(8, 5e4, 0.5, 4),
+    "cube": torus(24, 5e4, 0.5, 4, 3),
     "hosts": hosts(8, 4e5, 0.5, 5e4, 2.0, 4),
 }
 
@@ -66,7 +68,7 @@ def test_ranks_on_one_switch_are_alike(tmp_path: Path) -> None:
     assert _read(tmp_path, infragraph_of(SHAPES["switch"], "switch")).period == 1
 
 
-@pytest.mark.parametrize(("shape", "has_hosts"), [("torus", False), ("hosts", True)])
+@pytest.mark.parametrize(("shape", "has_hosts"), [("torus", False), ("cube", False), ("hosts", True)])
 def test_collectives_of_a_grid_take_as_long_as_before_it_was_written(
     shape: str, has_hosts: bool, tmp_path: Path
 ) -> None:
@@ -82,7 +84,7 @@ def test_collectives_of_a_grid_take_as_long_as_before_it_was_written(
     names = {
         row.name
         for row in comparison(
-            "matmul_reduce_scatter", M=4096, N=256, K=512, ranks=8, hw="h200", dtype="bf16", topology=file
+            "matmul_reduce_scatter", M=3072, N=256, K=512, ranks=given.ranks, hw="h200", dtype="bf16", topology=file
         ).rows
     }
     assert any(name.startswith("two_levels") for name in names) == has_hosts
@@ -101,10 +103,11 @@ def test_links_that_differ_from_a_grid_give_no_dimensions(tmp_path: Path) -> Non
 def test_grids_are_found_in_links() -> None:
     """Without the package `infragraph`."""
     of_hosts, of_torus = SHAPES["hosts"].links, SHAPES["torus"].links
-    assert (_per_host(8, of_hosts), _columns(8, of_hosts)) == (4, 0)
-    assert (_per_host(8, of_torus), _columns(8, of_torus)) == (0, 4)
-    assert _columns(15, torus(15, 1.0, 0.0, 5).links) == 5
-    assert _per_host(4, SHAPES["mesh"].links) == _columns(4, SHAPES["mesh"].links) == 0
+    assert (_per_host(8, of_hosts), _torus(8, of_hosts)) == (4, ())
+    assert (_per_host(8, of_torus), _torus(8, of_torus)) == (0, (4, 2))
+    for dims in ((5, 3), (3, 2, 4), (4, 4, 4), (2, 3, 2, 3)):
+        assert _torus(math.prod(dims), torus(math.prod(dims), 1.0, 0.0, *dims[:-1]).links) == dims
+    assert (_per_host(4, SHAPES["mesh"].links), _torus(4, SHAPES["mesh"].links)) == (0, ())
     slow_first = [
         link for link in of_hosts if link.at or link.kind.startswith("NIC")
     ]  # rank 0 reaches no GPU of its host

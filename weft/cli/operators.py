@@ -155,7 +155,7 @@ Ranks = Annotated[
         min=1,
         help=(
             "Number of GPUs, at most 256. Rows that are gathered or scattered must be divisible by this number. "
-            f"Default: the size in --topology if it has one, otherwise 2. {_MANY}"
+            f"Default: the size in the name of the topology if it has one, otherwise 2. {_MANY}"
         ),
         show_default=False,
     ),
@@ -176,8 +176,8 @@ Topology = Annotated[
         metavar="NAME|FILE",
         help=(
             "How GPUs are linked: switch, mesh, ring, torus, hosts (weft/hw/topology/shapes), or the path of a TOML file or of "
-            "an InfraGraph in JSON. A name may have a size: torus:16x8 (columns, rows), hosts:4x8 (machines, GPUs of each), "
-            "ring:8. "
+            "an InfraGraph in JSON. A name may have a size: torus:16x8 (columns, rows), torus:8x8x4 (any number of dimensions), "
+            "hosts:4x8 (machines, GPUs of each), ring:8. "
             "Default: the topology of the machine file."
         ),
     ),
@@ -202,19 +202,21 @@ def arguments(
     op: str,
     shape: str,
     ranks: int | None,
+    hw: str | None,
     topology: str | None,
     option: list[str] | None,
 ) -> dict[str, Any]:
     """Return the keyword arguments that describe a problem of operator `op`: sizes, ranks and own options."""
     from weft.builders.problem import option_from_text
+    from weft.hw import load_machine
     from weft.hw.topology import ranks_of
 
-    wired = ranks_of(topology) if topology else None
+    named = topology or (load_machine(hw).topology if hw else None)
+    wired = ranks_of(named) if named else None
     ranks = ranks or wired or 2
     if wired not in (None, ranks):
-        raise ValueError(
-            f"--ranks {ranks}, but --topology {topology} has {wired} ranks: omit --ranks, or use another topology"
-        )
+        of = "--topology" if topology else f"the topology of {hw},"
+        raise ValueError(f"--ranks {ranks}, but {of} {named} has {wired} ranks: omit --ranks, or use another topology")
     m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
     options = dict(option_from_text(op, one) for one in option or ())
     return {"M": m, "N": n, "K": k, "ranks": ranks, **options}

@@ -53,7 +53,7 @@ def _run(
     from weft.bench.core.console import progress
     from weft.plan import explanation
 
-    sized = arguments(op, shape, ranks, topology, option)
+    sized = arguments(op, shape, ranks, hw, topology, option)
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10

@@ -88,7 +88,7 @@ def _run(
     from weft.bench.core.console import print_table, progress
     from weft.plan.compare import HEADER, comparison
 
-    sized = arguments(op, shape, ranks, topology, option)
+    sized = arguments(op, shape, ranks, hw, topology, option)
     if json is not None:
         check_file("--json", json)
     if infragraph is not None:
@@ -158,7 +158,7 @@ sim = typer.Typer(
         "Simulate every schedule of an operator, on this machine or another. Compare the predicted times with the time without "
         "overlap (serial), and with a lower bound."
         "\n\n    weft sim matmul_reduce_scatter --shape 16384,8192,4096 --hw mi300x --topology torus:16x8"
-        "\n\n    weft sim embedding_all_to_all --shape 32768,64,32 --option tables=128 --hw mi300x --topology torus:16x8"
+        "\n\n    weft sim embedding_all_to_all --shape 32768,64,32 --option tables=128 --hw mi300x --topology torus:8x4x4"
         "\n\n    weft sim all_gather_matmul --shape g5 --hw mi300x --ranks 8 --trace serial serial.json"
     ),
 )

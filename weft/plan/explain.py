@@ -264,7 +264,8 @@ def problem_on_machine(
     _require_ranks(ranks)
     if ranks > most:
         more = (
-            f"; weft sim and weft.plan.comparison simulate up to {MOST_OF_A_TORUS} of embedding_all_to_all on a torus"
+            ", because schedules have a step for each pair of ranks; weft sim and weft.plan.comparison simulate up to "
+            f"{MOST_OF_A_TORUS} of embedding_all_to_all on a torus, where one rank represents all"
         )
         raise ValueError(f"ranks={ranks}: at most {most} can be simulated{more if most == MOST_RANKS else ''}")
     machine, model, notes = machine_and_model(hw, ranks, topology)

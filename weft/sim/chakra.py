@@ -30,6 +30,7 @@ from typing import Any
 from weft.errors import ScheduleError
 from weft.files import require_no_others
 from weft.hw.topology import Wiring, hosts, mesh, ring, switch, torus
+from weft.hw.topology.shapes.torus import dims_of
 from weft.schedule import ITEM_BYTES, Collective, Copy, Schedule, Send
 from weft.schedule.steps import substitute
 from weft.sim.lower import lower
@@ -240,8 +241,7 @@ def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
     elif wiring.builder is mesh:
         dimensions = [("FullyConnected", ranks, *numbers)]
     elif wiring.builder is torus:
-        columns = int(numbers[2])
-        dimensions = [("Ring", size, *numbers[:2]) for size in (columns, ranks // columns) if size > 1]
+        dimensions = [("Ring", size, *numbers[:2]) for size in dims_of(ranks, *numbers[2:]) if size > 1]
     elif wiring.builder is hosts:
         gpus = int(numbers[4])
         dimensions = [("Switch", min(gpus, ranks), *numbers[:2]), ("Switch", -(-ranks // gpus), *numbers[2:4])]

@@ -1,7 +1,7 @@
 """Embedding + all-to-all on a torus of any size, in a simulation of rank 0 that represents all ranks.
 
-A torus of C x R ranks looks the same from every rank. If all ranks have equal tables and samples, and send to peers in
-the order of displacement (columns, rows), all ranks do the same at the same time:
+A torus of any number of dimensions looks the same from every rank. If all ranks have equal tables and samples, and send to
+peers in the order of displacement (such as columns, rows), all ranks do the same at the same time:
 
     flows     when rank 0 sends to the rank at a displacement, every rank sends to the rank at this displacement from it. If the
               route has n links in one direction, n flows share each link of that direction. So these n links are replaced by
@@ -20,6 +20,7 @@ where it passes the end of a row, ranks send to different displacements at the s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -27,6 +28,7 @@ from typing import NamedTuple, cast
 from weft.builders import EmbeddingAllToAll, Problem, named
 from weft.errors import ScheduleError
 from weft.hw.topology import Link, Paths, Topology, Wiring, torus
+from weft.hw.topology.shapes.torus import dims_of, kinds_of_links, lines, ways_around
 from weft.schedule import ITEM_BYTES, Region, Tiles
 from weft.sim.collectives import Cut
 from weft.sim.costs import Cost, Operand, ResourcePlace, cost
@@ -46,7 +48,7 @@ simulating all candidates for this number of ranks takes minutes. For more ranks
 
 
 class Folded(Topology):
-    """A torus as seen from rank 0: its four links represent the links of all ranks."""
+    """A torus as seen from rank 0, whose links represent the links of all ranks."""
 
     def paths(self, source: int, target: int) -> Paths:
         """Return the routes between rank 0 and another rank. A route has one link for each direction that it uses, in
@@ -54,43 +56,33 @@ class Folded(Topology):
         """
         found = self._paths.get((source, target))
         if found is None:
-            columns, rows = self.dims
-            away = (target % columns - source % columns) % columns, (target // columns - source // columns) % rows
-            ways = [_ways(name, by, size) for name, by, size in zip(("row", "column"), away, self.dims, strict=True)]
+            ways = [
+                [(f"{name} {way.step:+d}", way.links) for way in ways_around(target // stride - source // stride, size)]
+                for name, stride, size in lines(self.dims)
+            ]
             latency_us = sum(of[0][1] for of in ways) * self.links[0].latency_us
             rate = self.links[0].bytes_per_us
             routes = tuple(
-                tuple(Link(kind, 0, 0, 0, rate / count, 0.0) for kind, count in (along, then) if count)
-                for along in ways[0]
-                for then in ways[1]
+                tuple(Link(kind, 0, 0, 0, rate / count, 0.0) for kind, count in route if count)
+                for route in itertools.product(*ways)
             )
             found = self._paths[source, target] = Paths(routes, latency_us, rate)
         return found
 
 
-def _ways(name: str, by: int, size: int) -> list[tuple[str, int]]:
-    """Return (kind of link, number of links) of each shortest route along a ring of `size` ranks, to the rank `by`
-    places ahead.
-    """
-    up, down = by, -by % size
-    if up == down and up and size > 2:
-        return [(f"{name} +1", up), (f"{name} -1", down)]
-    return [(f"{name} +1", up)] if up <= down else [(f"{name} -1", down)]
-
-
-def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
+def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int, *more: int) -> Topology:
     """Return the torus of `weft.hw.topology.torus` as a `Folded`, whose links represent the links of all ranks."""
-    rows = ranks // columns
-    kinds = [f"row {n:+d}" for n in (1, -1)[: columns - 1]] + [f"column {n:+d}" for n in (1, -1)[: rows - 1]]
-    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), (columns, rows))
+    dims = dims_of(ranks, columns, *more)
+    kinds = [kind for kind, *_ in kinds_of_links(dims)]
+    found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), dims)
     rate = len(kinds) * bytes_per_us
     found.known["cuts"] = (Cut(1 / ranks, rate, rate, rate),)  # of the real torus, whose ranks have a link of each kind
     found.__dict__["period"] = 1
     return found
 
 
-def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, int, int]:
-    """Return (problem, columns, rows of the torus). Raise `ValueError` unless one rank can represent all ranks."""
+def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, tuple[int, ...]]:
+    """Return (problem, sizes of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
             f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}. Only embedding_all_to_all "
@@ -107,19 +99,16 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, in
             f"one rank cannot represent all {problem.world_size} ranks ({problem.uneven}): use at most {MOST_RANKS} ranks, or the "
             "same number of samples and the same sizes of tables on every rank"
         )
-    columns = int(wiring.numbers[2])
-    if problem.world_size % columns or problem.world_size < 3:
-        raise ValueError(
-            f"a torus with rows of {columns} ranks cannot have {problem.world_size} ranks: use at least 3, and a multiple of "
-            f"{columns}"
-        )
+    dims = dims_of(problem.world_size, *wiring.numbers[2:])
+    if problem.world_size < 3:
+        raise ValueError(f"one rank cannot represent all {problem.world_size} ranks: use at least 3 ranks")
     needed = 3 * problem.batch_sizes[0] * problem.columns * ITEM_BYTES[problem.dtype]  # pooled, received, out
     if needed > model.memory_bytes:
         raise ScheduleError(
             f"{problem.text}: pooled vectors need {needed / 1e9:,.1f} GB on a rank, but {model.name} has "
             f"{model.memory_bytes / 1e9:,.0f} GB: use fewer samples or tables"
         )
-    return problem, columns, problem.world_size // columns
+    return problem, dims
 
 
 def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simulated:
@@ -162,7 +151,7 @@ class _Block(NamedTuple):
 
 class _Orbit:
     def __init__(self, problem: Problem, model: Model, name: str) -> None:
-        problem, self._columns, self._rows = require_orbit(problem, model)
+        problem, self._dims = require_orbit(problem, model)
         self._world = problem.world_size
         self._model = replace(model, wiring=Wiring(folded, model.wiring.numbers))
         self._topology = self._model.wiring.of(self._world)
@@ -243,7 +232,7 @@ class _Orbit:
 
     def _behind(self, peer: int) -> int:
         """Return the rank at the opposite displacement of rank `peer`. From this rank, rank 0 has the displacement of `peer`."""
-        return -(peer // self._columns) % self._rows * self._columns + -peer % self._columns
+        return sum(-(peer // stride) % size * stride for _, stride, size in lines(self._dims))
 
     def _counter(self, signal: str, source: int) -> int:
         return self._counters.setdefault((signal, source), len(self._counters))

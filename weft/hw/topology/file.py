@@ -1,7 +1,7 @@
 """Topologies as TOML files. Every number has a unit and a source, as in machine files:
 
     name = "two hosts of four GPUs"
-    shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/shapes
+    shape = "hosts"                # or "switch", "mesh", "ring", "torus", "torus:8x8x8": see weft/hw/topology/shapes
 
     [hosts.gpus]                   # numbers as in a machine file
     value = 4
@@ -15,7 +15,8 @@
     note = "a NIC of 400 Gbit/s"
 
 A name with a size needs no file, and requires exactly this number of ranks. `torus:16x8` has rows of 16 GPUs and columns of 8,
-`hosts:4x8` has 4 hosts of 8 GPUs, and `ring:8`, `mesh:8` and `switch:8` have 8 GPUs.
+`torus:8x8x8` has three dimensions, `hosts:4x8` has 4 hosts of 8 GPUs, and `ring:8`, `mesh:8` and `switch:8` have 8 GPUs. Such a
+name may also be the `topology` of a machine file, or the `shape` of a topology file.
 
 Missing numbers are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
 are linked directly.
@@ -59,6 +60,8 @@ def ranks_of(name: str | Path) -> int | None:
     """
     if Path(name).suffix == ".json":
         return read_infragraph(name).ranks
+    if Path(name).suffix == ".toml":
+        name = str(read_file("topology", name, known_topologies()).get("shape"))
     _, sizes = shape_of(name)
     return math.prod(sizes) if sizes else None
 
@@ -85,9 +88,13 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     else:
         data = read_file("topology", name, known_topologies())
         data.pop("name")
-        shape = data.pop("shape", None)
-        if not isinstance(shape, str) or shape not in SHAPES:
-            raise ValueError(f"{name}: shape = {shape!r} is unknown; use one of {', '.join(known_topologies())}")
+        given_shape = data.pop("shape", None)
+        shape, sizes = shape_of(given_shape) if isinstance(given_shape, str) else ("", ())
+        if not shape:
+            raise ValueError(
+                f"{name}: shape = {given_shape!r} is unknown; use one of {', '.join(known_topologies())}, or a name with a size, "
+                "such as torus:8x8x8"
+            )
         given = quantities_of(str(name), data)
     keys = SHAPES[shape].keys
     if unknown := set(given) - set(keys):
@@ -110,7 +117,8 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
                 f"or use another topology{_machines_with(key)}"
             )
     numbers = tuple(_number(both, key) for key in keys)
-    return Wiring(SHAPES[shape].builder, numbers, math.prod(sizes) if sizes else 0)
+    more = sizes[1:-1] if SHAPES[shape].more else ()
+    return Wiring(SHAPES[shape].builder, (*numbers, *more), math.prod(sizes) if sizes else 0)
 
 
 def _machines_with(key: str) -> str:

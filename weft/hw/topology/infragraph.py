@@ -22,7 +22,7 @@ import contextlib
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 from weft import reading
 from weft.errors import UnreadableError
 from weft.hw.topology.links import Link, Route, Topology, Wiring
-from weft.hw.topology.shapes.torus import torus
+from weft.hw.topology.shapes.torus import kinds_of_links, torus
 
 MOST_ROUTES = 16
 _UNITS = {"Gbps": 125.0, "GBps": 1000.0, "ms": 1e3, "us": 1.0, "ns": 1e-3}  # in bytes/us, and in us
@@ -138,9 +138,9 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
             else:
                 kind, at = f"between {len(links)}", 0
             links.append(Link(kind, at, source, target, rate, us))
-    per_host, columns = _per_host(len(ranks), links), _columns(len(ranks), links)
-    size = per_host or columns
-    graph = Graph(tuple(links), (size, len(ranks) // size) if size else (), hosts=bool(per_host))
+    per_host = _per_host(len(ranks), links)
+    dims = (per_host, len(ranks) // per_host) if per_host else _torus(len(ranks), links)
+    graph = Graph(tuple(links), dims, hosts=bool(per_host))
     found = Wiring(graph, (), len(ranks))
     topology = found.of(len(ranks))
     for rank in range(1, len(ranks)):
@@ -187,14 +187,25 @@ def _nearest(rank: int, ranks: int, leaving: dict[int, list[Link]]) -> set[int]:
     return set()
 
 
-def _columns(ranks: int, links: Sequence[Link]) -> int:
-    """Return the number of columns of the torus whose links these are; 0 if they are those of no torus."""
+def _torus(ranks: int, links: Sequence[Link]) -> tuple[int, ...]:
+    """Return the sizes of the torus whose links these are; () if they are those of no torus of at least two dimensions."""
     linked = {(link.source, link.target) for link in links}
-    for columns in (size for size in range(2, ranks // 2 + 1) if ranks % size == 0):
-        grid = torus(ranks, 1.0, 0.0, columns)
-        if linked == {(link.source, link.target) for link in grid.links}:
-            return columns
-    return 0
+    near = {target for source, target in linked if source == 0}
+    for dims in _factors(ranks):
+        if len(dims) > 1 and near == {step % size * stride for _, step, stride, size in kinds_of_links(dims)}:
+            grid = torus(ranks, 1.0, 0.0, *dims[:-1])
+            if linked == {(link.source, link.target) for link in grid.links}:
+                return dims
+    return ()
+
+
+def _factors(number: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sequences of numbers above 1 whose product is `number`."""
+    if number > 1:
+        yield (number,)
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            yield from ((first, *others) for others in _factors(number // first))
 
 
 def _number(path: str, about: dict[str, Any], what: str) -> float:

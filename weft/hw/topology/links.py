@@ -163,7 +163,7 @@ class Wiring:
     def scaled(self, factor: float) -> Wiring:
         """Return the wiring with the bandwidth of all links, including links between hosts, multiplied by `factor`."""
         _, *names = inspect.signature(self.builder).parameters
-        pairs = zip(names, self.numbers, strict=False)
+        pairs = zip(itertools.chain(names, itertools.repeat("")), self.numbers)  # noqa: B905 - `torus` has more numbers than names
         return replace(self, numbers=tuple(n * factor if name.endswith("bytes_per_us") else n for name, n in pairs))
 
     def at_least(self, bytes_per_us: float) -> Wiring:

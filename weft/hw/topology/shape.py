@@ -36,12 +36,15 @@ class Shape:
         second case, the builder gets the size as the number of this key. The product of the sizes is the number of
         ranks.
     given: default numbers by key, for users who pass only the name of the topology.
+    more: True if a name may have more sizes, such as `torus:8x8x8`. The builder gets the sizes between `sizes[0]` and the last
+        size as further arguments.
     """
 
     builder: Callable[..., Topology]
     keys: tuple[str, ...]
     sizes: tuple[str, ...]
     given: Mapping[str, Quantity]
+    more: bool = False
 
     @cached_property
     def form(self) -> str:
@@ -51,9 +54,10 @@ class Shape:
         """Return the sizes in a name such as `torus:16x8`. Raise `ValueError` if the number of sizes is wrong."""
         shape, _, text = name.partition(":")
         numbers = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text) else ()
-        if len(numbers) != len(self.sizes):
+        if len(numbers) < len(self.sizes) or (len(numbers) > len(self.sizes) and not self.more):
             example = f"{shape}:{'x'.join(['2', '16', '8'][-len(self.sizes) :])}"
-            raise ValueError(f"topology {name!r}: write {self.form}, such as {example}")
+            further = f", or more sizes, such as {shape}:8x8x8" if self.more else ""
+            raise ValueError(f"topology {name!r}: write {self.form}, such as {example}{further}")
         return numbers
 
 
@@ -61,16 +65,17 @@ def shape(
     numbers: tuple[str, ...],
     sizes: tuple[str, ...] = ("ranks",),
     given: Mapping[str, Quantity] | None = None,
+    more: bool = False,
 ) -> Callable[[_Builder], _Builder]:
     """Register the decorated function as a topology under the function's name.
 
     numbers: the keys of the numbers that the function takes after `ranks` (`Shape.keys`). A key that is not yet legal
         in machine files becomes legal for whole numbers.
-    sizes, given: as for `Shape`.
+    sizes, given, more: as for `Shape`.
     """
 
     def register(builder: _Builder) -> _Builder:
-        SHAPES[builder.__name__] = Shape(builder, numbers, sizes, given or {})
+        SHAPES[builder.__name__] = Shape(builder, numbers, sizes, given or {}, more)
         for key in numbers:
             keys.add_count(key)
         return builder
