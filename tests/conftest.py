@@ -10,10 +10,15 @@ import pytest
 
 with contextlib.suppress(ImportError):  # machines that run the GPU tests alone have none
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
 
-    # How fast a machine is, and what else it does, decides no test.
-    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("any speed")
+    # How fast a machine is, what else it does, and luck decide no test: each run draws the same examples. To look for faults
+    # with other examples, pass --hypothesis-profile=random.
+    settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
+    settings.load_profile("repeatable")
+    # Hypothesis would also draw constants from the modules that earlier tests have imported.
+    providers._get_local_constants = providers.Constants
 
 
 def pytest_collection_finish() -> None:

@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.on_ranks import descriptors
 
 from weft import symm
 from weft.errors import WeftError
@@ -103,22 +104,26 @@ class CallingRecorder:
         return Graph(), output
 
 
-def traces() -> dict[str, list[str]]:
+def traces(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
     """Return the traces that symmetric memory could leave in this process or in the file system. All are empty if
     nothing is open.
+
+    before: earlier traces, to leave out. Earlier tests in this process may have left communicators, which Python may
+        free at any moment. So compare traces, not numbers of traces.
     """
-    descriptors = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+    opened = [name for _, name in descriptors()]
     maps = Path("/proc/self/maps").read_text().splitlines()
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return {
-        "memfd descriptors": [name for name in descriptors if "memfd" in name],
-        "memfd mappings": [line for line in maps if "/memfd:weft" in line],
-        "named sockets": [line for line in sockets if "@" in line[-1] and f"socket:[{line[6]}]" in descriptors],
+    found = {
+        "memfd descriptors": [name for name in opened if "memfd" in name],
+        "memfd mappings": [line for line in maps if "/memfd:weft" in line],  # with the inode, which is never used again
+        # Without the number of references, which changes.
+        "named sockets": [
+            f"{line[6]} {line[-1]}" for line in sockets if "@" in line[-1] and f"socket:[{line[6]}]" in opened
+        ],
         "shared memory files": [name for name in os.listdir("/dev/shm") if "weft" in name],
     }
+    return {what: [one for one in of if one not in (before or {}).get(what, ())] for what, of in found.items()}
 
 
 def hurry(_: object) -> None:

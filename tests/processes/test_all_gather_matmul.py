@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 import warnings
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.all_gather_matmul_ranks import by_heuristic
-from support.on_ranks import F32, data, device, own_group, told
+from support.on_ranks import F32, data, descriptors, device, own_group, told
 from support.operators.gemms import AllGatherMatmulCall, Gathered
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -251,22 +250,22 @@ def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
         assert found["no extent"] == "[8, 0, 3]"
 
 
-def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
-    """Make, use and destroy a group in each round. Return the number of open file descriptors after each round."""
-    counts = []
-    for _ in range(rounds):
+def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> set[tuple[str, str]]:
+    """Make, use and destroy a group in each round. Return the descriptors that rounds after the second leave open."""
+    opened = set()
+    for number in range(rounds):
         own = dist.new_group(list(range(group.size())))
         weft.all_gather_matmul(torch.randn(4, 8), [torch.randn(8, 3)], 0, own)
         dist.destroy_process_group(own)
         del own
         gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    return counts
+        if number < 2:
+            opened = descriptors()
+    return descriptors() - opened
 
 
 def test_groups_leave_nothing_open(pool: Pool) -> None:
-    for counts in pool.run(groups_come_and_go, 5, ranks=2, timeout_s=60):
-        assert counts[-1] <= counts[1]
+    assert pool.run(groups_come_and_go, 5, ranks=2, timeout_s=60) == [set()] * 2
 
 
 def partly_frozen(group: dist.ProcessGroup) -> None:

@@ -42,9 +42,9 @@ def agrees(group, module: ShardedEmbeddingBagCollection, output: torch.Tensor) -
     return torch.equal(output[:, index * WIDTH : (index + 1) * WIDTH], wanted(group, module))
 
 
-def mapped_bytes() -> int:
-    """Return the mapped bytes of symmetric memory, of all ranks, in this process."""
-    ranges = [line.split()[0].split("-") for line in traces()["memfd mappings"]]
+def mapped_bytes(before: dict[str, list[str]]) -> int:
+    """Return the bytes of symmetric memory, of all ranks, that this process has mapped since `before`."""
+    ranges = [line.split()[0].split("-") for line in traces(before)["memfd mappings"]]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
 
@@ -52,15 +52,15 @@ def many(group, transport: str) -> tuple[list[int], list[int], bool]:
     """Make and close one module after the other. Return the bytes in use while a module is open and after it is closed,
     and True if all results are right.
     """
-    during, after, right = [], [], True
+    during, after, right, before = [], [], True, traces()
     for number in range(4):
         module = made(group, name=f"t{number}", transport=transport)
         for _ in range(2):
             right &= agrees(group, module, module(features()).values().clone())
-            during.append(mapped_bytes())
+            during.append(mapped_bytes(before))
             module.close()
             module.close()
-            after.append(mapped_bytes())
+            after.append(mapped_bytes(before))
     return during, after, right
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier, traces
-from support.on_ranks import error_of
+from support.on_ranks import descriptors, error_of
 from torch.distributed import distributed_c10d
 
 from weft import symm
@@ -286,38 +286,37 @@ def run_out(group):
 
 
 def test_too_little_memory_is_an_error_on_every_rank(pool: Pool) -> None:
-    for absurd, limited, descriptors in pool.run(run_out, ranks=3):
-        assert absurd[0] == limited[0] == descriptors[0] == "OutOfSharedMemoryError"
+    for absurd, limited, files in pool.run(run_out, ranks=3):
+        assert absurd[0] == limited[0] == files[0] == "OutOfSharedMemoryError"
         assert "needed 3221225472.0 MiB" in absurd[1]
         assert "free" in absurd[1]
         assert "rank 1: reserving failed" in limited[1]
         assert "ulimit -f" in limited[1]
-        assert "rank 1: " in descriptors[1]
-        assert "Too many open files" in descriptors[1]
+        assert "rank 1: " in files[1]
+        assert "Too many open files" in files[1]
 
 
 def leave_no_trace(group):
     own = dist.new_group([0, 1, 2])
-    before = traces()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before, opened = traces(), descriptors()
     comm = symm.communicator(own, "cpu")
     buffer, exchange = symm.SymmetricBuffer((1 << 16,), torch.float32, group=own), symm.Exchange(comm)
     exchange.exchange(b"all mapped")
-    during = traces()
+    during = traces(before)
     exchange.exchange(b"all looked")
     comm.close()
-    after_close = traces()
+    after_close = traces(before)
     assert error_of(lambda: buffer.local)[0] == "ValueError"
-    return before, during, after_close, len(os.listdir("/proc/self/fd")) - descriptors
+    return during, after_close, descriptors() - opened
 
 
 def test_nothing_has_a_name_and_nothing_is_left(pool: Pool) -> None:
-    for before, during, after, descriptors in pool.run(leave_no_trace, ranks=3):
-        assert len(during["memfd mappings"]) == len(before["memfd mappings"]) + 6
+    for during, after, left_open in pool.run(leave_no_trace, ranks=3):
+        assert len(during["memfd mappings"]) == 6
         for what in ["memfd descriptors", "named sockets", "shared memory files"]:
-            assert during[what] == after[what] == [], what
-        assert len(after["memfd mappings"]) == len(before["memfd mappings"])
-        assert descriptors == 0
+            assert during[what] == [], what
+        assert not any(after.values()), after
+        assert not left_open
 
 
 def knock(group):

@@ -7,6 +7,7 @@ Random data depend only on seeds, so every rank knows the data of all ranks.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -66,6 +67,15 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     kind, _, text = told(call).partition(": ")
     assert kind != "nothing", "nothing was raised"
     return kind, text
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Return each open descriptor of this process and what it is open on."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            found.add((entry, os.readlink(f"/proc/self/fd/{entry}")))
+    return found
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
