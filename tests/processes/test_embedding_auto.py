@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import assert_same_bits
+from pool import traces
 from support.measuring_ranks import instead, on_h200s
 from support.on_ranks import error_of
 from support.reference import Problem, assert_close, tables_of
@@ -140,7 +141,7 @@ def close_and_go_on(group: dist.ProcessGroup) -> tuple[list[int], list[int], lis
     """Close a module several times, once while a result is held. Return the bytes in use before and after, and True for
     each right result.
     """
-    module, right, during, left = made(group, name="auto"), [], [], []
+    earlier, module, right, during, left = traces(), made(group, name="auto"), [], [], []
     with timed_as(serial=3.0, direct=2.0, put=1.0), weft.plan.use("autotune"):
         for _ in range(2):
             result = module(features()).values()
@@ -149,10 +150,10 @@ def close_and_go_on(group: dist.ProcessGroup) -> tuple[list[int], list[int], lis
             ids = features().values().view(-1, 2)
             right.append(torch.equal(result.view(*result.shape[:-1], 2, -1)[:, index], bag.weight[ids].sum(1)))
             error = error_of(module.close)
-            during.append(mapped_bytes())
+            during.append(mapped_bytes(earlier))
             del result
             module.close()
-            left.append(mapped_bytes())
+            left.append(mapped_bytes(earlier))
     return during, left, right, error
 
 
@@ -183,7 +184,7 @@ def choices_of(
     """Call many batch sizes. Return (transport, result) of each call, the choices so far, and the bytes in use after
     closing twice.
     """
-    own, found, counts, left = dist.new_group(list(range(group.size()))), [], [], []
+    earlier, own, found, counts, left = traces(), dist.new_group(list(range(group.size()))), [], [], []
     model = replace(model_of(load_machine("h200"), group.size()), signal_kernel_us={"serial": 1e5}.get(how, 1.0))
     before = embedding_all_to_all.choose_transport
     planned = embedding_transport._planned if how != "put" else lambda found, p, comm: put_for_all(found, comm)
@@ -206,7 +207,7 @@ def choices_of(
         for _ in range(2):
             ranks.call(own, problems[0])
             embedding_release.release(plan, group=own, device=torch.device("cpu"), deadline_s=30.0)
-            left.append(mapped_bytes())
+            left.append(mapped_bytes(earlier))
     return found, counts, left
 
 
