@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.slow import slow
-from test_replay import long_ways
+from test_replay import long_ways, patient
 
 import weft
 from weft.errors import DisagreementError, PoisonedGroupError, RefusedError
@@ -61,6 +61,7 @@ def expected(
     return [torch.cat([x @ w for x in xs], dim=int(operator.endswith("columns")))]
 
 
+@patient
 def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
     """Call sizes that do not recur, and sizes that do. wanted: True to compute gradients too."""
     own = dist.new_group([0, 1])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,12 @@ from weft import _core
 from weft.errors import RefusedError
 from weft.launch import Pool
 from weft.operator import calls, replay
+from weft.symm import control
 
 _PACKAGE = f"{Path(weft.__file__).parent}/"  # the folder of a checkout may be called weft too
+
+patient = mock.patch.object(control, "_STALE_S", 1e9)
+"""Decorate functions that make groups. On a busy machine the watchdog may be late, and then calls take the slow path."""
 
 GEMMS = [name for name in OPERATORS if name in SCHEDULES and name != "embedding_all_to_all"]
 
@@ -56,6 +61,7 @@ def anew(operator: Operator) -> Arguments:
     return {name: other(value) for name, value in operator.arguments.items()}
 
 
+@patient
 def repeated(group: dist.ProcessGroup, operator: str) -> None:
     for schedule in SCHEDULES[operator]:
         own = dist.new_group([0, 1])
@@ -88,6 +94,7 @@ def gather(group: Any, x: torch.Tensor, w: list[torch.Tensor], dim: int = 0, **o
     return leaves(weft.all_gather_matmul(x, w, dim, group, **options))
 
 
+@patient
 def forms(group: dist.ProcessGroup) -> None:
     """Call with several shapes, and with arguments by name or by position. Return the calls that take the fast path the
     second time. All results must be right.
@@ -144,6 +151,7 @@ def test_calls_of_many_forms_are_right_again(pool: Pool) -> None:
     pool.run(forms, ranks=2, timeout_s=60)
 
 
+@patient
 def others(group: dist.ProcessGroup) -> None:
     """Make calls with equal arguments in different contexts. Only a call in the same context is replayed."""
     own = dist.new_group([0, 1])
@@ -186,6 +194,7 @@ def test_what_means_another_call_goes_the_long_way(pool: Pool) -> None:
     pool.run(others, ranks=2, timeout_s=120)
 
 
+@patient
 def with_gradients(group: dist.ProcessGroup) -> None:
     """Make calls of several forms twice. Gradients must equal those of the slow path."""
     own, rank = dist.new_group([0, 1]), group.rank()
@@ -341,6 +350,7 @@ def test_unfused_calls_on_gpus_enter_no_function_of_weft(pool: Pool) -> None:
     pool.run(on_gpus, ranks=2, timeout_s=60)
 
 
+@patient
 def any_tokens(group: dist.ProcessGroup, wanted: bool) -> None:
     """Make dispatches and combines of different numbers of tokens. Each call takes the fast path, except the first."""
     own, rank = dist.new_group([0, 1]), group.rank()
