@@ -144,7 +144,6 @@ class Trainer:
         self.schedulers = [
             torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, total_iters=options.steps) for one in self.optimizers
         ]
-        weft.nn.ignore_tables(model)
         self.model: nn.Module = model if options.reference else DistributedDataParallel(model)
         self.loss = nn.BCEWithLogitsLoss()
 

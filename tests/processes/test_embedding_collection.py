@@ -192,6 +192,37 @@ def test_a_module_is_handled_as_others_are(pool: Pool) -> None:
     assert found["names"] == [f"embeddings.{name}.weight" for name in ("users[15:30]", "items[11:21]", "pairs[25:50]")]
 
 
+def memory(group: dist.ProcessGroup, placement: Any) -> list[Any]:
+    table = EmbeddingBagConfig(20, 4, "t", ("f",))
+    module = ShardedEmbeddingCollection([table], group=group, placement=placement, optimizer=weft.Adam(lr=0.1))
+    first = module.memory()
+    features = KeyedJaggedTensor(["f"], torch.arange(20), lengths=torch.tensor([15, 5]))
+    rows = module(features)["f"].values()
+    waiting = module.memory()
+    with module.accumulate():
+        rows.sum().backward()
+        kept = module.memory()
+    del rows, features
+    return [first, waiting, kept, module.memory()]
+
+
+@pytest.mark.parametrize("placement", [[RowWise()], [DataParallel()]])
+def test_memory_is_counted(pool: Pool, placement: Any) -> None:
+    is_copied, ids = isinstance(placement[0], DataParallel), 20
+    for first, waiting, kept, after in pool.run(memory, placement, ranks=2, timeout_s=60):
+        weight = 4 * 4 * (20 if is_copied else 10)
+        assert list(first.tables.values()) == [weight]
+        assert list(first.states.values()) == [2 * weight]
+        assert first.total == 3 * weight
+        assert first.buffers == first.in_flight == first.workspace == first.gradients == 0
+        assert waiting.in_flight >= 8 * ids
+        # 20 ids are sent and received, with 4 columns each. Sorting takes 20 bytes per id.
+        assert waiting.workspace == (0 if is_copied else 4 * 4 * 2 * ids + 20 * ids)
+        assert kept.in_flight >= waiting.in_flight + (weight if is_copied else 4 * 4 * ids)
+        assert after.in_flight == 0
+        assert "[" in str(first) or is_copied
+
+
 def skewed(group: dist.ProcessGroup, max_ids: int, dedup: bool) -> str:
     table = EmbeddingBagConfig(20, 4, "t", ("f",))
     module = ShardedEmbeddingCollection([table], group=group, placement=[RowWise()], max_ids=max_ids, dedup=dedup)

@@ -70,9 +70,16 @@ def loads(group: dist.ProcessGroup, folder: str, placement: Any, optimizer: Any)
 
 def held(group: dist.ProcessGroup, placement: Any) -> tuple[int, int, int]:
     model: Any = made(group, placement, weft.Adam(lr=0.1))
+    ebc = model["ebc"]
     features, upstream = batch(0, 12, group.rank(), group.size())
-    model["ebc"](features).values().backward(upstream)
-    memory = model["ebc"].memory()
+    with ebc.accumulate():
+        pooled = ebc(features).values()
+        waiting = ebc.memory().in_flight
+        assert waiting >= features.values().nbytes // group.size()
+        pooled.backward(upstream)
+        del pooled, features
+        assert ebc.memory().in_flight > 0  # gradients that wait for the update
+    memory = ebc.memory()
     assert "total" in str(memory)
     return sum(memory.tables.values()), sum(memory.states.values()), memory.in_flight
 

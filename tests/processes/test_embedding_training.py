@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
+from weft.embedding import DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 TABLES = (
     EmbeddingBagConfig(30, 8, "users", ("u", "friend")),
@@ -435,10 +435,11 @@ class Model(nn.Module):
 def in_ddp(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
     rank, world = group.rank(), group.size()
     model = Model(made(group, optimizer=weft.Adagrad(lr=0.1)))
-    ignored = weft.nn.ignore_tables(model)
-    assert len(ignored) == len(model.embeddings.sharding.local_tables(rank))
+    if how in ("marked ddp", "fsdp"):
+        ignored = weft.nn.ignore_tables(model)
+        assert len(ignored) == len(model.embeddings.sharding.local_tables(rank))
     wrapped: nn.Module = model
-    if how in ("ddp", "compiled"):
+    if how in ("ddp", "marked ddp", "compiled"):
         wrapped = DistributedDataParallel(model, process_group=group)
     elif how == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
@@ -461,7 +462,47 @@ def in_ddp(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
     return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone() for name, one in values}
 
 
-@pytest.mark.parametrize("how", ["ddp", slow("fsdp"), slow("compiled")])
+def tables_in_ddp(group: dist.ProcessGroup, which: str) -> dict[str, Any]:
+    """Wrap a model in DDP without any preparation. Return what DDP and one step did to the tables."""
+    tables = [EmbeddingBagConfig(8 * (n + 1), 4, f"t{n}", (f"f{n}",)) for n in range(3)]
+    placements: dict[str, list[Any]] = {"whole": [1, 1, 1], "equal shapes": [RowWise()] * 3}
+    placement: Any = placements.get(which, [RowWise(), 0, DataParallel()])
+    kind: Any = ShardedEmbeddingCollection if which == "rows" else ShardedEmbeddingBagCollection
+    of = kind(tables, group=group, placement=placement, optimizer=None if which == "no optimizer" else weft.SGD(lr=0.5))
+    own = {name: weight.detach().clone() for name, weight in of.named_parameters()}
+    model = nn.ModuleDict({"tables": of, "over": nn.Linear(12, 1)})
+    model.forward = lambda given: model["over"](joined(model["tables"](given)))  # type: ignore[method-assign, assignment]
+    found: dict[str, Any] = {"alone": told(lambda: DistributedDataParallel(nn.Sequential(of), process_group=group))}
+    wrapped = DistributedDataParallel(model, process_group=group)
+    found["kept"] = all(torch.equal(own[name], weight) for name, weight in of.named_parameters())
+    features = KeyedJaggedTensor(
+        ["f0", "f1", "f2"], torch.tensor([0, 7, 0, 15, 0, 23]), lengths=torch.ones(6, dtype=torch.int64)
+    )
+    wrapped(features).sum().backward()
+    grad = model["over"].weight.grad
+    assert isinstance(grad, torch.Tensor)
+    found["averaged"] = grad.clone()
+    weights = dict(of.named_parameters())
+    trained = (weights[name].grad is not None or not torch.equal(own[name], weights[name]) for name in own)
+    return found | {"trained": all(trained), "tables": len(own)}
+
+
+def joined(out: Any) -> torch.Tensor:
+    return torch.cat([one.values() for one in out.values()], dim=1) if isinstance(out, dict) else out.values()
+
+
+@pytest.mark.parametrize("which", ["whole", "parts", "equal shapes", "rows", "no optimizer"])
+def test_ddp_ignores_tables_by_itself(pool: Pool, which: str) -> None:
+    found = pool.run(tables_in_ddp, which, ranks=2, timeout_s=60)
+    assert [one["tables"] for one in found] == {"whole": [0, 3], "equal shapes": [3, 3]}.get(which, [3, 2])
+    for one in found:
+        assert one["kept"]
+        assert one["trained"]
+        assert torch.equal(one["averaged"], found[0]["averaged"])
+        assert "require" in one["alone"] or "nothing to do" in one["alone"]
+
+
+@pytest.mark.parametrize("how", ["ddp", slow("marked ddp"), slow("fsdp"), slow("compiled")])
 def test_a_model_in_ddp_or_fsdp_learns_as_on_one_rank(how: str) -> None:
     with Pool(2) as own:  # Dynamo stays loaded
         (wanted,) = own.run(in_ddp, "alone", ranks=1, timeout_s=120)

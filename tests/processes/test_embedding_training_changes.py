@@ -17,8 +17,7 @@ from test_embedding_training import batch, made, state
 
 import weft
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
-from weft.nn.fused_optimizer import ignore_tables
+from weft.nn import ShardedEmbeddingBagCollection, ignore_tables
 
 
 def _tables(module: ShardedEmbeddingBagCollection) -> list[torch.Tensor]:

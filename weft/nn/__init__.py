@@ -7,11 +7,12 @@ from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.embedding_memory import EmbeddingMemory
 from weft.nn.experts import ExpertParallelMLP
-from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
+from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.norm import RMSNorm
 from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from weft.nn.partitioned_embedding import PartitionedEmbeddingBagCollection as _  # noqa: F401  # which placements choose
 from weft.nn.prefetching import prefetched
+from weft.nn.table_marks import ignore_tables
 from weft.nn.tensor_parallel import ParallelAttention, ParallelMLP, rotary_embedding
 from weft.nn.tensor_parallel_state import distributed_state_dict, local_state_dict
 from weft.operator.layers import replicated

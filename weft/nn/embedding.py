@@ -30,12 +30,13 @@ from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import NOT_TRAINED, Training, check_module_options, training_of
 from weft.embedding.update import FusedUpdate
 from weft.nn import local_batch
-from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
+from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, first_values, weights_of
 from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.nn.prefetching import Prefetched
+from weft.nn.table_marks import mark_table
 from weft.nn.table_parts import check_full
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
@@ -62,8 +63,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     or dead, the other ranks raise `DeadlineError` or `PeerLostError`.
 
     All ranks must also run the backward of the same calls, in the same order. Gradients are reduced in a fixed order,
-    so equal inputs give equal bits, unless `deterministic=False`. Call `weft.nn.ignore_tables(model)` before you wrap
-    the model in DistributedDataParallel. Under torch.compile, a call with gradients breaks the graph.
+    so equal inputs give equal bits, unless `deterministic=False`. DistributedDataParallel ignores the tables. For FSDP,
+    pass `ignored_params=weft.nn.ignore_tables(model)`. Under torch.compile, a call with gradients breaks the graph.
 
     With an `optimizer`, backward updates the tables and returns no gradients of tables. Set the learning rate in
     `fused_optimizer.param_groups[0]["lr"]`. A second backward of the same call raises `WeftError`. Calls in
@@ -356,7 +357,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         """
         weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
         buffers = buffer_bytes(plan_in(*self._form), self.group, self._exchange_device())
-        return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
+        in_flight = self._batches.nbytes + collected_bytes(self._update)
+        workspace = pooled_workspace(self._batches, self.sharding, self.rank, self.device)
+        return memory_of(weights, self._update, in_flight, buffers, workspace)
 
     def close(self) -> None:
         """Free the symmetric memory that calls of this module have allocated, but not the tables. All ranks must make
@@ -440,8 +443,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         tables' device.
         """
         for bag in self.embedding_bags.children():
-            weight: Any = bag.weight
-            weight._weft_table = weight._ddp_ignored = True
+            mark_table(bag.weight)
         if self._optimizer is None:
             return
         if self._update is None:

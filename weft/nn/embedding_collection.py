@@ -34,12 +34,14 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
+from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of, rows_workspace
 from weft.nn.embedding_table import Table, filler_of, weights_of
 from weft.nn.id_bound import check_max_ids
 from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
 from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm, rows_or_zero
 from weft.nn.row_dist import RowDist, RowRoute
 from weft.nn.row_ids import RowIds
+from weft.nn.table_marks import mark_table
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.derivatives import once
@@ -145,6 +147,7 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._own = [part for part in self.partition.parts if part.rank == self.rank]
         fill_together(lambda: self._make_tables(seed), group, self.device, self.deadline_s)
         self._dist, self._update_of_parts, self._replicated = None, None, None
+        self._batches, self._exchanged = BatchesInFlight(), (0, 0)
         if (sharding := self.partition.sharding) is not None:
             self._of_said = EmbeddingPlan(sharding, EmbeddingOptions(hash=hash))
             self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s, said)
@@ -175,8 +178,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     def _mark_tables(self) -> None:
         for weight in self._all_weights():
-            marked: Any = weight
-            marked._weft_table = marked._ddp_ignored = True
+            mark_table(weight)
 
     def _all_weights(self) -> list[torch.Tensor]:
         """Return the weights of this rank's parts, followed by those of the data-parallel tables."""
@@ -352,6 +354,25 @@ class ShardedEmbeddingCollection(TrainedTables):
         """Return this rank's parts and their weights, in the order of the submodules of `embeddings`."""
         return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
+    def memory(self) -> EmbeddingMemory:
+        """Return the memory of this module on this rank, in bytes. `print` shows the result as text, with a line for
+        each part of a table. Ranks do not communicate.
+
+        `buffers` is 0, because ranks exchange rows in ordinary memory. `workspace` does not include the gradients of
+        data-parallel tables.
+        """
+        weights, in_flight = dict(zip(self.embeddings, self._all_weights(), strict=True)), self._batches.nbytes
+        in_flight += sum(one.nbytes for one in self._collected or ())
+        in_flight += 0 if self._replicated is None else self._replicated.bytes_in_flight
+        columns = self.partition.parts[0].columns if self.partition.parts else 0
+        workspace = rows_workspace(*self._exchanged, columns, self._dtype, self.device)
+        return memory_of(weights, self._update, in_flight, (), workspace)
+
+    def _note(self, route: RowRoute, arrived: Sequence[torch.Tensor]) -> None:
+        """Record the ids of a call with gradients, for `memory`."""
+        self._batches.keep([*arrived, route.to_sent, route.order])
+        self._exchanged = sum(route.out), sum(route.into)
+
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's parts from whole tables, by table name. Values are converted to the tables' dtype.
 
@@ -418,6 +439,10 @@ class _Received:
     def __init__(self, ids: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self.ids, self.grads = ids, grads
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in [*self.ids, *self.grads])
+
 
 class _Rows(torch.autograd.Function):
     @staticmethod
@@ -429,6 +454,7 @@ class _Rows(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows, ctx.route, ctx.arrived = module._looked_up(ids)
+        module._note(ctx.route, ctx.arrived)
         # The number of rendezvous is equal on all ranks, even if some ranks have called the module without gradients.
         ctx.module, ctx.number, ctx.is_done = module, published_on(module.group), False
         return rows

@@ -27,6 +27,7 @@ class EmbeddingMemory:
     buffers: the symmetric memory of results, which modules with equal arguments share.
     in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
         keeps, and of prefetched batches. On GPUs it includes the last call's input, which is needed to report bad ids.
+        Without pooling, it is the bytes of ids and of their routing.
     workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it.
     """
 
@@ -90,28 +91,42 @@ class BatchesInFlight:
 
 
 def memory_of(
-    weights: dict[str, torch.Tensor], update: FusedUpdate | None, batches: BatchesInFlight, sharding: EmbeddingSharding,
-    rank: int, buffers: Sequence[int],
-) -> EmbeddingMemory:  # fmt: skip
-    """Return the memory of a module. batches: the inputs that backward still needs. buffers: the bytes of each result
+    weights: dict[str, torch.Tensor], update: FusedUpdate | None, in_flight: int, buffers: Sequence[int], workspace: int
+) -> EmbeddingMemory:
+    """Return the memory of a module. in_flight, workspace: as in `EmbeddingMemory`. buffers: the bytes of each result
     buffer in symmetric memory.
     """
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
     states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else []
     states += [0] * (len(weights) - len(states))
-    ids, samples = batches.last
-    columns = sum(slot.dim for slot in sharding.local_slots(rank))
-    both = samples * columns + samples * sharding.total_dim // sharding.world_size
-    device = next((weight.device.type for weight in weights.values()), "cpu")
-    collected = COLLECTED.get(id(update.step), []) if update else []
     return EmbeddingMemory(
         tables={name: weight.nbytes for name, weight in weights.items()},
         states=dict(zip(weights, states, strict=True)),
         gradients=sum(_nbytes(grad) for grad in grads),
         buffers=sum(buffers),
-        in_flight=batches.nbytes + sum(one.received.nbytes for one in collected),
-        workspace=both * sharding.dtype.itemsize + ids * _SORT_BYTES.get(device, 0),
+        in_flight=in_flight,
+        workspace=workspace,
     )
+
+
+def collected_bytes(update: FusedUpdate | None) -> int:
+    """Return the bytes of the gradients of pooled vectors that `accumulate()` keeps."""
+    return sum(one.received.nbytes for one in COLLECTED.get(id(update.step), [])) if update else 0
+
+
+def pooled_workspace(batches: BatchesInFlight, sharding: EmbeddingSharding, rank: int, device: torch.device) -> int:
+    """Return the workspace of backward of the last call with pooling: gradients to send, received gradients, and sorting."""
+    ids, samples = batches.last
+    columns = sum(slot.dim for slot in sharding.local_slots(rank))
+    elements = samples * columns + samples * sharding.total_dim // sharding.world_size
+    return elements * sharding.dtype.itemsize + ids * _SORT_BYTES.get(device.type, 0)
+
+
+def rows_workspace(sent: int, received: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the workspace of backward of a call without pooling. sent, received: the numbers of ids that this rank sent
+    and received.
+    """
+    return (sent + received) * columns * dtype.itemsize + received * _SORT_BYTES.get(device.type, 0)
 
 
 def _nbytes(grad: torch.Tensor) -> int:

@@ -191,20 +191,3 @@ def _refuse(name: str, states: Iterable[str]) -> NoReturn:
         f"the state dict has no {name!r}, only {', '.join(states) or 'nothing'}: load a state dict of the same "
         "optimizer class"
     )
-
-
-def ignore_tables(model: nn.Module) -> set[nn.Parameter]:
-    """Mark the sharded embedding tables in `model`, so that `DistributedDataParallel(model)` ignores them. Return their
-    parameters.
-
-    DDP copies the first rank's parameters to all ranks and averages gradients, but each rank has different tables. Call
-    this function before DDP, on the module that DDP wraps. Pass the returned parameters to FSDP's `fully_shard(model,
-    ignored_params=...)`.
-    """
-    found = {
-        name: parameter for name, parameter in model.named_parameters() if getattr(parameter, "_weft_table", False)
-    }
-    before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    mark: Any = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    mark(model, sorted(before | found.keys()))
-    return set(found.values())

@@ -30,12 +30,13 @@ from weft.embedding.partition import Partition, RowWise, TablePart, partition_ta
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
-from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
+from weft.nn.embedding_memory import EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, filler_of, weights_of
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import agree_on_parts, check_input_options, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import Arranged, PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm
+from weft.nn.table_marks import mark_table
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import plan_in
@@ -337,16 +338,17 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     # --- parameters, memory and conversions ---
 
     def memory(self) -> EmbeddingMemory:
-        """Return the memory of this module on this rank, in bytes. It does not include the gradients of data-parallel
-        tables that `accumulate()` keeps.
+        """Return the memory of this module on this rank, in bytes. `workspace` does not include the gradients of
+        data-parallel tables.
         """
         weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
-        parts, batches, rank = self._parts, BatchesInFlight(), 0
-        buffers: list[int] = []
-        if parts is not None:
-            batches, rank = parts._batches, self.rank
-            buffers = buffer_bytes(plan_in(*parts._form), self.group, self._exchange_device())
-        return memory_of(weights, self._update, batches, self.sharding, rank, buffers)
+        in_flight = 0 if self._replicated is None else self._replicated.bytes_in_flight
+        workspace, buffers = 0, list[int]()
+        if (parts := self._parts) is not None:
+            in_flight += parts._batches.nbytes + collected_bytes(parts._update)
+            buffers = list(buffer_bytes(plan_in(*parts._form), self.group, self._exchange_device()))
+            workspace = pooled_workspace(parts._batches, parts.sharding, self.rank, self.device)
+        return memory_of(weights, self._update, in_flight, buffers, workspace)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if self._parts is not None:
@@ -373,8 +375,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _mark_tables(self) -> None:
         for bag in self.embedding_bags.children():
-            weight: Any = bag.weight
-            weight._weft_table = weight._ddp_ignored = True
+            mark_table(bag.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         if not recurse:

@@ -17,6 +17,7 @@ from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.partition import Partition
 from weft.embedding.plan import EmbeddingPlan
+from weft.nn.embedding_memory import BatchesInFlight
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime import embedding_replicated as runtime
@@ -57,6 +58,12 @@ class ReplicatedTables:
         """The reduced gradients that wait for the update at the end of `accumulate()`; None outside of `accumulate()`.
         """
         self._calls = 0
+        self._batches = BatchesInFlight()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """The bytes of ids, offsets and weights whose backward has not run, and of the gradients that `accumulate()` keeps."""
+        return self._batches.nbytes + sum(flat.nbytes for _, flat in self.collected or ())
 
     def count(self, trains: bool) -> None:
         """Count a call of the collection if `trains` is True. All ranks must count the same calls, also calls that a rank
@@ -98,6 +105,8 @@ class ReplicatedTables:
         assert jagged is not None
         weights = self.weights()
         call = self._call(checked, trains, jagged.weights)
+        if trains:
+            self._batches.keep([jagged.values, jagged.offsets, jagged.weights])
         keeps = (trains and self.update is None) or not torch.is_grad_enabled()
         inputs = weights if keeps else [weight.detach() for weight in weights]
         anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
@@ -127,6 +136,8 @@ class ReplicatedTables:
             as for `pooled`.
         """
         weights = self.weights()
+        if trains:
+            self._batches.keep(ids)
         call = self._call(CheckedInput((), (), 0), trains, None)
         inputs = weights if trains and self.update is None else [weight.detach() for weight in weights]
         anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
