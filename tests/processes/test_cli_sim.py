@@ -38,6 +38,39 @@ def test_every_schedule_its_gain_the_bound_and_a_trace(tmp_path: Path) -> None:
         assert words in done.output
 
 
+@pytest.mark.parametrize(
+    ("shape", "topology", "algorithm"),
+    [
+        ("4096,4096,64", "torus:2x4", "reduce_scatter by rings along all dimensions, both directions"),
+        ("4096,4096,64", "ring:8", "reduce_scatter by ring"),
+    ],
+)
+def test_the_algorithm_of_a_predicted_collective_is_visible(
+    shape: str, topology: str, algorithm: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "sim.json"
+    arguments = [
+        "matmul_reduce_scatter",
+        "--shape",
+        shape,
+        "--hw",
+        "mi300x",
+        "--topology",
+        topology,
+        "--json",
+        str(file),
+    ]
+    for command in (["sim", *arguments, "--schedule", "serial"], ["plan", *arguments]):
+        done = runner.invoke(app, command)
+        assert done.exit_code == 0, done.output
+        line = next(line for line in done.output.splitlines() if line.startswith("collectives"))
+        assert line.split(maxsplit=1)[1].startswith(f"{algorithm} ("), line
+        assert "serial" in line
+    simulated, planned = (json.loads(line) for line in file.read_text().splitlines())
+    for rows, name in ((simulated["schedules"], "schedule"), (planned["candidates"], "candidate")):
+        assert next(row for row in rows if row[name] == "serial")["algorithms"] == [algorithm]
+
+
 def test_only_the_asked_for_schedule_and_serial(tmp_path: Path) -> None:
     file = tmp_path / "sim.json"
     done = runner.invoke(app, [*EMBEDDINGS, "--topology", "ring:4", "--schedule", "direct", "--json", str(file)])

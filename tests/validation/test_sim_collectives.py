@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -63,14 +64,64 @@ def test_on_a_switch_and_a_mesh_shards_go_to_all_at_once() -> None:
         assert _us(op, 8, 8 * MIB, Wiring(mesh, (100.0, 2.0))) == pytest.approx(2 + MIB / 100)
 
 
-def test_on_a_torus_and_on_hosts_one_dimension_follows_the_other() -> None:
-    """Rings of eight along rows leave an eighth of the bytes for the rings along columns. NICs carry the sums of each
-    host.
+@pytest.mark.parametrize("dims", [(8, 8), (4, 4, 4), (2, 2), (3, 3, 3), (16, 16)])
+def test_on_a_torus_with_equal_sides_all_links_are_busy_all_the_time(dims: tuple[int, ...]) -> None:
+    """The bytes go in 2 d parts around the d dimensions. Without latency, the time is the bound that the links of a rank set."""
+    world, n, d, rate = math.prod(dims), dims[0], len(dims), 100.0
+    count = world * 64 * 1024
+    links = d * min(2, n - 1)  # in a ring of two, both neighbours are the same rank
+    for latency in (0.0, 0.5):
+        wiring = Wiring(torus, (rate, latency, *dims[:-1]))
+        closed_form = d * (n - 1) * latency + (1 - 1 / world) * count / (links * rate)
+        for op, times in (("reduce_scatter", 1), ("all_gather", 1), ("all_reduce", 2)):
+            assert _us(op, world, count, wiring) == pytest.approx(
+                times * closed_form, rel=0.01 if not latency else 1e-6
+            ), op
+            if not latency:
+                assert least_us(wiring.of(world), op, count) == pytest.approx(times * closed_form), op  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dims", "over"), [((16, 8), 1.063), ((8, 16), 1.063), ((16, 8, 4), 1.204), ((64, 2), 1.128)])
+def test_on_a_torus_with_different_sides_the_longest_decides(dims: tuple[int, ...], over: float) -> None:
+    """On a torus of 16 x 8, half of the bytes begin along rows and leave 1/16 for columns. The other half begins along columns
+    and leaves 1/8 for rows. Rows take longer in both stages.
     """
+    world = math.prod(dims)
+    topology = torus(world, 100.0, 0.0, *dims[:-1])
+    found = algorithm(topology, "all_gather", 1e9)
+    assert found.name == "rings along all dimensions, both directions"
+    if dims == (16, 8):
+        assert found.us_per_byte == pytest.approx((15 / 16 / 4 + 15 / 16 / 8 / 4) / 100)
+    assert found.us_per_byte / least_us(topology, "all_gather", 1.0) == pytest.approx(over, abs=1e-3)
+    (before,) = (one for one in algorithms(topology, "all_gather") if one.name == "ring by dimension")
+    assert before.us_per_byte > 2.5 * found.us_per_byte
+
+
+def test_small_payloads_on_a_torus_use_the_fewest_rounds() -> None:
+    wiring = Wiring(torus, (LINK, LATENCY, 8))
+    for op in ("reduce_scatter", "all_gather", "all_reduce"):
+        assert "both directions" not in algorithm(wiring.of(64), op, 64.0).name  # type: ignore[arg-type]
+        assert "both directions" in algorithm(wiring.of(64), op, 96.0 * MIB).name  # type: ignore[arg-type]
+        times = [algorithm(wiring.of(64), op, float(1 << i)).time_us(1 << i) for i in range(32)]  # type: ignore[arg-type]
+        assert times == sorted(times), "more bytes never take less time"
+    assert {one.name for one in algorithms(wiring.of(64), "all_to_all")} == {"direct"}
+
+
+def test_a_ring_and_hosts_are_used_in_one_direction() -> None:
+    """T3's closed form is a ring in one direction, also if a torus has a single line."""
+    for topology in (
+        ring(8, 100.0),
+        torus(8, 100.0, 0.0, 8),
+        torus(8, 100.0, 0.0, 1, 8),
+        hosts(8, 100.0, 0.0, 20.0, 2.0, 4),
+    ):
+        for op in ("reduce_scatter", "all_gather", "all_reduce"):
+            assert not [one for one in algorithms(topology, op) if "both" in one.name]  # type: ignore[arg-type]
+
+
+def test_on_hosts_one_dimension_follows_the_other() -> None:
+    """NICs carry the sums of each host."""
     count = 64 * MIB
-    on_torus = 7 * (0.5 + count / 8 / 100) + 7 * (0.5 + count / 64 / 100)
-    for op in ("reduce_scatter", "all_gather"):
-        assert _us(op, 64, count, Wiring(torus, (100.0, 0.5, 8))) == pytest.approx(on_torus)
     on_hosts = Wiring(hosts, (100.0, 0.0, 20.0, 2.0, 4))
     for op in ("reduce_scatter", "all_gather"):
         assert _us(op, 16, count, on_hosts) == pytest.approx(3 * count / 4 / 100 + 2 * 2 + 3 * count / 16 / 20)
@@ -105,6 +156,9 @@ TOPOLOGIES = st.one_of(
     st.builds(mesh, RANKS, RATE, US),
     st.builds(ring, RANKS, RATE, US),
     st.builds(lambda r, c, rate, us: torus(r * c, rate, us, c), st.integers(1, 4), st.integers(2, 5), RATE, US),
+    st.builds(
+        lambda a, b, c, rate: torus(a * b * c, rate, 0.5, a, b), *[st.integers(1, 3)] * 2, st.integers(2, 3), RATE
+    ),
     st.builds(lambda n, g, rate: hosts(n * g, rate, 0.5, rate / 8, 2.0, g), st.integers(1, 4), st.integers(2, 4), RATE),
 )
 

@@ -15,7 +15,7 @@ from weft.errors import ScheduleError
 from weft.hw import Machine
 from weft.hw.topology import hosts
 from weft.hw.topology.infragraph import Graph
-from weft.plan.explain import MOST_OF_A_TORUS, problem_on_machine
+from weft.plan.explain import MOST_OF_A_TORUS, algorithms_text, problem_on_machine
 from weft.plan.predict import Progress, Row, predicted_rows
 from weft.schedule import RANK, Schedule
 from weft.sim import Mode, Model, Simulated, simulate
@@ -38,6 +38,8 @@ class Compared:
     exposed_us: float | None = None  # time without computation; None if kernels send while they compute
     over_bound: float | None = None  # us / the bound
     why_not: str = ""
+    algorithms: tuple[str, ...] = ()
+    """The algorithms of the schedule's collectives, such as "all_gather by ring" (`weft.sim.collectives`)."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ class Comparison:
     def facts(self) -> list[tuple[str, str]]:
         """Return the lines that are printed above the table of schedules, as (label, text)."""
         each = f"GEMMs or pooling {decimal_us(self.bound.compute_us)}, links {decimal_us(self.bound.links_us)}"
+        named = {row.name: row.algorithms for row in self.rows}
         return [
             ("operator", f"{self.problem.operator}: {self.problem.text}, {self.mode}"),
             ("machine", "; ".join([self.machine.name, *self.notes])),
+            *([("collectives", algorithms_text(named))] if any(named.values()) else []),
             ("bound", f"max({each}) = {in_us(self.bound.us)}: no schedule is faster"),
         ]
 
@@ -104,7 +108,7 @@ class Comparison:
         """Return all results as JSON values, with times in microseconds."""
         rows = [
             {"schedule": row.name, "us": row.us, "speedup": row.speedup, "exposed_us": row.exposed_us,
-             "over_bound": row.over_bound, "why_not": row.why_not}
+             "over_bound": row.over_bound, "algorithms": row.algorithms, "why_not": row.why_not}
             for row in self.rows
         ]  # fmt: skip
         found = self.bound
@@ -198,7 +202,7 @@ def _of_orbits(
     progress("simulating serial once", share)
     serial_us, least = orbit_us(serial, model), bound_of(serial.program)
     exposed_us = orbit(problem, model, "serial", runs=1).exposed_us
-    rows = [Compared("serial", serial_us, 1.0, exposed_us, serial_us / least.us)]
+    rows = [Compared("serial", serial_us, 1.0, exposed_us, serial_us / least.us, algorithms=("all_to_all by direct",))]
     for name in names:
         progress(f"simulating {name}", share)
         us = orbit_us(orbit(problem, model, name), model)
@@ -217,7 +221,8 @@ def _compared(
     sending = row.stages or _stores_at_peers(built[name])
     exposed_us = None if sending else simulate(built[name], model, mode=mode, trusted=True).exposed_us
     speedup = serial_us / row.us if serial_us else None
-    return Compared(name, row.us, speedup, exposed_us, row.us / least.us if least.us else None)
+    over = row.us / least.us if least.us else None
+    return Compared(name, row.us, speedup, exposed_us, over, algorithms=row.algorithms)
 
 
 def _stores_at_peers(schedule: Schedule) -> bool:

@@ -9,7 +9,7 @@ Communication Overlap", IV.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -151,6 +151,9 @@ class Explanation:
             lines.append(("ideal", f"max({parts}) = {in_us(losses.ideal_us)}; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{in_us(losses.exposed_us)} of communication exposed"))
+        named = {name: rows[name].algorithms for name in (choice.candidate.name, "serial") if name in rows}
+        if any(named.values()):
+            lines.append(("collectives", algorithms_text(named)))
         if self.heuristic is not None:
             lines.append(("heuristic", f"{self.heuristic}: {self._of_heuristic(rows)}"))
         return lines
@@ -170,7 +173,7 @@ class Explanation:
         rows = [
             {"candidate": row.candidate.name, "predicted_us": row.predicted_us, "measured_us": row.measured_us,
              "measured_here": self._is_here(row),
-             "losses": asdict(row.losses) if row.losses else None, "why_not": row.why_not}
+             "losses": asdict(row.losses) if row.losses else None, "algorithms": row.algorithms, "why_not": row.why_not}
             for row in self.choice.rows
         ]  # fmt: skip
         return {
@@ -191,6 +194,19 @@ class Explanation:
         return "\n".join(
             [*(f"{what:<{width}}  {text}" for what, text in facts), "", *lines, "", *self.legend(), *self.left_out()]
         )
+
+
+def algorithms_text(named: Mapping[str, Sequence[str]]) -> str:
+    """Return a text with the schedules that use each algorithm. named: {schedule: algorithms of its collectives}."""
+    by_algorithm: dict[str, list[str]] = {}
+    for name, algorithms in named.items():
+        for one in algorithms:
+            by_algorithm.setdefault(one, []).append(name)
+    texts = []
+    for one, names in by_algorithm.items():
+        more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+        texts.append(f"{one} ({', '.join(names[:2] if more else names)}{more})")
+    return "; ".join(texts)
 
 
 def explain(

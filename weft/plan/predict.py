@@ -26,7 +26,7 @@ from typing import TypeAlias, cast, get_args
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
 from weft.builders.registry import outside_builders
 from weft.errors import ScheduleError
-from weft.schedule import ITEM_BYTES, Compute, Region, Schedule, Step, Tiles
+from weft.schedule import ITEM_BYTES, Collective, Compute, Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
 from weft.schedule.verify import check_steps
@@ -108,6 +108,8 @@ class Row:
     """True if weft's kernels compute the GEMMs. The comparison with serial, which uses cuBLAS, is then less certain."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The distinct cuBLAS GEMMs of a rank."""
+    algorithms: tuple[str, ...] = ()
+    """The algorithms that the simulator uses for the collectives, such as "all_gather by ring"."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -223,7 +225,14 @@ def predicted_rows(
         simulated = frozenset(schedules) if every else needed
         times = _times(problem, built, model, mode, simulated, progress)
     rows = [
-        replace(one.row, problem=problem, model=model, rough=one.row.rough and not problem.rounds_sums) for one in built
+        replace(
+            one.row,
+            problem=problem,
+            model=model,
+            rough=one.row.rough and not problem.rounds_sums,
+            algorithms=_algorithms(one, model, problem.world_size),
+        )
+        for one in built
     ]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
@@ -443,6 +452,17 @@ def _times(
         best = min(best, us)
         best_captured = best_captured if one.row.reads_on_host else min(best_captured, us)
     return times
+
+
+def _algorithms(built: _Built, model: Model, world: int) -> tuple[str, ...]:
+    """Return the algorithms of the candidate's collectives (`Row.algorithms`)."""
+    if not built.row.collectives:
+        return ()
+    found: dict[str, None] = {}
+    for step, operands in ((one.step, one.operands) for lane in built.lanes for one in lane):
+        if isinstance(step, Collective) and (name := kept_cost(model, world, step, operands).algorithm):
+            found[f"{step.op} by {name}"] = None
+    return tuple(found)
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:

@@ -1,10 +1,12 @@
 """Algorithms of collectives (NCCL, RCCL) on a topology: the bytes that each rank sends to each other rank, in rounds.
 
-An algorithm is a sequence of phases. A phase has a number of equal rounds. In each round, every rank sends the same
-number of bytes to each of its peers in this phase. A round begins when the previous round's data has arrived, so a
-phase takes
+An algorithm is a sequence of stages, and a stage is one phase or several concurrent phases. A phase has a number of equal
+rounds. In each round, every rank sends the same number of bytes to each of its peers in this phase. A round begins when the
+previous round's data has arrived, and a stage begins when the previous stage has ended. So a stage with one phase takes
 
     rounds * (latency of the longest route + bytes on the busiest link / its bandwidth)
+
+Phases of one stage share links. Such a stage takes the longest latency of its phases plus the time of the busiest link.
 
     algorithm            rounds           bytes that a rank sends; S: the bytes of all shards together, W: the number of ranks
     direct               1                S / W to each other rank
@@ -12,21 +14,37 @@ phase takes
     halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
     tree (all-reduce)    2 log2 W         S towards the root, and S back
     by dimension         (see below)      direct or ring along one dimension after the other
+    all dimensions       (see below)      rings along all dimensions of a torus at once, in both directions
 
 By dimension: in a reduce-scatter, the ranks on each line along the first dimension use the direct algorithm (1 round) or
 a ring (size of the dimension - 1 rounds). Then the ranks on each line along the second dimension reduce and scatter the
 results, and so on. An all-gather takes the dimensions in reverse order.
 
-The fastest algorithm is used, because NCCL and RCCL also choose the fastest. An all-to-all is always direct. On a torus
-its routes follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an
-upper limit for all algorithms.
+All dimensions: on a torus of d >= 2 dimensions, the bytes are cut into 2 d equal parts. Each part is reduced and scattered
+by rings along all dimensions, as before. Two parts begin with each dimension: one goes in each direction of its rings. A part
+that begins with dimension i continues with dimension i + 1, and after the last dimension with the first. So in each of the d
+stages, all links of a rank carry a part. With n ranks along each dimension, a reduce-scatter of S bytes takes
+
+    d (n - 1) latency + (1 - 1 / n^d) S / (2 d bandwidth)
+
+which is the bound that all links of a rank set. If the sizes differ, the largest dimension determines the time of each
+stage: a torus of 16 x 8 takes 1.06 times the bound, a torus of 16 x 8 x 4 takes 1.20 times. Small payloads use "direct",
+because this algorithm has as many rounds as rings by dimension.
+
+A ring (a single dimension) is used in one direction, as in T3's closed form. A ring in both directions would halve the bytes
+on each link, and so take half the time without latency.
+
+The fastest algorithm is used, because libraries also choose the fastest. An all-to-all is always direct. On a torus its routes
+follow the dimensions. The measured rate of NCCL or RCCL (`collective.all_gather` in a machine file) is an upper limit for all
+algorithms.
 
 A topology has period p if it looks the same from rank r and from rank r + p. Its first p ranks then represent all
 ranks.
 
 Sources: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience",
     2007. Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
-    message-passing systems", 1997 (halving-doubling for any number of ranks).
+    message-passing systems", 1997 (halving-doubling for any number of ranks). Jain and Sabharwal, "Optimal bucket
+    algorithms for large MPI collectives on torus interconnects", 2010 (all dimensions).
 """
 
 from __future__ import annotations
@@ -34,7 +52,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -53,6 +71,10 @@ class Phase(NamedTuple):
     rounds: int
     part: float
     peers: Callable[[int], tuple[int, ...]]
+
+
+Stage: TypeAlias = tuple[Phase, ...]
+"""Concurrent phases."""
 
 
 @dataclass(frozen=True)
@@ -91,29 +113,32 @@ def algorithms(topology: Topology, op: Op) -> tuple[Algorithm, ...]:
     """Return all algorithms of `op` that the topology allows, in the order of the table at the top of this file."""
     key = ("algorithms", op)
     if key not in topology.known:
-        topology.known[key] = tuple(_examined(topology, *one) for one in _phases(topology, op))
+        topology.known[key] = tuple(_examined(topology, *one) for one in _stages(topology, op))
     found: tuple[Algorithm, ...] = topology.known[key]
     return found
 
 
-def _phases(topology: Topology, op: Op) -> Iterator[tuple[str, list[Phase]]]:
+def _stages(topology: Topology, op: Op) -> Iterator[tuple[str, list[Stage]]]:
     world = topology.ranks
     if op == "all_to_all":
-        yield "direct", [_direct(world)]
+        yield "direct", [(_direct(world),)]
         return
-    scatters = {"direct": [_direct(world)]}
+    scatters: dict[str, list[Stage]] = {"direct": [(_direct(world),)]}
     lines = [size for size in topology.dims if size > 1]
     if topology.links and world > 2:
         if len(lines) < 2:  # with several dimensions, a ring of all ranks would use the slow links of a single rank
-            scatters["ring"] = [Phase(world - 1, 1 / world, lambda rank: ((rank + 1) % world,))]
-        scatters["halving-doubling"] = list(_halving(world))
+            scatters["ring"] = [(Phase(world - 1, 1 / world, lambda rank: ((rank + 1) % world,)),)]
+        scatters["halving-doubling"] = [(phase,) for phase in _halving(world)]
     if len(lines) > 1:
-        scatters["direct by dimension"] = list(_by_dimension(topology.dims, around=False))
-        scatters["ring by dimension"] = list(_by_dimension(topology.dims, around=True))
-    for name, phases in scatters.items():
-        yield name, {"reduce_scatter": phases, "all_gather": phases[::-1]}.get(op, phases + phases[::-1])
+        order = [i for i, size in enumerate(topology.dims) if size > 1]
+        for name, around in (("direct by dimension", False), ("ring by dimension", True)):
+            scatters[name] = [(phase,) for phase in _by_dimension(topology.dims, order, 1.0, 1 if around else 0)]
+        if topology.rings:
+            scatters["rings along all dimensions, both directions"] = list(_all_dimensions(topology.dims, order))
+    for name, stages in scatters.items():
+        yield name, {"reduce_scatter": stages, "all_gather": stages[::-1]}.get(op, stages + stages[::-1])
     if op == "all_reduce" and topology.links and world > 2:
-        yield "tree", list(_tree(world))
+        yield "tree", [(phase,) for phase in _tree(world)]
 
 
 def _direct(world: int) -> Phase:
@@ -137,27 +162,34 @@ def _tree(world: int) -> Iterator[Phase]:
         yield Phase(1, 1.0, lambda rank, d=d: (rank + d,) if rank % (2 * d) == 0 and rank + d < world else ())  # type: ignore[misc]
 
 
-def _by_dimension(dims: tuple[int, ...], around: bool) -> Iterator[Phase]:
-    """Yield the phases of a reduce-scatter along each dimension: as a ring if `around`, otherwise direct. The last
-    dimension, often the slowest, carries the fewest bytes.
+def _by_dimension(dims: tuple[int, ...], order: Sequence[int], part: float, way: int) -> Iterator[Phase]:
+    """Yield the phases of a reduce-scatter along one dimension after the other.
+
+    order: the dimensions, as indices of `dims`. The last dimension carries the fewest bytes.
+    part: the fraction of the bytes of all shards that is reduced and scattered.
+    way: the direction of the rings, 1 or -1; 0 for the direct algorithm in place of rings.
     """
-    stride, left = 1, 1.0
-    for size in dims:
-        if size == 1:
-            continue
-        left /= size
-        steps = (1,) if around else tuple(range(1, size))
+    for i in order:
+        size, stride = dims[i], math.prod(dims[:i])
+        part /= size
+        steps = (way,) if way else tuple(range(1, size))
 
         def peers(rank: int, stride: int = stride, size: int = size, steps: tuple[int, ...] = steps) -> tuple[int, ...]:
             here = rank // stride % size
             return tuple(rank + ((here + step) % size - here) * stride for step in steps)
 
-        yield Phase(size - 1 if around else 1, left, peers)
-        stride *= size
+        yield Phase(size - 1 if way else 1, part, peers)
 
 
-def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
-    """Return the cost of the algorithm with these phases.
+def _all_dimensions(dims: tuple[int, ...], order: list[int]) -> Iterator[Stage]:
+    """Yield the stages of a reduce-scatter by rings along all dimensions at once (see the top of this file)."""
+    orders = [order[i:] + order[:i] for i in range(len(order))]
+    parts = [_by_dimension(dims, one, 1 / (2 * len(orders)), way) for one in orders for way in (1, -1)]
+    yield from zip(*parts, strict=True)
+
+
+def _examined(topology: Topology, name: str, stages: list[Stage]) -> Algorithm:
+    """Return the cost of the algorithm with these stages.
 
     Only the sends of the first ranks are evaluated, which represent all ranks (see the top of this file). In a tree,
     ranks send different amounts, so the sends of all ranks are evaluated, and a link gets the mean of their traffic.
@@ -166,23 +198,24 @@ def _examined(topology: Topology, name: str, phases: list[Phase]) -> Algorithm:
     ranks = range(topology.period if alike else topology.ranks)
     latency_us = us = sent = 0.0
     links: list[dict[tuple[str, int], float]] = [{} for _ in range(topology.period)]
-    for phase in phases:
+    for stage in stages:
         busy_us: dict[tuple[str, int], float] = {}
         longest = 0.0
-        for rank in ranks:
+        for phase, rank in itertools.product(stage, ranks):
             loads = links[rank % topology.period]
             for peer in phase.peers(rank):
                 routes = topology.routes(rank, peer)
-                longest = max(longest, *(sum(link.latency_us for link in route) for route in routes), 0.0)
+                latencies = (sum(link.latency_us for link in route) for route in routes)
+                longest = max(longest, phase.rounds * max(latencies, default=0.0))
                 sent += phase.rounds * phase.part / len(ranks)
                 for link in itertools.chain(*routes):
-                    link_us = phase.part / len(routes) / link.bytes_per_us
+                    link_us = phase.rounds * phase.part / len(routes) / link.bytes_per_us
                     link_class = (link.kind, link.at % len(ranks))
                     busy_us[link_class] = busy_us.get(link_class, 0.0) + link_us
                     place = (link.kind, (link.at - rank) % topology.ranks)
-                    loads[place] = loads.get(place, 0.0) + phase.rounds * link_us * topology.period / len(ranks)
-        latency_us += phase.rounds * longest
-        us += phase.rounds * max(busy_us.values(), default=0.0)
+                    loads[place] = loads.get(place, 0.0) + link_us * topology.period / len(ranks)
+        latency_us += longest
+        us += max(busy_us.values(), default=0.0)
     of_ranks = tuple(tuple((kind, at, link_us) for (kind, at), link_us in loads.items()) for loads in links)
     return Algorithm(name, latency_us, us, of_ranks, sent)
 

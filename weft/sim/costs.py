@@ -62,6 +62,7 @@ class Cost(NamedTuple):
     joins: bool = False  # True if the step begins when all ranks have reached it
     fills: float = 0.0  # the fraction of the rank's compute units that the step keeps until it ends
     least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
+    algorithm: str = ""  # for a collective: the name of its algorithm (`weft.sim.collectives`)
 
     @property
     def holds(self) -> float:
@@ -297,7 +298,7 @@ def _exchange(model: Model, links: Links, known: bool, source: Operand, target: 
     uses = itertools.chain(*(links.uses(0, distance, part.bytes, us) for distance, part in enumerate(others, 1)))
     latency_us = max(links.latency_us(0, distance) for distance in range(1, 1 + len(others)))
     latency_us += 0.0 if known else model.host_read_us
-    return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)
+    return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)._replace(algorithm="direct")
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
@@ -327,7 +328,7 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
     of_rank = found.links[links.rank % len(found.links)]
     uses = (_share(kind, at, _part(count * link_us, us, 1.0)) for kind, at, link_us in of_rank)
     call = _library_call(model, found.latency_us, us, memory, uses, round(found.sent * count))
-    return call._replace(least_us=least_us(links.topology, op, count))
+    return call._replace(least_us=least_us(links.topology, op, count), algorithm=found.name)
 
 
 def _library_call(

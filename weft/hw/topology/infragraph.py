@@ -83,7 +83,7 @@ class Graph:
     hosts: bool = False
 
     def __call__(self, ranks: int) -> Topology:
-        return Spread(ranks, self.links, dims=self.dims)
+        return Spread(ranks, self.links, dims=self.dims, rings=bool(self.dims) and not self.hosts)
 
 
 def read_infragraph(path: str | Path) -> Wiring:

@@ -52,11 +52,13 @@ class Topology:
 
     dims: the sizes of a grid of ranks, such as (GPUs per host, hosts), if collectives may use one dimension after the
         other. All lines along a dimension have equal links. Consecutive ranks lie along the first dimension.
+    rings: True if each line along a dimension is a ring, with links in both directions.
     """
 
     ranks: int
     links: tuple[Link, ...]
     dims: tuple[int, ...] = ()
+    rings: bool = False
     _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -88,7 +88,7 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int, *mor
             here = rank // stride % size
             target = rank + ((here + step) % size - here) * stride
             links.append(Link(kind, rank, rank, target, bytes_per_us, latency_us))
-    return Torus(ranks, tuple(links), dims=dims)
+    return Torus(ranks, tuple(links), dims=dims, rings=True)
 
 
 def dims_of(ranks: int, columns: float, *more: float) -> tuple[int, ...]:
