@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.on_ranks import told
 
 import weft
 from weft.nn import ShardedEmbeddingBagCollection
@@ -202,3 +203,15 @@ def leaves(found: Any) -> list[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return [found.float()]
     return [] if found is None else [leaf for one in found for leaf in leaves(one)]
+
+
+def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
+    """Return this rank's error for each argument that rank 1 passes, for a known shape. Good calls must work in
+    between.
+    """
+    call, found = OPERATORS[operator](group), []
+    call()
+    for name, value in bad:
+        found.append(told(partial(call, **({name: value} if group.rank() == 1 else {}))))
+        call()
+    return found

@@ -1,22 +1,20 @@
-"""Refusals that all operators and the embedding module share.
+"""Bad arguments, which all operators and the embedding module refuse.
 
-Rank 1 alone passes tensors of other kinds, wrong dimensions, numbers of rows or deadlines, for a known shape (with few
-checks) and for a new shape. Every rank must refuse the call, with the argument's name and the fix. Then the next call
-must work.
+Rank 1 alone passes tensors of other kinds, wrong dimensions or numbers of rows, for a known shape (with few checks) and
+for a new shape. Every rank must refuse the call, with the argument's name and the fix. Then the next call must work.
+`test_deadlines_refused.py`, `test_groups_refused.py` and `test_variables_refused.py` have the refusals of deadlines, groups
+and environment variables.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
-import os
 import pkgutil
 import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from fractions import Fraction
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -25,10 +23,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from operators_called import FP8, OPERATORS, TABLES, Features, leaves
+from operators_called import FP8, OPERATORS, TABLES, leaves, refused
 from support.on_ranks import resized, told
 from support.slow import in_turn
-from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,7 +33,6 @@ import weft
 import weft.ops
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.nn.input_dist import InputDist
 from weft.operator import calls
 
 
@@ -164,36 +160,11 @@ def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator
         assert "inside a torch.func transform (vmap, grad, jvp, ...)" in said
 
 
-def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
-    """Destroy the group. Return the errors of a call whose shape is known, and of the backward of an earlier call."""
-    own = dist.new_group(list(range(group.size())))
-    call = OPERATORS[operator](own)
-    given = [place.given(call.arguments) for place in call.tensors.values()]
-    wanting = [t.requires_grad_() for t in given if t.dtype == torch.float32]
-    try:
-        results = leaves(call())
-    except ValueError:  # without gradients
-        for t in wanting:
-            t.requires_grad_(False)
-        results = leaves(call())
-    name = own.group_name
-    dist.destroy_process_group(own)
-    backward = [results[-1].nan_to_num().sum().backward] if results[-1].requires_grad else []
-    return [told(one).replace(repr(name), "NAME") for one in (call, *backward)]
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
-    for found in pool.run(on_a_destroyed_group, operator, ranks=2, timeout_s=60):
-        assert set(found) == {"ValueError: the process group NAME was destroyed: make a new one"}
-
-
 # --- other arguments ---
 
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
-NO_DEADLINE = "must be positive and at most 1000000: pass the number of seconds that a wait may take"
 # For operators that gather: (argument, the value on rank 1, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
@@ -298,21 +269,6 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         *PRODUCTS_REFUSE,
     ],
 }
-DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
-# All operators accept a deadline; the module accepts it in its constructor.
-DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "matmul_all_to_all", "embedding_all_to_all"]
-
-
-def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
-    """Return this rank's error for each argument that rank 1 passes, for a known shape. Good calls must work in
-    between.
-    """
-    call, found = OPERATORS[operator](group), []
-    call()
-    for name, value in bad:
-        found.append(told(partial(call, **({name: value} if group.rank() == 1 else {}))))
-        call()
-    return found
 
 
 @pytest.mark.parametrize("operator", ARGUMENTS_REFUSED)
@@ -323,57 +279,6 @@ def test_arguments_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator
         for text, (name, value, words) in zip(found, refuses, strict=True):
             assert text.startswith("RefusedError: rank 1: "), (name, value, text)
             assert words in text, (name, value, text)
-
-
-@pytest.mark.parametrize("operator", DIRECT)
-def test_deadlines_that_no_wait_can_have_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
-    bad = [("deadline_s", value) for value in DEADLINES]
-    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
-        for text, value in zip(found, DEADLINES, strict=True):
-            assert text.startswith(f"RefusedError: rank 1: deadline_s={value!r} {NO_DEADLINE}"), text
-
-
-def made_with_deadlines(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Make a module, and an input distribution, with each deadline. Return the outcomes. The first deadline is passed
-    on rank 1 only.
-    """
-    found = []
-    for value in DEADLINES:
-        of_rank = value if group.rank() == 1 else 5.0
-        module = partial(ShardedEmbeddingBagCollection, TABLES, group=group, deadline_s=of_rank)
-        sharding = weft.place_tables(TABLES, 2)
-        distribution = partial(InputDist, sharding, group, torch.device("cpu"), is_weighted=False, deadline_s=value)
-        found.append((told(module), told(distribution)))
-    return found
-
-
-def test_deadlines_are_looked_at_when_a_module_is_made(pool: Pool) -> None:
-    for found in pool.run(made_with_deadlines, ranks=2, timeout_s=60):
-        for (module, distribution), value in zip(found, DEADLINES, strict=True):
-            assert module.startswith("RefusedError"), module
-            assert f"rank 1: deadline_s={value!r} {NO_DEADLINE}" in module
-            assert distribution == f"ValueError: deadline_s={value!r} {NO_DEADLINE}"
-
-
-def deadlines_taken(group: dist.ProcessGroup) -> None:
-    """Check that every wait uses the deadline: in set-up, in calls of a new and of a known shape, in gloo's all-to-all,
-    and in `close`.
-    """
-    for seconds in (1e6, 5, 0.9e6, np.float32(7), np.int64(7), Fraction(7, 2)):
-        own = dist.new_group([0, 1])
-        for make in map(OPERATORS.__getitem__, DIRECT):
-            for _ in range(2):
-                make(own)(deadline_s=seconds)
-        for input in ("local_batch", "global_batch"):
-            ebc = ShardedEmbeddingBagCollection(TABLES, group=own, input=input, deadline_s=seconds)  # type: ignore[arg-type]
-            for _ in range(2):
-                ebc(Features(torch.arange(6), torch.tensor([1, 2, 0, 3]), None))
-            ebc.close()
-        dist.destroy_process_group(own)
-
-
-def test_long_deadlines_are_taken(pool: Pool) -> None:
-    pool.run(deadlines_taken, ranks=2, timeout_s=100)
 
 
 def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool) -> None:
@@ -395,32 +300,6 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
             text = told(partial(ebc.load_full_weights, full))
             found[kind] = text, not torch.equal(ebc.embedding_bags["users"].weight, before)
     return found
-
-
-def without_group(group: dist.ProcessGroup, operator: str) -> tuple[bool, str]:
-    """Return True if the signature has a default for `group`, and the error for None."""
-    call = OPERATORS[operator](group)
-    default = inspect.signature(call.call).parameters["group"].default
-    return default is None, told(lambda: call(group=None))
-
-
-@pytest.mark.parametrize("operator", [name for name in OPERATORS if "matmul" in name])
-def test_no_group_is_the_world_where_the_signature_says_so(pool: Pool, operator: str) -> None:
-    for is_default, text in pool.run(without_group, operator, ranks=2, timeout_s=60):
-        assert text == "nothing" if is_default else text.startswith("ValueError: group=None: pass dist.group.WORLD"), (
-            operator
-        )
-
-
-def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
-    (text,) = pool.run(no_group, ranks=1, timeout_s=60)
-    assert text.startswith(
-        "ValueError: group='none' is not the name of a process group of this rank, or the group was destroyed: pass the"
-    )
-
-
-def no_group(group: dist.ProcessGroup) -> str:
-    return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
 
 
 # --- memory for copies ---
@@ -451,89 +330,3 @@ def test_only_a_first_call_without_memory_for_a_copy_ends_the_group(pool: Pool, 
     assert re.match(f"{other}: .*rank 0: .*no room for a copy", there[0])
     assert [after.startswith("PoisonedGroupError: ") for _, after in (here, there)] == [first, first]
     assert first or here[1] == there[1] == "nothing"
-
-
-# --- environment variables ---
-
-SWITCH = "must be one of 1, true, yes, on, 0, false, no, off"
-
-
-def with_variables(
-    group: dist.ProcessGroup, variables: dict[str, str], made: Callable[[dist.ProcessGroup], Any] | None = None
-) -> tuple[str, str]:
-    """Set variables on rank 0 only. Return the error of the first call, and that of the next call, without variables.
-
-    made: a function that constructs a module, to call in place of an operator.
-    """
-    own = dist.new_group([0, 1])
-    call = OPERATORS["all_gather_matmul"](own) if made is None else lambda: made(own)
-    with mock.patch.dict(os.environ, variables if group.rank() == 0 else {}):
-        found = told(call)
-    dist.barrier(group)
-    after = told(call)
-    dist.destroy_process_group(own)
-    return found, after
-
-
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"WEFT_QUIET": "y"}, f"invalid values: rank 0: WEFT_QUIET='y' {SWITCH}. Correct the variables, or unset them"),
-        ({"WEFT_CHECK_CALLS": "2"}, f"rank 0: WEFT_CHECK_CALLS='2' {SWITCH}"),
-        (
-            {"WEFT_DEADLINE_S": "0", "WEFT_SELF_CALIBRATION": "abc"},
-            "rank 0: WEFT_DEADLINE_S='0' must be a positive number, at most 1000000: it limits how many seconds a wait may take; "
-            f"WEFT_SELF_CALIBRATION='abc' {SWITCH}",
-        ),
-        ({"WEFT_SETUP_DEADLINE_S": "-1"}, "rank 0: WEFT_SETUP_DEADLINE_S='-1' must be a positive number"),
-        (
-            {"WEFT_CHECK_CALLS": "1"},
-            "WEFT_CHECK_CALLS is 1 on ranks [0] and 0 on ranks [1]: set the same value on all ranks",
-        ),
-    ],
-)
-def test_variables_of_one_rank_are_refused_by_name_before_the_first_call(
-    pool: Pool, variables: dict[str, str], text: str
-) -> None:
-    for found, after in pool.run(with_variables, variables, ranks=2, timeout_s=60):
-        assert found.startswith("RefusedError: ")
-        assert text in found
-        assert after == "nothing"
-
-
-def pooled(group: dist.ProcessGroup, placement: Any = None) -> nn.Module:
-    tables = [weft.EmbeddingBagConfig(4, 4, "t", ["f"])]
-    return weft.nn.ShardedEmbeddingBagCollection(tables, group=group, placement=placement)
-
-
-def partitioned(group: dist.ProcessGroup) -> nn.Module:
-    return pooled(group, [weft.embedding.RowWise()])
-
-
-def unpooled(group: dist.ProcessGroup) -> nn.Module:
-    return weft.nn.ShardedEmbeddingCollection([weft.EmbeddingBagConfig(4, 4, "t", ["f"])], group=group)
-
-
-@pytest.mark.parametrize("made", [pooled, partitioned, unpooled], ids=lambda made: made.__name__)
-def test_variables_of_one_rank_are_refused_by_constructors_of_embeddings(pool: Pool, made: Any) -> None:
-    text = "WEFT_DEADLINE_S='soon' must be a positive number"
-    for found, after in pool.run(with_variables, {"WEFT_DEADLINE_S": "soon"}, made, ranks=2, timeout_s=60):
-        assert found.startswith("RefusedError: ")
-        assert f"rank 0: {text}" in found
-        assert after == "nothing"
-
-
-def with_a_later_variable(group: dist.ProcessGroup) -> str:
-    """Set a variable on rank 0 after a module was constructed. Return the error of another module's constructor."""
-    own = dist.new_group([0, 1])
-    pooled(own)
-    with mock.patch.dict(os.environ, {"WEFT_DEADLINE_S": "soon"} if group.rank() == 0 else {}):
-        found = told(lambda: pooled(own))
-    pooled(own)
-    dist.destroy_process_group(own)
-    return found
-
-
-def test_a_later_variable_of_one_rank_is_refused_by_constructors_of_embeddings(pool: Pool) -> None:
-    for found in pool.run(with_a_later_variable, ranks=2, timeout_s=60):
-        assert found.startswith("RefusedError: arguments refused by rank 0: WEFT_DEADLINE_S='soon' must be")

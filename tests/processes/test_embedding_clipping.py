@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import embedding_training as training
+from support.embedding_modules import batch, made, state
 from support.embedding_training import Steps, assert_as_exact_as_torch, of_tables
 from support.on_ranks import own_group, told
 from support.reference import Problem, even, problem
 from support.slow import in_turn
-from test_embedding_training import batch, made, state
 
 import weft
 from weft.embedding import EmbeddingOptimizer

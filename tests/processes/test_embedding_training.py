@@ -1,13 +1,12 @@
 """Training with `ShardedEmbeddingBagCollection` on CPU processes.
 
-First comparisons with the same tables in one process in float64. Then the optimizer's interface, uses with DDP,
-torch.compile, schedulers, checkpoints and copies, and refusals.
+First comparisons with the same tables in one process in float64. Then bits, per-sample weights, uses with DDP, FSDP and
+torch.compile, and refusals. `test_embedding_fused_optimizer.py` and `test_embedding_accumulate.py` have the optimizer's
+interface and updates by several backwards.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import math
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import embedding_partition as partition
+from support.embedding_modules import BATCH, COLUMNS, KEYS, TABLES, batch, made, state
 from support.on_ranks import error_of, told
 from support.slow import in_turn, slow
 from torch import nn
@@ -25,31 +25,6 @@ import weft
 from weft.embedding import DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-
-TABLES = (
-    EmbeddingBagConfig(30, 8, "users", ("u", "friend")),
-    EmbeddingBagConfig(20, 3, "items", ("i",), "mean"),
-    EmbeddingBagConfig(30, 4, "pairs", ("i", "u")),
-)
-KEYS, BATCH, COLUMNS = ("u", "friend", "i"), 12, 8 + 8 + 3 + 4 + 4
-
-
-def batch(seed: int, rank: int = 0, world: int = 1) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    """Return a rank's part of global batch number `seed`, and its part of the gradient of the pooled vectors."""
-    return partition.batch(seed, BATCH, rank, world, columns=COLUMNS)
-
-
-def made(group: dist.ProcessGroup, **options: Any) -> ShardedEmbeddingBagCollection:
-    module = ShardedEmbeddingBagCollection(
-        TABLES, group=group, placement=options.pop("placement", None), deadline_s=30.0, **options
-    )
-    full = partition.full_weights(TABLES)
-    module.load_full_weights({name: weight.to(module.sharding.dtype) for name, weight in full.items()})
-    return module
-
-
-def state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def of_all(pool: Pool, *call: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -177,225 +152,6 @@ def test_gradients_of_per_sample_weights_return_to_their_samples(pool: Pool) -> 
         parts = [grad.split(of_keys) for grad, of_keys in pool.run(per_sample, ranks=world)]
         joined = torch.cat([torch.cat([part[key] for part in parts]) for key in range(3)])
         assert torch.equal(joined, whole), lengths
-
-
-# --- the optimizer's interface ---
-
-
-def schedules(group: dist.ProcessGroup) -> list[Any]:
-    module, other = (made(group, optimizer=weft.RowwiseAdagrad(lr=0.1)) for _ in range(2))
-    optimizer = module.fused_optimizer
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rates = []
-    for seed in range(3):
-        features, upstream = batch(seed, group.rank(), group.size())
-        for one in (module, other):
-            one(features).values().backward(upstream)
-        rates.append(module._update.lr)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        for group_of_parameters in other.fused_optimizer.param_groups:
-            group_of_parameters["lr"] *= 0.5
-    same = all(torch.equal(one, two) for one, two in zip(state(module).values(), state(other).values(), strict=True))
-    errors = [
-        error_of(lambda: optimizer.param_groups[0].update(eps=1.0)),
-        error_of(lambda: optimizer.param_groups[0].__setitem__("lr", math.nan)),
-        error_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})),
-    ]
-    return [rates, same, optimizer.step(lambda: 3.0), errors]
-
-
-def test_schedulers_write_the_learning_rate_of_the_next_update(pool: Pool) -> None:
-    for rates, same, loss, errors in pool.run(schedules, ranks=2):
-        assert rates == pytest.approx([0.1, 0.05, 0.025])
-        assert same
-        assert loss == 3.0
-        assert [kind for kind, _ in errors] == ["ValueError"] * 3
-        assert "only lr can change" in errors[0][1]
-
-
-def pauses(group: dist.ProcessGroup, optimizer: Any) -> list[list[bool]]:
-    """Return, for each of four steps, of which the third has a learning rate of 0, whether each table has kept its bits."""
-    module = made(group, optimizer=optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(module.fused_optimizer, lambda step: 0.0 if step == 2 else 1.0)
-    kept = []
-    for seed in range(4):
-        before = state(module)
-        features, upstream = batch(seed, group.rank(), group.size())
-        module(features).values().backward(upstream)
-        after = state(module)
-        kept.append([torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before])
-        module.fused_optimizer.step()
-        scheduler.step()
-    return kept
-
-
-@pytest.mark.parametrize("optimizer", [weft.SGD(lr=0.1), weft.RowwiseAdagrad(lr=0.1), weft.Adam(lr=0.1)], ids=str)
-def test_a_step_with_a_learning_rate_of_zero_keeps_the_bits_of_rows(pool: Pool, optimizer: Any) -> None:
-    for kept in pool.run(pauses, optimizer, ranks=2):
-        assert kept[0]  # each rank has a table
-        assert all(kept[2])
-        assert not any(itertools.chain(kept[0], kept[1], kept[3]))
-
-
-def continues(group: dist.ProcessGroup, optimizer: Any) -> list[Any]:
-    """Return (True if a loaded module trains like the saved module, the names of the saved states, errors)."""
-    module, fresh = (made(group, optimizer=optimizer) for _ in range(2))
-
-    def step(of: nn.Module, seed: int) -> None:
-        features, upstream = batch(seed, group.rank(), group.size())
-        of(features).values().backward(upstream)
-
-    for seed in range(2):
-        step(module, seed)
-    module.fused_optimizer.param_groups[0]["lr"] = 0.03
-    saved = copy.deepcopy(module.fused_optimizer.state_dict())
-    fresh.load_state_dict(state(module))
-    fresh.fused_optimizer.load_state_dict(saved)
-    copied = copy.deepcopy(module)
-    for one in (module, fresh, copied):
-        step(one, 7)
-    after = [list(state(one).values()) for one in (module, fresh, copied)]
-    same = [all(torch.equal(one, two) for one, two in zip(after[0], other, strict=True)) for other in after[1:]]
-    broken = copy.deepcopy(saved)
-    for states in broken["state"].values():
-        states.clear()
-    error = error_of(lambda: fresh.fused_optimizer.load_state_dict(broken))
-    names = [list(states) for states in saved["state"].values()]
-    return [same, fresh.fused_optimizer.param_groups[0]["lr"], names, error]
-
-
-@pytest.mark.parametrize("optimizer", [weft.Adam(lr=0.1), weft.RowwiseAdagrad(lr=0.1)], ids=str)
-def test_states_are_saved_and_loaded(pool: Pool, optimizer: Any) -> None:
-    for same, lr, names, (kind, text) in pool.run(continues, optimizer, ranks=2):
-        assert same == [True, True]
-        assert lr == 0.03
-        assert all(one[0].endswith(".momentum1") for one in names)
-        assert kind == "ValueError"
-        assert "momentum1" in text
-
-
-def moves(group: dist.ProcessGroup) -> list[Any]:
-    """Move a module from meta to the CPU, and convert it to bf16. The states follow, in float32."""
-    module = ShardedEmbeddingBagCollection(
-        TABLES, group=group, device="meta", optimizer=weft.Adagrad(lr=0.1), deadline_s=30.0
-    ).to_empty(device="cpu")
-    module.reset_parameters()
-    module.bfloat16()
-    before = state(module)
-    features, upstream = batch(0, group.rank(), group.size())
-    module(features).values().backward(upstream.bfloat16())
-    tensors = module._update.tensors
-    changed = [not torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True)]
-    return [{t.dtype for t in tensors}, {t.device.type for t in tensors}, changed, module._update.lr]
-
-
-def test_states_move_with_their_tables(pool: Pool) -> None:
-    for dtypes, devices, changed, lr in pool.run(moves, ranks=2):
-        assert dtypes == {torch.float32}
-        assert devices == {"cpu"}
-        assert changed
-        assert all(changed)
-        assert lr == pytest.approx(0.1)
-
-
-# --- several backward calls in a step ---
-
-
-def accumulates(group: dist.ProcessGroup, halves: bool) -> dict[str, torch.Tensor]:
-    module, rank, world = (
-        made(group, optimizer=weft.Adam(lr=0.1), is_weighted=True, outputs=4),
-        group.rank(),
-        group.size(),
-    )
-    for seed in range(2):
-        features, upstream = batch(seed, rank, world)
-        if not halves:
-            (module(features).values() * upstream).sum().backward()
-            continue
-        middle, lengths = len(upstream) // 2, features.lengths().view(3, -1)
-        with module.accumulate():
-            for part in (slice(0, middle), slice(middle, None)):
-                ids, numbers = [], []
-                for key, of_key in zip(KEYS, lengths, strict=True):
-                    ends = torch.nn.functional.pad(of_key.cumsum(0), (1, 0))[part.start :]
-                    at = slice(int(ends[0]), int(ends[middle] if part.stop else ends[-1]))
-                    ids.append(features[key].values()[at])
-                    numbers.append(features[key].weights_or_none()[at])  # type: ignore[index]
-                some = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(numbers), lengths=lengths[:, part].flatten())
-                y = module(some).values()
-                # two losses from one call
-                (y * upstream[part] / 4).sum().backward(retain_graph=True)
-                (y * upstream[part] * 3 / 4).sum().backward()
-    return state(module)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_two_half_batches_and_several_losses_make_one_step(pool: Pool, world: int) -> None:
-    whole, halves = (pool.run(accumulates, how, ranks=world) for how in (False, True))
-    for one, other in zip(whole, halves, strict=True):
-        for name, value in one.items():
-            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
-
-
-def accumulates_wrongly(group: dist.ProcessGroup) -> list[Any]:
-    own = dist.new_group([0, 1])
-    module = made(own, optimizer=weft.SGD(lr=0.1))
-    before, (features, upstream) = state(module), batch(0, own.rank(), own.size())
-
-    def nested() -> None:
-        with module.accumulate(), module.accumulate():
-            pass
-
-    def fails() -> None:
-        with module.accumulate():
-            module(features).values().backward(upstream)
-            raise KeyError("a rank's own error")
-
-    errors = [error_of(nested), error_of(fails)]
-    same = all(torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
-
-    def alone() -> None:
-        with module.accumulate() if own.rank() else contextlib.nullcontext():
-            module(features).values().backward(upstream)
-
-    errors.append(error_of(alone))
-    dist.destroy_process_group(own)
-    return [errors, same]
-
-
-def test_ranks_accumulate_together(pool: Pool) -> None:
-    for errors, same in pool.run(accumulates_wrongly, ranks=2):
-        assert [kind for kind, _ in errors] == ["ValueError", "KeyError", "DisagreementError"]
-        assert "accumulated" in errors[2][1]
-        assert same
-
-
-def leaves_accumulate(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Leave the context by an exception on rank 1, which then makes another call."""
-    own = dist.new_group([0, 1])
-    module = made(own, optimizer=weft.SGD(lr=0.1))
-    features, upstream = batch(0, own.rank(), own.size())
-
-    def steps() -> None:
-        with contextlib.suppress(KeyError), module.accumulate():
-            module(features).values().backward(upstream)
-            if own.rank() == 1:
-                raise KeyError("a rank's own error")
-        module(features)
-
-    found = error_of(steps)
-    dist.destroy_process_group(own)
-    return found
-
-
-def test_a_rank_that_leaves_accumulate_is_told_of_the_block(pool: Pool) -> None:
-    for kind, text in pool.run(leaves_accumulate, ranks=2):
-        assert kind == "DisagreementError", text
-        assert "a rank may have left an accumulate() block by an exception" in text
-        assert "prefetched" not in text
 
 
 def raises(group: dist.ProcessGroup) -> list[Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.embedding_modules import batch, made, state
 from support.on_ranks import error_of, told
-from test_embedding_training import batch, made, state
 
 import weft
 from weft.launch import Pool
