@@ -62,8 +62,7 @@ class LayoutReader {
         return bytes(words);
     }
     // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
-    // None for any other argument, and for a tensor whose storage was freed. Also returns None if gradients are enabled
-    // and a tensor requires a gradient.
+    // None for any other argument, for a tensor whose storage was freed, and for a negated view.
     nb::object signature(nb::tuple arguments, bool gradients) {
         Words words;
         words.reserve(64);
@@ -150,6 +149,8 @@ class LayoutReader {
                 return false;
             }
             if (!has_memory(argument, tensor)) return false;  // the argument checks will report freed memory
+            // DLPack describes a negated view as if it had the values of its memory. Calls copy such a view.
+            if (is_true(call_method(argument, is_neg_))) return false;
             add(words, tensor);
         } else {
             return false;
@@ -191,7 +192,7 @@ class LayoutReader {
     nb::object tensor_, parameter_;
     // Interned once, because there are many tensors.
     nb::object requires_grad_ = interned("requires_grad"), storage_offset_ = interned("storage_offset"),
-               untyped_storage_ = interned("untyped_storage"), nbytes_ = interned("nbytes");
+               untyped_storage_ = interned("untyped_storage"), nbytes_ = interned("nbytes"), is_neg_ = interned("is_neg");
     nb::capsule capsule_;
     ExchangeApi *api_;
 };

@@ -138,6 +138,14 @@ def test_operands_whose_memory_was_freed(pool: Pool, operator: str, case: Case) 
     pool.run(suite.freed, operator, case, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("operator", GRADIENTS)
+def test_negated_views(pool: Pool, operator: str) -> None:
+    row = ROWS[operator]
+    case, wanted = values_of(row.gradients[0])
+    assert all(wanted)
+    pool.run(suite.negated, operator, case, ("serial", row.small.schedule), ranks=2, timeout_s=120)
+
+
 @each("compiled", names="name")
 def test_compiled(pool: Pool, operator: str, name: str) -> None:
     pool.run(suite.compiled, operator, ROWS[operator].results[name], ranks=2, timeout_s=120)

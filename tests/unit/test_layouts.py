@@ -68,8 +68,11 @@ class Other(torch.Tensor):
     pass
 
 
+NEGATED = torch._neg_view(torch.zeros(2))
+
+
 @pytest.mark.parametrize(
-    "item", [Other(), "text", 1j, 2**64, (1,), torch.float32, torch.zeros(2, device="meta")], ids=str
+    "item", [Other(), "text", 1j, 2**64, (1,), torch.float32, torch.zeros(2, device="meta"), NEGATED], ids=str
 )
 def test_of_anything_else_there_is_none(item: Any) -> None:
     assert signature((torch.zeros(2), item)) is None

@@ -108,9 +108,27 @@ def _made_now(
     with together(op.title, group, like, deadline_s):
         call = form(group)
         require_plain(op.name, lambda: op.tensors(call))
+        call = call if op.has_executors else _without_negated_views(op, call)
         results = _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
         op.note(call)
         return results
+
+
+def _without_negated_views(op: Operator[Any], call: Any) -> Any:
+    """Return the call with a copy in place of each negated view, such as the imaginary part of a conjugate.
+
+    The memory of such a view holds its values with the opposite sign. Copies between ranks, kernels and the cache of
+    calls (`weft.runtime.layouts`) see only the memory.
+    """
+    if not any(isinstance(t, torch.Tensor) and t.is_neg() for t in op.tensors(call)):
+        return call
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        return value.resolve_neg() if isinstance(value, torch.Tensor) else value
+
+    return call._make(map(resolved, call))
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
@@ -369,6 +387,7 @@ def gradients_of_call(
             return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s, number)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
+        grads = [grad.resolve_neg() for grad in grads]
         for tensor in saved:
             if tensor is not None:
                 check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)

@@ -24,7 +24,6 @@ def warn_of_copy(name: str, x: torch.Tensor, of: str, reason: str) -> None:
 def contiguous(x: torch.Tensor, name: str, of: str) -> torch.Tensor:
     if not x.numel():  # torch reports an empty tensor as contiguous, whatever its strides
         return x.new_empty(x.shape)
-    x = x.resolve_neg()  # the imaginary part of a conjugate is stored negated
     if x.is_contiguous():
         return x
     warn_of_copy(name, x, of, "pass a contiguous tensor")
@@ -36,7 +35,6 @@ def strided(w: torch.Tensor, name: str, of: str) -> torch.Tensor:
 
     name, of: the names of the argument and of the operator, for the warning.
     """
-    w = w.resolve_neg()
     if w.is_contiguous():
         return w
     (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]

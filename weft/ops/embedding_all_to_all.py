@@ -108,7 +108,8 @@ def embedding_all_to_all(
         "serial" has no such buffers: its results are ordinary tensors.
     output_dtype: "fp16" or "bf16" rounds each pooled vector, which is summed in fp32, to this dtype before sending.
         This halves the bytes sent for fp32 tables. Gradients are sent in the same dtype. "table": the tables' dtype. On
-        CPU, calls with "fp16" or "bf16" use transport "serial".
+        CPU, calls with "fp16" or "bf16" use transport "serial", and sums of 16-bit tables are first rounded to the
+        tables' dtype.
     update: an optimizer with its states for `weights`. Backward then reduces the gradients of each row that the batch
         has read, updates the row in place, and returns no gradient of the tables. A second backward of the same call
         raises `WeftError`. Not supported under torch.compile.

@@ -219,6 +219,28 @@ def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
     return [str(w.message) for w in caught]
 
 
+def negated(group: dist.ProcessGroup, operator: str, case: Case, schedules: Sequence[str | None]) -> None:
+    """Pass negated views of the operands, in memory that earlier calls have read, and run backward with negated views
+    of the results' gradients. The memory of a negated view has the values with the opposite sign.
+    """
+    for schedule in schedules:
+        plain, call = (CALLS[operator](replace(case, schedule=schedule), group, 1) for _ in range(2))
+        call.inputs = [[-t for t in of_rank] for of_rank in call.inputs]
+        weights, exact = right_gradients(call)
+        operands = [t.clone().requires_grad_() for t in plain.mine]
+        views = [torch._neg_view(t.detach()).requires_grad_() for t in operands]
+        for inputs, of_inputs in ((operands, plain), (views, call), (views, call)):
+            ys = of_inputs(group, *inputs)
+            of_inputs.check(group, [y.detach() for y in ys])
+            kept = of_inputs.kept(ys)
+            torch.autograd.backward(
+                [kept[i] for i in weights], [torch._neg_view(-weight) for weight in weights.values()]
+            )
+        for found, right in zip(views, exact, strict=True):
+            assert found.grad is not None
+            torch.testing.assert_close(found.grad.double(), 2 * right, rtol=2e-4, atol=2 * call.atol)
+
+
 def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
     """Call the operator in one graph of torch.compile."""
     call = CALLS[operator](case, group, 3)
