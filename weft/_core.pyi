@@ -1,5 +1,6 @@
 """Types of the compiled module (csrc/). The module does not link to torch, so addresses are plain integers."""
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -63,6 +64,65 @@ class LayoutReader:
         Return None for any other argument, for a tensor whose storage was freed, and with `gradients` for a tensor that
         requires a gradient.
         """
+
+# csrc/rail.cpp
+class RailLink:
+    """Messages between the ranks of a rail (`weft.runtime.rail_link`). One thread at a time may use it.
+
+    sockets: a non-blocking stream socket for each peer. failed_address: as for `signal_wait`.
+    """
+
+    def __init__(self, sockets: list[socket.socket], failed_address: int) -> None: ...
+    def begin(self, sent: Sequence[tuple[int, int]], received: int, room: int) -> None:
+        """Begin an exchange: send a message to each peer, and receive one from each.
+
+        sent: the address and the number of bytes of each peer's message, which must not change before the exchange has ended.
+        received, room: peer number i sends up to `room` bytes, which are received at address `received` + i * room.
+        """
+
+    def go_on(self, seconds: float) -> tuple[int, int]:
+        """Send and receive for at most `seconds`. Return (0, -1) if the exchange has ended, (1, -1) if time is over, (2, -1) if
+        the group has failed, and (3, number of a peer) if its connection has ended or its message is invalid.
+        """
+
+    @property
+    def error(self) -> str:
+        """The reason of the last result 3 of `go_on`."""
+
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def number(self) -> int:
+        """The number of exchanges that have begun."""
+
+class RailRows:
+    """The rows of an all-to-all in two levels (`weft.runtime.rails_all_to_all`). Arguments are numbers of ranks, hosts, experts
+    and bytes.
+
+    rows_at: the offset of the rows in a rank's memory. head_bytes: the offset of the rows in a message. most_bytes: the
+        largest number of bytes of a rank's rows; if a rank has more, messages contain no rows.
+    """
+
+    def __init__(
+        self, *, world_size: int, experts: int, per_host: int, host: int, index: int, row_bytes: int, rows_at: int,
+        head_bytes: int, most_bytes: int,
+    ) -> None: ...  # fmt: skip
+    def pack(self, near: Sequence[int], far: Sequence[int]) -> list[int]:
+        """Write the messages to the addresses `far`, from the memory of the ranks of this host, at the addresses `near`. Return
+        the number of bytes of each message.
+        """
+
+    def near_counts(self, counts: int) -> int:
+        """Write the numbers of rows from the ranks of this host, [ranks of the host, experts], to the address `counts`. Return
+        their sum.
+        """
+
+    def copy_near(self, out: int) -> None:
+        """Copy the rows from the ranks of this host to the address `out`."""
+
+    @property
+    def has_rows(self) -> bool:
+        """True if the messages contain rows."""
 
 # csrc/group_calls.cpp
 class CallLock:

@@ -30,7 +30,7 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.runtime import collectives, rails
-from weft.runtime.rail_groups import ranks_per_host
+from weft.runtime.rail_groups import rail_groups_on, ranks_per_host
 from weft.runtime.unfused.turn import Turn
 
 COLUMNS = 24
@@ -97,25 +97,25 @@ def test_results_are_exact(pool: Pool, ranks: int, n_hosts: int, short_bytes: in
 
 
 def crossing(group, short_bytes):
-    """Return, for each operator, the bytes that this rank sends to its rail in a call, and the number of exchanges."""
+    """Return, for each operator, the bytes that this rank sends to its rail in a call, the number of messages on its connection,
+    and the number of gloo's exchanges.
+    """
     found = {}
     with short(short_bytes), on_hosts(group) as own:
         for operator in OPERATORS:
             call, wanted = call_of(operator, group.rank(), group.size(), 640, F32, 1)
             call(own)
-            sent = []
-            native = collectives.exchange_now
+            sent, native = [], collectives.exchange_now
+            link = rail_groups_on(symm.communicator(own, "cpu")).link
 
             def exchange(rail, out, x, *sizes, sent=sent, native=native):
                 sent.append(x.nbytes)
                 return native(rail, out, x, *sizes)
 
-            with (
-                mock.patch.object(collectives, "exchange_now", exchange),
-                mock.patch.object(rails, "exchange_now", exchange),
-            ):
+            before = link.bytes_sent, link.messages
+            with mock.patch.object(collectives, "exchange_now", exchange):
                 assert torch.equal(call(own), wanted)
-            found[operator] = (sum(sent), len(sent))
+            found[operator] = sum(sent) + link.bytes_sent - before[0], link.messages - before[1], len(sent)
     return found
 
 
@@ -126,10 +126,10 @@ def test_each_byte_crosses_once_per_host(pool: Pool, short_bytes: int) -> None:
     once = {"all_gather_matmul": 2 * 640 * 8 * 4, "matmul_reduce_scatter": 2 * shard, "matmul_all_reduce": 4 * shard}
     for host in (found[:2], found[2:]):
         for operator, wanted in once.items():
-            (first, one), (second, other) = (rank[operator] for rank in host)
+            (first, *one), (second, *other) = (rank[operator] for rank in host)
             halves = 1 + (operator == "matmul_all_reduce")
-            # A long message needs an exchange in each direction. Before the first one, the payloads are exchanged.
-            assert one == other == (halves if short_bytes else 1 + 2 * halves)
+            # A long message needs an exchange by gloo in each direction. Before the first one, the payloads are exchanged.
+            assert one == other == ([halves, 0] if short_bytes else [1, 2 * halves])
             assert 0 <= first + second - wanted < 4096, operator  # and the payloads of the rendezvous
 
 

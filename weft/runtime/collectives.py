@@ -14,6 +14,7 @@ import ctypes
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,18 +151,36 @@ def finish(
     Raise `DeadlineError` after `deadline_s` seconds, or the group's error if the group fails meanwhile. After an error the
     group is unusable.
     """
-    until, group = time.monotonic() + deadline_s, comm.group
+    group = comm.group
+    try:
+        finish_by(partial(completed, work), comm, what, deadline_s, absent, " in torch.distributed")
+    except BaseException:
+        leave(group, work, held)
+        raise
+
+
+def finish_by(
+    ended: Callable[[float], bool], comm: Communicator, what: str, deadline_s: float,
+    absent: Callable[[], list[int]] | None = None, where: str = "",
+) -> None:  # fmt: skip
+    """Wait until an exchange that this rank has begun on CPU has ended. Raise the errors of `finish`.
+
+    ended: a function that waits for at most the given number of seconds, and returns True if the exchange has ended. It raises
+        `RuntimeError` if the exchange has failed.
+    what, absent: as for `finish`. where: the library that runs the exchange, for error texts.
+    """
+    until = time.monotonic() + deadline_s
     try:
         while True:
             try:
-                if completed(work, min(_LOOK_S, until - time.monotonic())):
+                if ended(min(_LOOK_S, until - time.monotonic())):
                     return
             except RuntimeError as error:
-                time.sleep(_LOOK_S)  # gloo may detect a lost peer before weft's watchdog does
+                time.sleep(_LOOK_S)  # a connection may report a lost peer before weft's watchdog does
                 comm.check()
                 if absent is not None:
                     absent()
-                raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
+                raise WeftError(f"rank {comm.rank}: {what} failed{where}: {error}") from error
             comm.check()
             missing = [] if absent is None else absent()
             if time.monotonic() >= until:
@@ -176,7 +195,6 @@ def finish(
     except BaseException as error:
         # This poisons the group, unless it has already failed.
         comm.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
-        leave(group, work, held)
         raise
 
 

@@ -1,4 +1,4 @@
-"""The gloo groups of rails, for CPU ranks on several hosts.
+"""The gloo groups and the connections of rails, for CPU ranks on several hosts.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host. If data for another host travel along
 rails, each byte crosses the network once per host. So in an all-gather, a host with L ranks sends L shards to each other host.
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from weft.runtime.collectives import exchange_both_ways
 from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.per_communicator import of_communicator
+from weft.runtime.rail_link import RailLink
 from weft.symm import Communicator
 from weft.symm.communicator import setup_deadline_s
 
@@ -47,7 +48,8 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 class RailGroups:
-    """Two gloo groups of this rank's rail: the ranks with the same index on their hosts, one on each host.
+    """Two gloo groups of this rank's rail, the ranks with the same index on their hosts, one on each host. Also connections to
+    these ranks, for small messages (`weft.runtime.rail_link`).
 
     per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
     """
@@ -60,10 +62,12 @@ class RailGroups:
             gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s) for _ in range(2)
         )
         self._ways = self.rail, back
+        self.link = RailLink(comm, [r for r in range(self.index, comm.world_size, per_host) if r != comm.rank], deadline_s)
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the groups. The communicator calls this method when it closes."""
+        """Drop the groups, and end the connections. The communicator calls this method when it closes."""
+        self.link.close()
         _known.pop(self.comm, None)
 
     def exchange(

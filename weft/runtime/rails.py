@@ -29,13 +29,14 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import OutOfSharedMemoryError, WeftError
-from weft.runtime.collectives import exchange_now, finish
+from weft.runtime.collectives import finish
 from weft.runtime.rail_groups import rail_groups_on, ranks_per_host
 from weft.runtime.within_host import NO_WORK, WithinHost
 from weft.schedule import ITEM_BYTES, Collective, Schedule, value
@@ -99,7 +100,6 @@ class Rails:
         self._short_bytes = max(_SHORT_BYTES, self._head_bytes)
         others = self.levels.n_hosts - 1
         self._others = [host for host in range(self.levels.n_hosts) if host != self.levels.host]
-        self._heads = torch.ones(others * self._head_bytes, dtype=torch.uint8)
         self._short = torch.ones(others * self._short_bytes, dtype=torch.uint8)
         self._short_view = self._short.numpy().data
         self.most_bytes = self._capacity = 0
@@ -176,14 +176,14 @@ class Rails:
         agreed = cargo if cargo is not None and agree(payloads) else None
         start, sizes = self._messages(payloads, agreed)
         follows = max(sizes) > self._short_bytes
-        first = self._begin_first(start, sizes, follows)
+        self._begin_first(start, sizes, follows)
         second = self._begin_second(sizes) if follows else None
         if agreed is not None:
             agreed.go_on()
         near.release()
         for _ in meanwhile:
             pass
-        self._finish(*first, deadline_s, name)
+        levels.link.finish(name, deadline_s, comm.absent_in_round)
         heads = [_HEAD.unpack_from(self._short_view, at * self._short_bytes) for at in range(len(self._others))]
         if second is None and any(flag for _, flag in heads):
             second = self._begin_second([0 if host == levels.host else _ALIGNMENT for host in range(levels.n_hosts)])
@@ -221,23 +221,19 @@ class Rails:
                 to += sizes[host]
         return start, sizes
 
-    def _begin_first(self, start: int, sizes: list[int], follows: bool) -> tuple[list[dist.Work], tuple[Any, ...]]:
-        """Begin the first exchange along the rail. Return the `dist.Work` objects to wait for, and what they use.
+    def _begin_first(self, start: int, sizes: list[int], follows: bool) -> None:
+        """Begin the first exchange along the rail. The link's method `finish` ends it.
 
         start: the offset of the data in messages. sizes: the sizes of the messages in bytes, by host. follows: True to send
             only the part of each message before `start`, because a second exchange follows.
         """
-        sent = self._sent
+        sizes = [sizes[host] for host in self._others]
+        starts = list(itertools.accumulate(sizes[:-1], initial=0))
         if follows:
-            sent, at = self._heads, 0
-            for number, host in enumerate(self._others):
-                self._heads[number * start : (number + 1) * start] = self._sent[at : at + start]
-                _HEAD.pack_into(self._heads.numpy().data, number * start, start, 1)
-                at += sizes[host]
-            sizes = [start if size else 0 for size in sizes]
-        room = [0 if host == self.levels.host else self._short_bytes for host in range(self.levels.n_hosts)]
-        arguments = self._short, sent[: sum(sizes)], room, sizes
-        return [exchange_now(self.levels.rail, *arguments)], arguments
+            for at in starts:
+                _HEAD.pack_into(self._sent_view, at, start, 1)
+            sizes = [start] * len(sizes)
+        self.levels.link.begin(self._sent, starts, sizes, self._short)
 
     def _begin_second(self, sizes: list[int]) -> tuple[list[dist.Work], tuple[Any, ...]]:
         """Begin the second exchange along the rail. Return the `dist.Work` objects to wait for, and what they use.
@@ -265,15 +261,19 @@ class Rails:
 
         The caller has written the messages to `more(nbytes)`. The payloads of all ranks must have agreed in `exchange`.
         """
-        levels, total = self.levels, (self.levels.n_hosts - 1) * nbytes
-        sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
-        arguments = self._more[1][:total], self._more[0][:total], sizes, sizes
-        is_short = nbytes <= _SHORT_BYTES
-        works = [exchange_now(levels.rail, *arguments)] if is_short else levels.exchange(*arguments)
+        levels, others = self.levels, len(self._others)
+        sent, received = (memory[: others * nbytes] for memory in self._more)
+        if nbytes <= _SHORT_BYTES:
+            levels.link.begin(sent, range(0, others * nbytes, nbytes), [nbytes] * others, received)
+            finish = partial(levels.link.finish, name, deadline_s, self.comm.absent_in_round)
+        else:
+            sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
+            arguments = received, sent, sizes, sizes
+            finish = partial(self._finish, levels.exchange(*arguments), arguments, deadline_s, name)
 
         def end() -> list[torch.Tensor]:
-            self._finish(works, arguments, deadline_s, name)
-            return list(self._more[1][:total].split(nbytes))
+            finish()
+            return list(received.split(nbytes))
 
         return end
 

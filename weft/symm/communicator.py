@@ -271,6 +271,10 @@ class Communicator:
         control.rounds.tell_all()
         return absent
 
+    def secret_of(self, rank: int) -> str:
+        """Return a secret that only this rank and `rank`, a rank on another host, know."""
+        return self._control.secret_of(rank)
+
     def name(self, rank: int) -> str:
         """Return the name of a rank for error texts, with its pid, and with its host if the group is on several hosts."""
         return self._control.name(rank)

@@ -131,6 +131,16 @@ class TcpConnection:
         self._leaving, self._arrived = bytearray(), bytearray()
         self._ended = False
 
+    @property
+    def secret(self) -> str:
+        """A secret that only the two ends of this connection know. They use it for further connections between them."""
+        return hmac.digest(min(self._keys), b"further connections\0" + max(self._keys), "sha256").hex()
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket, for a protocol without frames. Do not call other methods of this object then."""
+        return self._socket
+
     def fileno(self) -> int:
         return self._socket.fileno()
 

@@ -39,7 +39,7 @@ from weft import _core, forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import bootstrap
 from weft.symm.calls import CallLog, GroupCalls
-from weft.symm.connections import MAX_PACKET
+from weft.symm.connections import MAX_PACKET, TcpConnection
 from weft.symm.failures import logged
 from weft.symm.rounds import Rounds
 from weft.words import and_list
@@ -122,6 +122,12 @@ class Control:
         return (
             f"rank {rank}" if peer is None else f"rank {rank} (pid {peer.pid}{peer.host and f' on host {peer.host}'})"
         )
+
+    def secret_of(self, rank: int) -> str:
+        """Return a secret that only this rank and `rank`, a rank on another host, know."""
+        connection = self._peers[rank].connection
+        assert isinstance(connection, TcpConnection)
+        return connection.secret
 
     # -- failure
 
