@@ -92,6 +92,7 @@ class RailLink {
 
   private:
     static constexpr int64_t longest_sleep_ms = 20;
+    static constexpr uint64_t few_bytes = 32 << 10, most_at_once = 256 << 10;
 
     struct Peer {
         int socket;
@@ -99,6 +100,7 @@ class RailLink {
         const char *message = nullptr;
         char *memory = nullptr;
         uint64_t sent = 0, received = 0;  // bytes, with the header
+        int wakes_at = 1;                 // the number of bytes that must have arrived before `poll` returns
         bool has_sent() const { return sent == sizeof(Header) + leaving.bytes; }
         bool has_received() const { return received >= sizeof(Header) && received == sizeof(Header) + arriving.bytes; }
     };
@@ -147,9 +149,22 @@ class RailLink {
                 return false;
             }
             peer.received += uint64_t(done);
-            if (in_header && peer.received == sizeof(Header) && !is_valid(peer.arriving)) return false;
+            if (in_header && peer.received == sizeof(Header)) {
+                if (!is_valid(peer.arriving)) return false;
+                wake_at(peer, peer.arriving.bytes);
+            } else if (!in_header) {
+                wake_at(peer, sizeof(Header) + peer.arriving.bytes - peer.received);
+            }
         }
         return true;
+    }
+
+    // Lets `poll` return only when `bytes` have arrived, instead of once for each packet.
+    static void wake_at(Peer &peer, uint64_t bytes) {
+        const int wanted = bytes < few_bytes ? 1 : int(std::min(bytes, most_at_once));
+        if (wanted == peer.wakes_at) return;
+        peer.wakes_at = wanted;
+        setsockopt(peer.socket, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);  // without effect on some kernels
     }
 
     bool is_valid(const Header &header) {
@@ -170,15 +185,16 @@ class RailLink {
 };
 
 // The rows of an all-to-all in two levels. Rows are bytes here. A table has the number of rows of a rank for each expert of
-// each rank, [W, experts]. A rank's memory, which the ranks of its host read, has its table, and then at `rows_at` its rows,
-// ordered by the rank that receives them. The message for the rank with index i on another host has the parts for that rank
+// each rank, [W, experts]. A rank's memory, which the ranks of its host read, has its table, and then at `rows_at` its rows.
+// The rows are ordered by the rank that receives them and then by expert, or with `by_expert` by expert and then by rank. A
+// rank receives the rows of each rank in the order of experts. The message for the rank with index i on another host has the parts for that rank
 // of the tables of all ranks of this host, and then at `head_bytes` their rows for that rank.
 class RailRows {
   public:
     RailRows(int64_t world, int64_t experts, int64_t per_host, int64_t host, int64_t index, int64_t row_bytes, int64_t rows_at,
-             int64_t head_bytes, int64_t most_bytes)
+             int64_t head_bytes, int64_t most_bytes, bool by_expert)
         : world_(world), experts_(experts), per_host_(per_host), host_(host), index_(index), row_bytes_(row_bytes), rows_at_(rows_at),
-          head_bytes_(head_bytes), most_bytes_(most_bytes) {}
+          head_bytes_(head_bytes), most_bytes_(most_bytes), by_expert_(by_expert) {}
 
     // Writes the messages. near: the address of the memory of each rank of this host. far: the address of the message for each
     // other host, in the order of hosts. Returns the length of each message. No rows are sent if a rank has too many.
@@ -212,6 +228,14 @@ class RailRows {
         return sum;
     }
 
+    // Copies the rows of `message`, from another host, to `out`. counts: their numbers, [ranks of that host, experts].
+    void copy_far(uintptr_t message, uintptr_t counts, uintptr_t out) const {
+        const int64_t *const numbers = reinterpret_cast<const int64_t *>(counts);
+        const int64_t rows = std::accumulate(numbers, numbers + per_host_ * experts_, int64_t(0));
+        nb::gil_scoped_release unlocked;
+        std::memcpy(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(message) + head_bytes_, size_t(rows * row_bytes_));
+    }
+
     // Copies the rows from the ranks of this host for this rank to `out`.
     void copy_near(uintptr_t out) const {
         nb::gil_scoped_release unlocked;
@@ -228,18 +252,54 @@ class RailRows {
     int64_t copy_for(int64_t target, char *out) const {
         char *to = out;
         for (uintptr_t memory : near_) {
-            const int64_t *const numbers = table(memory);
-            const int64_t before = std::accumulate(numbers, numbers + target * experts_, int64_t(0));
-            const int64_t rows = std::accumulate(numbers + target * experts_, numbers + (target + 1) * experts_, int64_t(0));
-            std::memcpy(to, reinterpret_cast<const char *>(memory) + rows_at_ + before * row_bytes_, size_t(rows * row_bytes_));
-            to += rows * row_bytes_;
+            const int64_t *const numbers = table(memory), *const mine = numbers + target * experts_;
+            const char *const rows = reinterpret_cast<const char *>(memory) + rows_at_;
+            const auto copy = [&](int64_t first, int64_t count) {
+                std::memcpy(to, rows + first * row_bytes_, size_t(count * row_bytes_));
+                to += count * row_bytes_;
+            };
+            if (!by_expert_) {
+                copy(std::accumulate(numbers, mine, int64_t(0)), std::accumulate(mine, mine + experts_, int64_t(0)));
+                continue;
+            }
+            int64_t first = 0;
+            for (int64_t e = 0; e < experts_; ++e)
+                for (int64_t r = 0; r < world_; ++r) {
+                    if (r == target) copy(first, mine[e]);
+                    first += numbers[r * experts_ + e];
+                }
         }
         return to - out;
     }
 
     int64_t world_, experts_, per_host_, host_, index_, row_bytes_, rows_at_, head_bytes_, most_bytes_;
+    bool by_expert_;
     std::vector<uintptr_t> near_;
 };
+
+// Copies rows that are ordered by rank, then by expert, to `out`, ordered by expert, then by rank; or with `to_ranks` in the
+// opposite direction. counts: the numbers of rows, [ranks, experts]. row_bytes: the length of a row.
+void reorder_rows(uintptr_t rows, uintptr_t out, uintptr_t counts, int64_t ranks, int64_t experts, int64_t row_bytes, bool to_ranks) {
+    const int64_t *const numbers = reinterpret_cast<const int64_t *>(counts);
+    const char *const from = reinterpret_cast<const char *>(rows);
+    char *const to = reinterpret_cast<char *>(out);
+    std::vector<int64_t> by_rank(size_t(ranks * experts));  // the first row of each rank and expert
+    std::exclusive_scan(numbers, numbers + ranks * experts, by_rank.begin(), int64_t(0));
+    int64_t by_expert = 0;
+    for (int64_t e = 0; e < experts; ++e)
+        for (int64_t r = 0; r < ranks; ++r) {
+            const int64_t cell = r * experts + e, bytes = numbers[cell] * row_bytes;
+            const int64_t at = by_rank[size_t(cell)] * row_bytes;
+            std::memcpy(to + (to_ranks ? at : by_expert), from + (to_ranks ? by_expert : at), size_t(bytes));
+            by_expert += bytes;
+        }
+}
+
+// Returns the sum of numbers times weights (mod 2^64).
+uint64_t weighted_sum(uintptr_t numbers, uintptr_t weights, int64_t count) {
+    const uint64_t *const a = reinterpret_cast<const uint64_t *>(numbers), *const b = reinterpret_cast<const uint64_t *>(weights);
+    return std::inner_product(a, a + count, b, uint64_t(0));
+}
 
 }  // namespace
 }  // namespace weft
@@ -254,11 +314,15 @@ void register_rail(nb::module_ &m) {
         .def_prop_ro("bytes_sent", &RailLink::bytes_sent)
         .def_prop_ro("number", &RailLink::number);
     nb::class_<RailRows>(m, "RailRows", "The rows of an all-to-all in two levels.")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(), nb::kw_only(),
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool>(), nb::kw_only(),
              nb::arg("world_size"), nb::arg("experts"), nb::arg("per_host"), nb::arg("host"), nb::arg("index"), nb::arg("row_bytes"),
-             nb::arg("rows_at"), nb::arg("head_bytes"), nb::arg("most_bytes"))
+             nb::arg("rows_at"), nb::arg("head_bytes"), nb::arg("most_bytes"), nb::arg("by_expert"))
         .def("pack", &RailRows::pack, nb::arg("near"), nb::arg("far"))
         .def("near_counts", &RailRows::near_counts, nb::arg("counts"))
         .def("copy_near", &RailRows::copy_near, nb::arg("out"))
+        .def("copy_far", &RailRows::copy_far, nb::arg("message"), nb::arg("counts"), nb::arg("out"))
         .def_ro("has_rows", &RailRows::has_rows);
+    m.def("reorder_rows", &reorder_rows, nb::kw_only(), nb::arg("rows"), nb::arg("out"), nb::arg("counts"), nb::arg("ranks"),
+          nb::arg("experts"), nb::arg("row_bytes"), nb::arg("to_ranks"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("weighted_sum", &weighted_sum, nb::arg("numbers"), nb::arg("weights"), nb::arg("count"));
 }

@@ -100,12 +100,13 @@ class RailRows:
     and bytes.
 
     rows_at: the offset of the rows in a rank's memory. head_bytes: the offset of the rows in a message. most_bytes: the
-        largest number of bytes of a rank's rows; if a rank has more, messages contain no rows.
+        largest number of bytes of a rank's rows; if a rank has more, messages contain no rows. by_expert: True if rows in
+        a rank's memory are ordered by expert and then by rank, False if by rank and then by expert.
     """
 
     def __init__(
         self, *, world_size: int, experts: int, per_host: int, host: int, index: int, row_bytes: int, rows_at: int,
-        head_bytes: int, most_bytes: int,
+        head_bytes: int, most_bytes: int, by_expert: bool,
     ) -> None: ...  # fmt: skip
     def pack(self, near: Sequence[int], far: Sequence[int]) -> list[int]:
         """Write the messages to the addresses `far`, from the memory of the ranks of this host, at the addresses `near`. Return
@@ -120,9 +121,27 @@ class RailRows:
     def copy_near(self, out: int) -> None:
         """Copy the rows from the ranks of this host to the address `out`."""
 
+    def copy_far(self, message: int, counts: int, out: int) -> None:
+        """Copy the rows of a message from another host, at the address `message`, to the address `out`.
+
+        counts: the address of the numbers of rows in the message, [ranks of that host, experts].
+        """
+
     @property
     def has_rows(self) -> bool:
         """True if the messages contain rows."""
+
+def reorder_rows(
+    *, rows: int, out: int, counts: int, ranks: int, experts: int, row_bytes: int, to_ranks: bool
+) -> None:  # fmt: skip
+    """Copy rows ordered by rank and then by expert from the address `rows` to the address `out`, ordered by expert and then by
+    rank. With `to_ranks`, copy rows ordered by expert to the order of ranks.
+
+    counts: the address of the numbers of rows, int64 [ranks, experts].
+    """
+
+def weighted_sum(numbers: int, weights: int, count: int) -> int:
+    """Return the sum of `count` 64-bit numbers, each multiplied by its weight, mod 2^64. The arguments are addresses."""
 
 # csrc/group_calls.cpp
 class CallLock:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft import env
+from weft import _core, env
 from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
@@ -101,9 +101,9 @@ class AcrossRanks:
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
         assert pairs is not None
-        sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
-        weights = _weights(world, sent.shape[1])
-        excess = (_sum(sent, weights[comm.rank]) - _sum(expected, weights[:, comm.rank])) & _MASK
+        sent, expected = (table.reshape(world, -1).to("cpu", torch.int64).contiguous() for table in pairs)
+        of_sent, of_expected = _weights(world, sent.shape[1], comm.rank)
+        excess = (_sum(sent, of_sent) - _sum(expected, of_expected)) & _MASK
         number, meanwhile, cargo = (0, NO_WORK, None) if begun is None else (begun.number, begun.alone(), begun.cargo)
         found = self._agreement.exchange_numbers(comm, self._topic, (excess, number), deadline_s, meanwhile, cargo)
         if sum(excess for excess, _ in found) & _MASK == 0:
@@ -157,18 +157,19 @@ def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Return random 64-bit weights for the tables of row counts, [sender, receiver, width]. All ranks get the same
-    weights.
+def _weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random 64-bit weights for both tables of `rank`: for the rows that it sends, [receiver, width], and for the rows
+    that it expects, [sender, width]. All ranks use the same weight for the same sender, receiver and position.
 
     width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.
     """
-    return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
+    drawn = np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
+    sent, expected = (torch.from_numpy(of.copy().view(np.int64)) for of in (drawn[rank], drawn[:, rank]))
+    return sent, expected
 
 
-def _sum(table: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> int:
-    with np.errstate(over="ignore"):
-        return int((table.astype(np.uint64) * weights).sum(dtype=np.uint64))
+def _sum(table: torch.Tensor, weights: torch.Tensor) -> int:
+    return _core.weighted_sum(table.data_ptr(), weights.data_ptr(), weights.numel())
 
 
 def _rows(numbers: list[int]) -> str:

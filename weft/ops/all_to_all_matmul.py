@@ -24,7 +24,7 @@ from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
-from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.permutation import in_order_of_arrival
 from weft.runtime.unfused.sizes import Sizes, remember, remember_total, sizes_of
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.timeline import Timeline
@@ -361,7 +361,7 @@ def gradients_of_experts(
     if wanted[0]:
         grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
         if world > 1 and w.shape[0] > 1:
-            grad_x = torch.empty_like(grad_x).index_copy_(0, expert_order(sizes.received, came), grad_x)
+            grad_x = in_order_of_arrival(grad_x, sizes.received)
         grad_tokens = grad_x
         if world > 1:
             grad_tokens = torch.empty_like(tokens)

@@ -226,8 +226,8 @@ class _MatmulAllToAll(Operator[_Call]):
                 "matmul_all_to_all without rows reads the number of tokens on the CPU, which a CUDA graph cannot "
                 "capture: pass rows"
             )
-        sizes = sizes_of(splits, received)
-        tokens = sum(sizes.host.sent) if sizes.is_fetched else int(splits.sum())
+        sizes = sizes_of(splits, received) if h.is_cuda else None
+        tokens = sum(sizes.host.sent) if sizes is not None and sizes.is_fetched else int(splits.sum())
         return call._replace(tokens=tokens)
 
     # --- the call and its problem ---
@@ -336,7 +336,7 @@ class _MatmulAllToAll(Operator[_Call]):
                 grad_h = grouped_matmul(rows, _transposed(w), beside)
         else:
             grad_h, _, *arrived = dual()
-            rows = in_expert_order(arrived[0], beside) if arrived else grad
+            rows = in_expert_order(arrived[0], beside.received) if arrived else grad
         if wanted[1]:
             grad_w = grad_of_weights(h[:came], rows, w, beside)
         if grad_h is not None and came < h.shape[0]:
@@ -364,7 +364,7 @@ class _MatmulAllToAll(Operator[_Call]):
         return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn, most=p.most)]
 
     def begun(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
-        h, sizes = contiguous(call.h, "h", self.name), sizes_of(call.splits, call.received)
+        h, sizes = contiguous(call.h, "h", self.name), Sizes(call.splits, call.received)
         return experts.begin_matmul_all_to_all(h, call.w, sizes, group, call.tokens or 0, turn, p.most)
 
 
@@ -396,20 +396,21 @@ def _check(call: _Call, world: int, rank: int) -> None:
     """
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call
-    for name, t in (("received", received), ("splits", splits)):
-        numbers = t.flatten().tolist()
-        if min(numbers) < 0:
-            at = numbers.index(min(numbers))
-            place = at if t.dim() == 1 else "{}, {}".format(*divmod(at, t.shape[1]))
-            raise ValueError(f"{name}[{place}]={min(numbers)}: pass numbers of tokens, 0 or more")
-    came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # Python integers, which cannot overflow
+    of_ranks, leaving = received.tolist(), splits.tolist()  # Python integers, which cannot overflow
+    arriving = [count for row in of_ranks for count in row]
+    for name, numbers in (("received", arriving), ("splits", leaving)):
+        if (least := min(numbers)) < 0:
+            at = numbers.index(least)
+            place = at if name == "splits" else "{}, {}".format(*divmod(at, received.shape[1]))
+            raise ValueError(f"{name}[{place}]={least}: pass numbers of tokens, 0 or more")
+    came, tokens = sum(arriving), sum(leaving)
     if came > h.shape[0]:
         raise ValueError(
             f"received adds up to {came} but h has {counted(h.shape[0], 'row')}: pass the counts from "
             "all_to_all_matmul(..., return_received=True)"
         )
     experts = w.shape[0]
-    kept, mine = received[rank].tolist(), splits[rank * experts : (rank + 1) * experts].tolist()
+    kept, mine = of_ranks[rank], leaving[rank * experts : (rank + 1) * experts]
     if kept != mine:
         raise ValueError(
             f"received says that rank {rank} keeps {kept} rows of its own, but splits says {mine}: pass received "

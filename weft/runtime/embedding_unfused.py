@@ -36,7 +36,7 @@ from weft.runtime.cpu import embedding as cpu
 from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
-from weft.runtime.rails_all_to_all import AllToAll
+from weft.runtime.rails_all_to_all import AllToAll, Counts
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.turn import Marks, Turn, Turns
@@ -145,14 +145,15 @@ class EmbeddingAllToAllUnfused(Executor):
         received, near = pooled.new_empty(sum(arriving)), rails.near.ranks
         parts = list(received.split(arriving))
 
-        def keep(rows: list[torch.Tensor], _: object) -> None:
-            for rank, row in zip(near, rows, strict=True):
-                if len(row) == len(parts[rank]):  # otherwise ranks have different batch sizes, which is an error
-                    parts[rank].copy_(row.view(-1))
+        def place(rows: int, counts: Counts) -> torch.Tensor | None:
+            if counts.ravel().tolist() != [arriving[rank] for rank in near]:
+                return None  # ranks have different batch sizes, and refuse the call
+            at = sum(arriving[: near[0]])
+            return received[at : at + rows]
 
         vectors = pooled.view(-1, 1)
         exchange = AllToAll(
-            rails, vectors, np.array(leaving).reshape(-1, 1), lambda memory: memory.copy_(vectors), keep
+            rails, vectors, np.array(leaving).reshape(-1, 1), lambda memory: memory.copy_(vectors), place
         )
         cpu.meet(self.comm, self._topic, 0, sizes, deadline_s=turn.deadline_s, cargo=exchange)
         levels = rails.levels

@@ -62,7 +62,9 @@ class RailGroups:
             gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s) for _ in range(2)
         )
         self._ways = self.rail, back
-        self.link = RailLink(comm, [r for r in range(self.index, comm.world_size, per_host) if r != comm.rank], deadline_s)
+        self.link = RailLink(
+            comm, [r for r in range(self.index, comm.world_size, per_host) if r != comm.rank], deadline_s
+        )
         comm._holders.add(self)
 
     def close(self) -> None:

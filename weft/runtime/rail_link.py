@@ -24,7 +24,9 @@ from weft.runtime.collectives import finish_by
 from weft.symm import Communicator
 from weft.symm.hosts import ControlPort, Dialing, Port
 
-_BUFFER_BYTES = 1 << 20  # of the kernel, for a message that waits until the peer receives. The kernel may set a lower limit
+_BUFFER_BYTES = (
+    1 << 20
+)  # of the kernel, for a message that waits until the peer receives. The kernel may set a lower limit
 _LOOK_S = 0.05
 
 
@@ -114,8 +116,10 @@ def _connected(comm: Communicator, peers: Sequence[int], deadline_s: float) -> d
                 )
         errors = [text for text in comm.all_gather(error, what="connections of rails") if text]
     finally:
-        for one in (*ports.values(), *dials.values()):
-            one.close()
+        for port in ports.values():
+            port.close()
+        for dial in dials.values():
+            dial.close()
     if errors:
         raise DeadlineError(errors[0])
     return made

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from weft import _core
 from weft.runtime.rails import Rails, aligned, like
 
 Counts: TypeAlias = np.ndarray[Any, Any]
@@ -30,27 +31,38 @@ class AllToAll:
 
     like: a tensor with the dtype and the number of columns of the rows, [any, columns].
     counts: the number of rows for each rank and expert, int64 [W, experts].
-    write: a function that writes this rank's rows, ordered by the rank that receives them, to its argument [n, columns], which
-        is shared memory. It is not called if the rows are too many.
-    meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from each rank of
-        this host, and their numbers [ranks of this host, experts]. The rows are valid during this call.
+    write: a function that writes this rank's rows, ordered by the rank that receives them and then by expert, to its argument
+        [n, columns], which is shared memory. It is not called if the rows are too many.
+    place: a function that takes the number of rows from the ranks of this host, and a table of them [ranks of this host,
+        experts]. It returns the memory to copy these rows to, or None to leave them.
+    by_expert: True if `write` writes rows ordered by expert and then by rank. The messages then contain them in the order of
+        ranks.
+    meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from the ranks of
+        this host, which have been copied, and their table.
     """
 
     def __init__(
         self, rails: Rails, like: torch.Tensor, counts: Counts, write: Callable[[torch.Tensor], object],
-        meanwhile: Callable[[list[torch.Tensor], Counts], None],
+        place: Callable[[int, Counts], torch.Tensor | None],
+        meanwhile: Callable[[torch.Tensor, Counts], None] = lambda rows, counts: None, by_expert: bool = False,
     ) -> None:  # fmt: skip
-        self._levels, self._like, self._counts = rails.levels, like, counts
-        self._write, self._meanwhile = write, meanwhile
+        levels = self._levels = rails.levels
+        self._like, self._counts, self._write, self._place, self._meanwhile = like, counts, write, place, meanwhile
         self._most, self._row_bytes = rails.rows_bytes, like.shape[1] * like.itemsize
-        per_host = rails.levels.per_host
-        self._rows_at, self._head_bytes = aligned(counts.nbytes), aligned(per_host * counts[0].nbytes)
+        per_host, (world, experts) = levels.per_host, counts.shape
+        self._rows_at, self._head_bytes = aligned(counts.nbytes), aligned(8 * per_host * experts)
         self.near_bytes, self.far_bytes = self._rows_at + self._most, self._head_bytes + per_host * self._most
         self.nbytes = int(counts.sum()) * self._row_bytes
         """The number of bytes of this rank's rows."""
-        self.counts = np.empty_like(counts)
+        self._table = torch.empty(counts.shape, dtype=torch.int64)
+        self.counts: Counts = self._table.numpy()
         """The number of rows from each rank, [W, experts]."""
         self._received: dict[int, torch.Tensor] = {}
+        self._rows = _core.RailRows(
+            world_size=world, experts=experts, per_host=per_host, host=levels.host, index=levels.index,
+            row_bytes=self._row_bytes, rows_at=self._rows_at, head_bytes=self._head_bytes, most_bytes=self._most,
+            by_expert=by_expert,
+        )  # fmt: skip
 
     def load(self, memory: torch.Tensor) -> None:
         _numbers(memory, self._counts.shape)[:] = self._counts
@@ -58,29 +70,16 @@ class AllToAll:
             self._write(self._as_rows(memory[self._rows_at :], self.nbytes // self._row_bytes))
 
     def pack(self, near: list[torch.Tensor], far: dict[int, torch.Tensor]) -> dict[int, int]:
-        self._tables = [_numbers(memory, self._counts.shape) for memory in near]
-        of_ranks = [table.sum(1).tolist() for table in self._tables]  # the number of rows for each rank
-        self._has_rows = all(sum(rows) * self._row_bytes <= self._most for rows in of_ranks)
-        self._near = [
-            self._as_rows(memory[self._rows_at :], sum(rows)).split(rows) if self._has_rows else ()
-            for memory, rows in zip(near, of_ranks, strict=True)
-        ]
-        sizes = {}
-        for host, message in far.items():
-            target, parts = self._rank_on(host), self._rows_for(host)
-            _numbers(message, (len(near), self._counts.shape[1]))[:] = [table[target] for table in self._tables]
-            rows = sum(map(len, parts))
-            if rows:
-                torch.cat(parts, out=self._as_rows(message[self._head_bytes :], rows))
-            sizes[host] = self._head_bytes + rows * self._row_bytes
-        return sizes
+        sizes = self._rows.pack([memory.data_ptr() for memory in near], [memory.data_ptr() for memory in far.values()])
+        return dict(zip(far, sizes, strict=True))
 
     def go_on(self) -> None:
-        host = self._levels.host
-        numbers = self._of_host(host)
-        numbers[:] = [table[self._rank_on(host)] for table in self._tables]
-        if self._has_rows:
-            self._meanwhile(self._rows_for(host), numbers)
+        numbers = self._of_host(self._levels.host)
+        total = self._rows.near_counts(self._table.data_ptr() + self._levels.host * numbers.nbytes)
+        if self._rows.has_rows and (out := self._place(total, numbers)) is not None:
+            assert out.nbytes == total * self._row_bytes
+            self._rows.copy_near(out.data_ptr())
+            self._meanwhile(out, numbers)
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
         self._received = received
@@ -94,19 +93,14 @@ class AllToAll:
         """
         return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
 
-    def _rank_on(self, host: int) -> int:
-        """Return the rank on a host that has the same index there as this rank has on its own host."""
-        return host * self._levels.per_host + self._levels.index
+    def copy_from(self, host: int, out: torch.Tensor) -> None:
+        """Copy the rows of `rows_from` to `out`, a contiguous tensor of this size."""
+        counts = self._table.data_ptr() + host * self._levels.per_host * self._counts[0].nbytes
+        self._rows.copy_far(self._received[host].data_ptr(), counts, out.data_ptr())
 
     def _of_host(self, host: int) -> Counts:
         """Return the part of `counts` for the ranks of host number `host`."""
         return self.counts[host * self._levels.per_host :][: self._levels.per_host]
-
-    def _rows_for(self, host: int) -> list[torch.Tensor]:
-        """Return, for each rank of this host, its rows for one rank on `host`: the rank with the same index as this rank. The
-        rows are in shared memory.
-        """
-        return [parts[self._rank_on(host)] for parts in self._near] if self._has_rows else []
 
     def _as_rows(self, data: torch.Tensor, count: int) -> torch.Tensor:
         return like(self._like, data, torch.Size((count, self._like.shape[1])))

@@ -29,7 +29,7 @@ from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
 from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_rails
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
-from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.permutation import expert_order, in_expert_order, in_order_of_arrival, reorder
 from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
@@ -190,7 +190,7 @@ class _Combined:
     def _multiply(self) -> Iterator[None]:
         w, sizes, came = self._w, self._sizes, sum(self._sizes.host.came)
         made = self._h.new_empty(came, w.shape[2])
-        yield from multiply(self._h[:came], w, sizes, made)
+        yield from multiply(self._h[:came], w, sizes.host.of_experts, made)
         self._made = _by_source(self._turn.done(LibraryGroupedMatmul.kind, made), w, sizes, self._turn)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
@@ -211,8 +211,7 @@ def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) ->
     """
     if w.shape[0] == 1:
         return made
-    order = expert_order(sizes.received, made.shape[0])
-    return turn.done(Permute.kind, torch.empty_like(made).index_copy_(0, order, made))
+    return turn.done(Permute.kind, in_order_of_arrival(made, sizes.received))
 
 
 def _send_back(
@@ -237,11 +236,13 @@ def begin_in_expert_order(
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = rows.new_empty(came, rows.shape[1])
     arriving = send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
-    order = None if experts == 1 else expert_order(sizes.received, came)  # computed on the device during the exchange
+    order = None
+    if experts > 1 and rows.is_cuda:
+        order = expert_order(sizes.received, came)  # computed on the device during the exchange
 
     def end() -> torch.Tensor:
         arriving.wait()
-        return arrived if order is None else arrived.index_select(0, order)
+        return in_expert_order(arrived, sizes.received) if order is None else arrived.index_select(0, order)
 
     return end
 
@@ -273,14 +274,17 @@ def _dispatched(
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
     exchange = send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
-    order = None
-    if experts > 1:
+    order, in_order = None, experts == 1
+    if not in_order and (tokens.is_cuda or rows < came):
         order = expert_order(sizes.received, came)[:rows]  # computed on the device during the exchange
     exchange.wait()
     kept = sizes.host.sent[group.rank()]
     turn.done(_TOKENS, arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
-    if order is None:
+    if in_order:
         return arrived[:rows], arrived[:came]
     x = tokens.new_empty(rows, k)
-    torch.index_select(arrived, 0, order, out=x[: len(order)])
+    if order is None:
+        reorder(arrived, sizes.received, x, to_ranks=False)
+    else:
+        torch.index_select(arrived, 0, order, out=x[: len(order)])
     return turn.done(Permute.kind, x), arrived

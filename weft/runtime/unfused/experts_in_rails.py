@@ -18,9 +18,9 @@ import torch
 
 from weft.runtime.rails import Rails
 from weft.runtime.rails_all_to_all import AllToAll
+from weft.runtime.unfused import grouped_matmul
 from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs
-from weft.runtime.unfused.grouped_matmul import grouped_matmul
-from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.permutation import in_expert_order
 from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import Turn
 from weft.schedule.kernels import LibraryGroupedMatmul
@@ -50,9 +50,13 @@ def dispatch_in_rails(
     here: torch.Tensor
     y_here: torch.Tensor | None = None
 
-    def near(rows: list[torch.Tensor], counts: Cells) -> None:
-        nonlocal here, y_here
-        here = torch.cat(rows)
+    def place(rows: int, counts: Cells) -> torch.Tensor:
+        nonlocal here
+        here = tokens.new_empty(rows, tokens.shape[1])
+        return here
+
+    def multiply_near(here: torch.Tensor, counts: Cells) -> None:
+        nonlocal y_here
         if len(here) >= _MANY_ROWS * w.shape[0]:
             y_here = here.new_empty(len(here), n)
             os.sched_yield()  # let gloo's threads, which share this core, send and receive
@@ -60,7 +64,7 @@ def dispatch_in_rails(
                 os.sched_yield()
 
     table = splits.view(rails.comm.world_size, -1).numpy()
-    exchange = AllToAll(rails, tokens, table, lambda memory: memory.copy_(tokens), near)
+    exchange = AllToAll(rails, tokens, table, lambda memory: memory.copy_(tokens), place, multiply_near)
     nbytes = turn.ride(name, exchange, exchange.nbytes)
     came = exchange.counts
     received = torch.from_numpy(came)
@@ -75,8 +79,7 @@ def dispatch_in_rails(
     arrived = torch.cat(arriving) if return_x or y_here is None else None
     if y_here is None:
         assert arrived is not None
-        x = arrived if w.shape[0] == 1 else arrived.index_select(0, expert_order(received, total))
-        run(multiply(x, by_expert(came), came, w, y, by_expert(came)))
+        run(grouped_matmul.multiply(in_expert_order(arrived, received), w, came.sum(0).tolist(), y))
     else:
         y_at = by_expert(came)
         for host, x in enumerate(arriving):
@@ -98,28 +101,25 @@ class CombineInRails:
     def __init__(
         self, rails: Rails, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
     ) -> None:  # fmt: skip
-        self._rails, self._h, self._w, self._sizes, self._turn, self._name = rails, h, w, sizes, turn, name
-        self._sent, came = sizes.tables
+        self._rails, self._h, self._w, self._turn, self._name = rails, h, w, turn, name
+        came: Cells = sizes.received.numpy()
+        self._sent: Cells = sizes.splits.numpy().reshape(came.shape)
         self._y = h.new_empty(rows, w.shape[2])
-        self._room, self._has_near = rails.rows_bytes, False
-        self.cargo = AllToAll(rails, self._y, came, self._multiply, self._near)
+        self._room, self._of_experts = rails.rows_bytes, came.sum(0).tolist()
+        self.cargo = AllToAll(rails, self._y, came, self._multiply, self._place, by_expert=True)
 
     def _multiply(self, made: torch.Tensor) -> None:
-        """Write the products to `made`, in the order of source ranks."""
-        x = self._h[: len(made)]
-        if self._w.shape[0] == 1:
-            torch.mm(x, self._w[0], out=made)
-        else:
-            made.index_copy_(0, expert_order(self._sizes.received, len(x)), grouped_matmul(x, self._w, self._sizes))
+        """Write the products to `made`, in the order of experts."""
+        run(grouped_matmul.multiply(self._h[: len(made)], self._w, self._of_experts, made))
         self._turn.done(LibraryGroupedMatmul.kind, made)
 
-    def _near(self, rows: list[torch.Tensor], counts: Cells) -> None:
-        """Copy the rows from ranks of this host to the result."""
+    def _place(self, rows: int, counts: Cells) -> torch.Tensor | None:
+        """Return the part of the result for the rows from ranks of this host."""
         near = self._rails.near.ranks
         if not np.array_equal(counts, self._sent[near]):
-            return  # ranks do not agree on the numbers of rows, and refuse the call
+            return None  # ranks do not agree on the numbers of rows, and refuse the call
         at = int(self._sent[: near[0]].sum())
-        torch.cat(rows, out=self._y[at : at + int(counts.sum())])
+        return self._y[at : at + rows]
 
     def end(self, nbytes: int) -> torch.Tensor | None:
         """Return the result [rows, N], after the rendezvous has shown that all ranks make the same call. Return None if a rank
@@ -133,7 +133,10 @@ class CombineInRails:
         levels, y, far = self._rails.levels, self._y, 0
         for host in range(levels.n_hosts):
             if host != levels.host:
-                rows, at = self.cargo.rows_from(host), int(self._sent[: host * levels.per_host].sum())
-                y[at : at + len(rows)] = rows
+                first = host * levels.per_host
+                at, count = (
+                    int(part.sum()) for part in (self._sent[:first], self._sent[first : first + levels.per_host])
+                )
+                self.cargo.copy_from(host, rows := y[at : at + count])
                 far += rows.nbytes
         return self._turn.done(self._name, y, far)

@@ -4,7 +4,7 @@ by expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,19 +27,24 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
     if not one_each and _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
     y = x.new_empty(x.shape[0], w.shape[2])
-    for _ in multiply(x, w, sizes, y):
+    for _ in multiply(x, w, sizes.host.of_experts, y):
         pass
     return y
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, y: torch.Tensor) -> Iterator[None]:
+def multiply(x: torch.Tensor, w: torch.Tensor, of_experts: Sequence[int], y: torch.Tensor) -> Iterator[None]:
     """Multiply the rows of each expert in x by this expert's matrix in w, by one GEMM for each expert with rows. Write the
     products to y. Yield after each GEMM.
+
+    of_experts: the number of rows of each expert. If x has fewer rows, the rows of the last experts are missing.
     """
-    for part, rows, result in zip(w, _parts(x, sizes), _parts(y, sizes), strict=True):
+    first = 0
+    for part, count in zip(w.unbind(), of_experts, strict=True):
+        rows = x[first : first + count]
         if len(rows):
-            torch.mm(rows, part, out=result)
+            torch.mm(rows, part, out=y[first : first + count])
             yield
+        first += count
 
 
 def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:

@@ -5,14 +5,47 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.runtime.unfused.sizes import Sizes
+from weft import _core
 
 
-def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return the rows `arrived`, which are in the order of arrival, sorted by expert, and then by source rank."""
-    if 1 in sizes.received.shape:
+def in_expert_order(arrived: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Return the rows `arrived`, which are in the order of arrival, sorted by expert, and then by source rank.
+
+    received: the number of rows from each rank for each local expert, [ranks, experts].
+    """
+    if 1 in received.shape:
         return arrived
-    return arrived.index_select(0, expert_order(sizes.received, arrived.shape[0]))
+    if arrived.is_cuda:
+        return arrived.index_select(0, expert_order(received, arrived.shape[0]))
+    return reorder(arrived, received, torch.empty_like(arrived), to_ranks=False)
+
+
+def in_order_of_arrival(rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Return `rows`, which are sorted by expert and then by source rank, in the order of arrival: sorted by source rank.
+
+    received: as for `in_expert_order`.
+    """
+    if 1 in received.shape:
+        return rows
+    if rows.is_cuda:
+        return torch.empty_like(rows).index_copy_(0, expert_order(received, rows.shape[0]), rows)
+    return reorder(rows, received, torch.empty_like(rows), to_ranks=True)
+
+
+def reorder(rows: torch.Tensor, received: torch.Tensor, out: torch.Tensor, *, to_ranks: bool) -> torch.Tensor:
+    """Copy rows in the memory of the CPU to the first rows of `out`, and return `out`. Both are contiguous. NumPy's and torch's
+    indexing would take longer for small calls.
+
+    to_ranks: True to sort rows of experts in the order of arrival, False for the opposite.
+    """
+    assert rows.is_contiguous()
+    assert out.is_contiguous()
+    ranks, experts = received.shape
+    _core.reorder_rows(
+        rows=rows.data_ptr(), out=out.data_ptr(), counts=received.contiguous().data_ptr(), ranks=ranks, experts=experts,
+        row_bytes=rows.shape[1] * rows.itemsize, to_ranks=to_ranks,
+    )  # fmt: skip
+    return out
 
 
 def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -212,8 +211,8 @@ class Turn:
         """A copy of this object that begins collectives without a rendezvous. Use it for collectives that all ranks are known
         to have reached.
         """
-        turn = copy.copy(self)
-        turn._meets = False
+        turn = Turn.__new__(type(self))  # copy.copy takes several times as long
+        turn.__dict__.update(self.__dict__, _meets=False)
         return turn
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
