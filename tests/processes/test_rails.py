@@ -1,7 +1,7 @@
 """Collectives that ride with the rendezvous of ranks on several hosts: results, disagreement, refusals, and missing ranks.
 
 1. Results for small and larger matrices, on inputs whose sums are exact in every order, with a rank that comes late.
-2. Each byte crosses once per host, in one exchange of each rail, or two for an all-reduce.
+2. Each byte crosses once per host, in one message of each rail, or two for an all-reduce.
 3. Ranks that call with other sizes, another operator or bad input. The sizes that gloo would receive differ.
 4. A rank that does not come, or dies.
 5. `ranks_per_host`: which placements have rails.
@@ -29,8 +29,8 @@ from support.pretended_hosts import claimed
 import weft
 from weft import symm
 from weft.launch import Pool
-from weft.runtime import collectives, rails
-from weft.runtime.rail_groups import rail_groups_on, ranks_per_host
+from weft.runtime import collectives
+from weft.runtime.rail import rail_on, ranks_per_host
 from weft.runtime.unfused.turn import Turn
 
 COLUMNS = 24
@@ -73,14 +73,9 @@ def call_of(operator, rank, world, n, dtype, seed):
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def short(nbytes):
-    """Let one exchange carry only messages of up to `nbytes`. The matrices with 640 rows have about 60 KB for a rail."""
-    return mock.patch.object(rails, "_SHORT_BYTES", nbytes)
-
-
-def results(group, n_hosts, short_bytes):
+def results(group, n_hosts):
     rank, world = group.rank(), group.size()
-    with short(short_bytes), on_hosts(group, n_hosts) as own:
+    with on_hosts(group, n_hosts) as own:
         for seed, (dtype, n) in enumerate((dtype, n) for dtype in (F32, BF16, F64) for n in ROWS):
             for operator in OPERATORS:
                 call, wanted = call_of(operator, rank, world, n, dtype, seed)
@@ -89,54 +84,42 @@ def results(group, n_hosts, short_bytes):
                     assert torch.equal(call(own), wanted), (operator, dtype, n)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "n_hosts", "short_bytes"), [(4, 2, rails._SHORT_BYTES), (6, 3, rails._SHORT_BYTES), (6, 3, 0)]
-)
-def test_results_are_exact(pool: Pool, ranks: int, n_hosts: int, short_bytes: int) -> None:
-    pool.run(results, n_hosts, short_bytes, ranks=ranks, timeout_s=100)
+@pytest.mark.parametrize(("ranks", "n_hosts"), [(4, 2), (6, 3)])
+def test_results_are_exact(pool: Pool, ranks: int, n_hosts: int) -> None:
+    pool.run(results, n_hosts, ranks=ranks, timeout_s=100)
 
 
-def crossing(group, short_bytes):
-    """Return, for each operator, the bytes that this rank sends to its rail in a call, the number of messages on its connection,
-    and the number of gloo's exchanges.
-    """
+def crossing(group):
+    """Return, for each operator, the bytes and the number of messages that this rank sends to its rail in a call."""
     found = {}
-    with short(short_bytes), on_hosts(group) as own:
+    with on_hosts(group) as own:
         for operator in OPERATORS:
             call, wanted = call_of(operator, group.rank(), group.size(), 640, F32, 1)
             call(own)
-            sent, native = [], collectives.exchange_now
-            link = rail_groups_on(symm.communicator(own, "cpu")).link
-
-            def exchange(rail, out, x, *sizes, sent=sent, native=native):
-                sent.append(x.nbytes)
-                return native(rail, out, x, *sizes)
-
+            link = rail_on(symm.communicator(own, "cpu")).link
             before = link.bytes_sent, link.messages
-            with mock.patch.object(collectives, "exchange_now", exchange):
+            with mock.patch.object(collectives, "exchange_now") as by_gloo:
                 assert torch.equal(call(own), wanted)
-            found[operator] = sum(sent) + link.bytes_sent - before[0], link.messages - before[1], len(sent)
+            assert not by_gloo.called
+            found[operator] = link.bytes_sent - before[0], link.messages - before[1]
     return found
 
 
-@pytest.mark.parametrize("short_bytes", [rails._SHORT_BYTES, 0])
-def test_each_byte_crosses_once_per_host(pool: Pool, short_bytes: int) -> None:
-    found = pool.run(crossing, short_bytes, ranks=4, timeout_s=40)
+def test_each_byte_crosses_once_per_host(pool: Pool) -> None:
+    found = pool.run(crossing, ranks=4, timeout_s=40)
     shard = 640 * COLUMNS * 4
     once = {"all_gather_matmul": 2 * 640 * 8 * 4, "matmul_reduce_scatter": 2 * shard, "matmul_all_reduce": 4 * shard}
     for host in (found[:2], found[2:]):
         for operator, wanted in once.items():
-            (first, *one), (second, *other) = (rank[operator] for rank in host)
-            halves = 1 + (operator == "matmul_all_reduce")
-            # A long message needs an exchange by gloo in each direction. Before the first one, the payloads are exchanged.
-            assert one == other == ([halves, 0] if short_bytes else [1, 2 * halves])
+            (first, one), (second, other) = (rank[operator] for rank in host)
+            assert one == other == 1 + (operator == "matmul_all_reduce")  # which sends its data in two halves
             assert 0 <= first + second - wanted < 4096, operator  # and the payloads of the rendezvous
 
 
-def differ(group, apart, short_bytes):
+def differ(group, apart):
     """The last rank makes another call, which all ranks have made before."""
     rank, last = group.rank(), group.size() - 1
-    with short(short_bytes), on_hosts(group) as own:
+    with on_hosts(group) as own:
         if apart == "cargo":  # on the last rank no data ride with the rendezvous, which must not happen
             call, _ = call_of("matmul_all_reduce", rank, last + 1, 640, F32, 1)
             call(own)
@@ -151,23 +134,22 @@ def differ(group, apart, short_bytes):
 
 
 def test_ranks_whose_data_ride_and_do_not_disagree(pool: Pool) -> None:
-    for kind, text in pool.run(differ, "cargo", rails._SHORT_BYTES, ranks=4, timeout_s=40):
+    for kind, text in pool.run(differ, "cargo", ranks=4, timeout_s=40):
         assert kind == "DisagreementError"
         assert "ranks made different calls (call " in text
 
 
-@pytest.mark.parametrize("short_bytes", [rails._SHORT_BYTES, 0])
 @pytest.mark.parametrize("apart", ["size", "operator"])
-def test_ranks_that_call_otherwise_are_named_and_live_on(pool: Pool, apart: str, short_bytes: int) -> None:
-    for kind, text in pool.run(differ, apart, short_bytes, ranks=4, timeout_s=40):
+def test_ranks_that_call_otherwise_are_named_and_live_on(pool: Pool, apart: str) -> None:
+    for kind, text in pool.run(differ, apart, ranks=4, timeout_s=40):
         assert kind == "DisagreementError"
         assert "ranks 0, 1, 2: all_reduce y -> y of matmul_all_reduce, [2559, 8] @ " in text
         assert "rank 3: " in text
 
 
-def refused(group, by, short_bytes):
+def refused(group, by):
     rank = group.rank()
-    with short(short_bytes), on_hosts(group) as own:
+    with on_hosts(group) as own:
         call, wanted = call_of("all_gather_matmul", rank, group.size(), 640, F32, 1)
         call(own)
         said = told(
@@ -177,9 +159,9 @@ def refused(group, by, short_bytes):
     return said
 
 
-@pytest.mark.parametrize(("by", "short_bytes"), [(0, rails._SHORT_BYTES), (3, 0)])
-def test_a_rank_that_refuses_is_named_and_the_group_goes_on(pool: Pool, by: int, short_bytes: int) -> None:
-    for said in pool.run(refused, by, short_bytes, ranks=4, timeout_s=40):
+@pytest.mark.parametrize("by", [0, 3])
+def test_a_rank_that_refuses_is_named_and_the_group_goes_on(pool: Pool, by: int) -> None:
+    for said in pool.run(refused, by, ranks=4, timeout_s=40):
         assert said.startswith(f"RefusedError: rank {by}: "), said
 
 

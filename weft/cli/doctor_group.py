@@ -21,7 +21,7 @@ from weft.files import write_whole
 from weft.operator.know_links import remember
 from weft.runtime.links import measure_links
 from weft.runtime.meeting import Topic, meeting_of
-from weft.runtime.rail_groups import ranks_per_host
+from weft.runtime.rail import ranks_per_host
 from weft.sim.between_hosts import LinkFound, Measured
 from weft.symm import Communicator
 from weft.words import counted

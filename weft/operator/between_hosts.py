@@ -22,7 +22,7 @@ from weft.operator.know_links import know_links
 from weft.runtime.executors import Tensors
 from weft.runtime.links import network_of
 from weft.runtime.own_nccl import uses_nccl
-from weft.runtime.rail_groups import ranks_per_host
+from weft.runtime.rail import ranks_per_host
 from weft.runtime.rails import MOST_BYTES, largest_collective_bytes
 from weft.runtime.schedule_memory import needs_far
 from weft.schedule import ITEM_BYTES, Collective, Schedule, Send, value

@@ -1,7 +1,7 @@
 """Connections along rails, for small messages between CPU ranks of several hosts.
 
 A gloo collective hands its messages to other threads, which takes longer than to send a small message. So the ranks of a rail
-(`weft.runtime.rail_groups`) also have TCP connections of their own, on which the calling thread sends and receives
+(`weft.runtime.rail`) also have TCP connections of their own, on which the calling thread sends and receives
 (`csrc/rail.cpp`). Both ends of a connection prove that they belong to the group (`weft.symm.hosts`). The secret derives from the
 keys of their watchdogs' connection. Messages have no authentication codes, like those of gloo.
 

@@ -9,16 +9,11 @@ travel with the rendezvous:
     2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
-Step 2 is one exchange if the messages are short (`_SHORT_BYTES`). If a rank has a longer message for another host, it sends only
-the payloads in this exchange, and the whole message in a second exchange. The second exchange uses two gloo groups, to send in
-both directions at once. The rank begins both exchanges together. Ranks with short messages learn of the second exchange from the
-first, and then begin it with messages that are not used. So ranks that make different calls still receive all messages.
-
 After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
 agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a
 different call does no harm; its data are dropped.
 
-A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.rail_groups`). Each byte
+A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.rail`). Each byte
 of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64), first within each host,
 then across hosts. Both sums are rounded to the dtype of the matrix.
 """
@@ -29,15 +24,12 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from weft.errors import OutOfSharedMemoryError, WeftError
-from weft.runtime.collectives import finish
-from weft.runtime.rail_groups import rail_groups_on, ranks_per_host
+from weft.runtime.rail import rail_on, ranks_per_host
 from weft.runtime.within_host import NO_WORK, WithinHost
 from weft.schedule import ITEM_BYTES, Collective, Schedule, value
 from weft.schedule.steps import of_kind, variables_of
@@ -48,10 +40,8 @@ MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separ
 _MOST_ROWS_BYTES = 2 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
 _ROOM_BYTES = 8 << 20  # for the rows from all ranks of other hosts
 TABLE_BYTES = 64 << 10  # for the numbers of rows in an all-to-all
-_SHORT_BYTES = 384 << 10
-"""The largest message that one gloo group sends in both directions: a second group takes longer than it saves."""
 _LENGTH = struct.Struct("<Q")
-_HEAD = struct.Struct("<QQ")  # of a message: the offset of its data; 1 if the data follow in a second exchange, else 0
+_HEAD = _LENGTH  # of a message: the offset of its data
 _ALIGNMENT = 64
 
 
@@ -93,15 +83,11 @@ class Rails:
     """
 
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:
-        self.comm, self.levels = comm, rail_groups_on(comm)
+        self.comm, self.levels = comm, rail_on(comm)
         self.near = WithinHost(comm)
         self._slot = aligned(_LENGTH.size + payload_bytes)
         self._head_bytes = _ALIGNMENT + self.levels.per_host * self._slot
-        self._short_bytes = max(_SHORT_BYTES, self._head_bytes)
-        others = self.levels.n_hosts - 1
         self._others = [host for host in range(self.levels.n_hosts) if host != self.levels.host]
-        self._short = torch.ones(others * self._short_bytes, dtype=torch.uint8)
-        self._short_view = self._short.numpy().data
         self.most_bytes = self._capacity = 0
         self.rows_bytes = 0
         """The number of bytes that each rank may send in an all-to-all. Equal on all ranks."""
@@ -113,7 +99,7 @@ class Rails:
         if nbytes > self.most_bytes:
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
             self._reserve(nbytes, room)
-            self._more = [torch.ones((self.levels.n_hosts - 1) * room, dtype=torch.uint8) for _ in range(2)]
+            self._more = [torch.ones(len(self._others) * room, dtype=torch.uint8) for _ in range(2)]
             self.most_bytes = nbytes
 
     def reserve_rows(self, nbytes: int) -> None:
@@ -134,9 +120,9 @@ class Rails:
         self.near.reserve(self._slot + near_bytes + _ALIGNMENT)
         capacity = self._head_bytes + aligned(far_bytes) + _ALIGNMENT
         if capacity > self._capacity:
-            self._capacity, total = capacity, (self.levels.n_hosts - 1) * capacity
+            self._capacity, total = capacity, len(self._others) * capacity
             self._sent, self._received = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
-            self._sent_view = self._sent.numpy().data
+            self._sent_view, self._received_view = self._sent.numpy().data, self._received.numpy().data
 
     def close(self) -> None:
         """Drop the views of shared memory. `Meeting.close` calls this method when the communicator closes."""
@@ -174,86 +160,47 @@ class Rails:
         near.publish(deadline_s=deadline_s, what=name, meanwhile=meanwhile)
         payloads = [_split(view, 0, 1)[0] for view in near.views]
         agreed = cargo if cargo is not None and agree(payloads) else None
-        start, sizes = self._messages(payloads, agreed)
-        follows = max(sizes) > self._short_bytes
-        self._begin_first(start, sizes, follows)
-        second = self._begin_second(sizes) if follows else None
+        starts, sizes = self._messages(payloads, agreed)
+        levels.link.begin(self._sent, starts, sizes, self._received)
         if agreed is not None:
             agreed.go_on()
         near.release()
         for _ in meanwhile:
             pass
         levels.link.finish(name, deadline_s, comm.absent_in_round)
-        heads = [_HEAD.unpack_from(self._short_view, at * self._short_bytes) for at in range(len(self._others))]
-        if second is None and any(flag for _, flag in heads):
-            second = self._begin_second([0 if host == levels.host else _ALIGNMENT for host in range(levels.n_hosts)])
-        if second is not None:
-            self._finish(*second, deadline_s, name)
         found, arrived = list(payloads), {}
-        for number, (host, (begin, flag)) in enumerate(zip(self._others, heads, strict=True)):
-            of_host = _split(self._short_view, number * self._short_bytes + _ALIGNMENT, levels.per_host)
+        for number, host in enumerate(self._others):
+            at = number * self._capacity
+            of_host = _split(self._received_view, at + _ALIGNMENT, levels.per_host)
             found[host * levels.per_host : host * levels.per_host] = of_host
-            memory, room = (self._received, self._capacity) if flag else (self._short, self._short_bytes)
-            arrived[host] = memory[number * room + begin : (number + 1) * room]
+            arrived[host] = self._received[at + _HEAD.unpack_from(self._received_view, at)[0] : at + self._capacity]
         return found, arrived
 
-    def _messages(self, payloads: list[bytes], cargo: Cargo | None) -> tuple[int, list[int]]:
+    def _messages(self, payloads: list[bytes], cargo: Cargo | None) -> tuple[Sequence[int], list[int]]:
         """Write the messages to this rail's ranks on other hosts: the payloads of this host's ranks, and the data of
-        `cargo`. Return the offset of the data, and the sizes of the messages in bytes, by host.
+        `cargo`. Return the offsets of the messages in `_sent`, and their sizes in bytes, in the order of hosts.
 
         cargo: None to send no data.
         """
-        levels, head, others = self.levels, _joined(payloads), self._others
+        head, others = _joined(payloads), self._others
         start = _ALIGNMENT + aligned(len(head))
-        size = start + (0 if cargo is None else aligned(cargo.far_bytes))
-        for at in range(0, size * len(others), size):
-            _HEAD.pack_into(self._sent_view, at, start, 0)
+        room = start + (0 if cargo is None else aligned(cargo.far_bytes))
+        starts, sizes = range(0, room * len(others), room), [room] * len(others)
+        for at in starts:
+            _HEAD.pack_into(self._sent_view, at, start)
             self._sent_view[at + _ALIGNMENT : at + _ALIGNMENT + len(head)] = head
-        sizes = [0 if host == levels.host else size for host in range(levels.n_hosts)]
         if cargo is not None:
-            far = {host: self._sent[at * size + start : (at + 1) * size] for at, host in enumerate(others)}
-            used_bytes = cargo.pack([memory[self._slot :] for memory in self.near.flat], far) or {}
-            to = 0
-            for at, host in enumerate(others):
-                sizes[host] = start + aligned(used_bytes.get(host, size - start))
-                if to != at * size:  # messages are sent from adjacent memory
-                    self._sent[to : to + sizes[host]] = self._sent[at * size : at * size + sizes[host]].clone()
-                to += sizes[host]
-        return start, sizes
-
-    def _begin_first(self, start: int, sizes: list[int], follows: bool) -> None:
-        """Begin the first exchange along the rail. The link's method `finish` ends it.
-
-        start: the offset of the data in messages. sizes: the sizes of the messages in bytes, by host. follows: True to send
-            only the part of each message before `start`, because a second exchange follows.
-        """
-        sizes = [sizes[host] for host in self._others]
-        starts = list(itertools.accumulate(sizes[:-1], initial=0))
-        if follows:
-            for at in starts:
-                _HEAD.pack_into(self._sent_view, at, start, 1)
-            sizes = [start] * len(sizes)
-        self.levels.link.begin(self._sent, starts, sizes, self._short)
-
-    def _begin_second(self, sizes: list[int]) -> tuple[list[dist.Work], tuple[Any, ...]]:
-        """Begin the second exchange along the rail. Return the `dist.Work` objects to wait for, and what they use.
-
-        sizes: the sizes of the messages in bytes, by host.
-        """
-        room = [0 if host == self.levels.host else self._capacity for host in range(self.levels.n_hosts)]
-        arguments = self._received, self._sent[: sum(sizes)], room, sizes
-        return self.levels.exchange(*arguments), arguments
-
-    def _finish(self, works: list[dist.Work], arguments: tuple[object, ...], deadline_s: float, name: str) -> None:
-        for work in works:
-            absent = self.comm.absent_in_round
-            finish(work, self.comm, name, deadline_s, arguments, self.levels, works, absent=absent)
+            far = {host: self._sent[at + start : at + room] for at, host in zip(starts, others, strict=True)}
+            used_bytes = cargo.pack([memory[self._slot :] for memory in self.near.flat], far)
+            if used_bytes is not None:
+                sizes = [start + used_bytes[host] for host in others]
+        return starts, sizes
 
     def more(self, nbytes: int) -> list[torch.Tensor]:
         """Return memory for a second message of `nbytes` to every other host: a list of one tensor for each host, in the
         order of hosts. `begin_more` sends these messages.
         """
-        return list(self._more[0][: (self.levels.n_hosts - 1) * nbytes].split(nbytes))
+        return list(self._more[0][: len(self._others) * nbytes].split(nbytes))
 
     def begin_more(self, nbytes: int, deadline_s: float, name: str) -> Callable[[], list[torch.Tensor]]:
         """Begin to exchange a second message of `nbytes` with every other host, after `exchange`. Return a function that
@@ -261,18 +208,12 @@ class Rails:
 
         The caller has written the messages to `more(nbytes)`. The payloads of all ranks must have agreed in `exchange`.
         """
-        levels, others = self.levels, len(self._others)
+        link, others = self.levels.link, len(self._others)
         sent, received = (memory[: others * nbytes] for memory in self._more)
-        if nbytes <= _SHORT_BYTES:
-            levels.link.begin(sent, range(0, others * nbytes, nbytes), [nbytes] * others, received)
-            finish = partial(levels.link.finish, name, deadline_s, self.comm.absent_in_round)
-        else:
-            sizes = [0 if host == levels.host else nbytes for host in range(levels.n_hosts)]
-            arguments = received, sent, sizes, sizes
-            finish = partial(self._finish, levels.exchange(*arguments), arguments, deadline_s, name)
+        link.begin(sent, range(0, others * nbytes, nbytes), [nbytes] * others, received)
 
         def end() -> list[torch.Tensor]:
-            finish()
+            link.finish(name, deadline_s, self.comm.absent_in_round)
             return list(received.split(nbytes))
 
         return end

@@ -59,7 +59,7 @@ class Begun(Protocol):
 class Early:
     """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct it
     together, after a rendezvous. Every host must have the same number of consecutive ranks, at least two
-    (`weft.runtime.rail_groups.ranks_per_host`).
+    (`weft.runtime.rail.ranks_per_host`).
 
     exchanges: the number of exchanges in a call. Each has its own receive buffer.
     """

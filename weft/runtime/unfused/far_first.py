@@ -19,7 +19,7 @@ from weft.errors import DeadlineError, WeftError
 from weft.runtime.collectives import all_to_all_single, exchange_both_ways
 from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.per_communicator import of_communicator
-from weft.runtime.rail_groups import ranks_per_host
+from weft.runtime.rail import ranks_per_host
 from weft.runtime.unfused.turn import Pending, Turn
 from weft.symm import Communicator
 

@@ -1,4 +1,4 @@
-"""The gloo groups and the connections of rails, for CPU ranks on several hosts.
+"""The rails of CPU ranks on several hosts.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host. If data for another host travel along
 rails, each byte crosses the network once per host. So in an all-gather, a host with L ranks sends L shards to each other host.
@@ -12,25 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from weft.runtime.collectives import exchange_both_ways
-from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.rail_link import RailLink
 from weft.symm import Communicator
 from weft.symm.communicator import setup_deadline_s
 
-_known: dict[Communicator, RailGroups] = {}
+_known: dict[Communicator, Rail] = {}
 
 
-def rail_groups_on(comm: Communicator) -> RailGroups:
-    """Return the gloo groups of this rank's rail: the ranks with the same index on their hosts, one on each host. All hosts
+def rail_on(comm: Communicator) -> Rail:
+    """Return this rank's rail: the ranks with the same index on their hosts, one on each host. All hosts
     must have the same number of ranks (`ranks_per_host`). All ranks must make the first call together.
     """
     per_host = ranks_per_host(comm.hosts)
-    return of_communicator(_known, comm, lambda made: RailGroups(made, per_host, setup_deadline_s(None)))
+    return of_communicator(_known, comm, lambda made: Rail(made, per_host, setup_deadline_s(None)))
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
@@ -47,9 +42,9 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
     return per_host if regular and count > 1 and per_host > 1 else 0
 
 
-class RailGroups:
-    """Two gloo groups of this rank's rail, the ranks with the same index on their hosts, one on each host. Also connections to
-    these ranks, for small messages (`weft.runtime.rail_link`).
+class Rail:
+    """This rank's rail, the ranks with the same index on their hosts, one on each host, and its connections
+    (`weft.runtime.rail_link`).
 
     per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.
     """
@@ -57,27 +52,12 @@ class RailGroups:
     def __init__(self, comm: Communicator, per_host: int, deadline_s: float) -> None:
         self.comm, self.per_host, self.n_hosts = comm, per_host, comm.world_size // per_host
         self.host, self.index = divmod(comm.rank, per_host)
-        whom = "its rail, the ranks with its index on other hosts"
-        self.rail, back = (
-            gloo_of_its_own(comm, whom, self.host, self.n_hosts, f"{self.index}", deadline_s) for _ in range(2)
-        )
-        self._ways = self.rail, back
         self.link = RailLink(
             comm, [r for r in range(self.index, comm.world_size, per_host) if r != comm.rank], deadline_s
         )
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the groups, and end the connections. The communicator calls this method when it closes."""
+        """End the connections. The communicator calls this method when it closes."""
         self.link.close()
         _known.pop(self.comm, None)
-
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int]
-    ) -> list[dist.Work]:  # fmt: skip
-        """Begin an all-to-all of rows between this rank and the ranks with the same index on other hosts (its rail). Rows for
-        this host are not sent. Return the `dist.Work` objects to wait for.
-
-        came, leaving: for each host, the number of rows received from this rail's rank there, and sent to it.
-        """
-        return exchange_both_ways(self._ways, range(self.host, self.host + 1), received, sent, came, leaving)
