@@ -19,6 +19,7 @@ from support.embedding_partition import (
 from support.on_ranks import error_of, told
 
 import weft
+from weft import symm
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -89,6 +90,8 @@ def bad_input(
     given = KeyedJaggedTensor(keys, values, lengths=lengths)
     kind, text = error_of(lambda: module(given).values().backward(upstream))  # forward may have no communication
     module(features).values().backward(upstream)  # the group stays usable
+    symm.communicator(group, "cpu").close()
+    assert told(lambda: symm.communicator(group, "cpu", deadline_s=30.0).all_gather(None)) == "nothing"
     same = any(torch.equal(before[name], now) for name, now in module.state_dict().items())
     return kind, text, not same
 

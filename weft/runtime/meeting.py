@@ -106,7 +106,8 @@ class Meeting:
         host, or if hosts do not have the same number of consecutive ranks, at least two.
         """
         self._exchange = Exchange(comm, _BYTES) if self.rails is None else None
-        self._layers = calls_of(comm.group).layers
+        self._counts = calls_of(comm.group)
+        self._layers = self._counts.layers
         comm._holders.add(self)
 
     def close(self) -> None:
@@ -146,6 +147,7 @@ class Meeting:
         payloads, data = self._publish(payload, topic.text, deadline_s, agree, cargo, meanwhile)
         if refusals := _refusals(payloads):
             self.refused += 1
+            self._counts.met = self._counts.begun
             raise RefusedError(refusals)
         if any(payload[_LAYERS_AT:] != compared for payload in payloads):
             if any(payload[_AT:] != of_topic for payload in payloads):
@@ -165,6 +167,7 @@ class Meeting:
         """
         self._layers.take()
         self.refused += 1
+        self._counts.met = self._counts.begun
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
             return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s)[0])

@@ -96,8 +96,8 @@ def connect(
 
     ended: a function that returns the reason why a rank's process has ended, if another group knows it, else "". Without
         this reason, ranks wait until the deadline for a peer that died before it published its entry.
-    calls: the number of calls that this rank has begun on the group. If the numbers of two ranks differ, the ranks are out of
-        step, and all ranks raise `DisagreementError`.
+    calls: the number of calls that this rank has begun on the group since CPU ranks last refused a call. If the numbers of two
+        ranks differ, the ranks are out of step, and all ranks raise `DisagreementError`.
 
     Raises:
 

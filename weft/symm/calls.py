@@ -48,6 +48,10 @@ class GroupCalls(_core.CallCounts):
     def __init__(self) -> None:
         super().__init__()
         self.misused = ""  # an error that was found before a communicator could notify the peers
+        self.met = 0
+        """The number of this rank's call in which CPU ranks last refused a call together. The number may differ between
+        ranks: a forward without communication is no call for a rank that refuses it, and its peers refuse the backward.
+        """
         self.prefetches = False  # True once a module has prefetched a batch, for advice in error texts
         self.made = MadeCalls()
         self.layers = Layers(self)

@@ -414,7 +414,8 @@ def communicator(
         deadline_s = setup_deadline_s(deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
-            calls = calls_of(group).begun
+            counts = calls_of(group)
+            calls = counts.begun - counts.met
             mesh = bootstrap.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
         except DisagreementError as error:  # all ranks have found the same error
             failures.remember(group, error)

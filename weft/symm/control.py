@@ -103,6 +103,8 @@ class Control:
         except BaseException as error:
             text = f"rank {rank} cannot start its watchdog thread: {error!r}"
             self.poison(text)
+            for other in self._peers:  # so that peers do not take the end of the connections for this rank's death
+                self._send(other, _GOODBYE + text.encode()[:_PART_BYTES])
             self._release()
             self._run_callbacks()
             if isinstance(error, Exception):
