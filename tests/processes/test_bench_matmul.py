@@ -338,7 +338,7 @@ def test_bench_prints_a_table_and_a_summary(tmp_path: Path) -> None:
         "0.01",
     ]
     command += ["--preset", "24x10x16,8x4x8", "--variants", f"weft,{PUT}", "--json", str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["config"], r["mode"], r["variant"]) for r in rows] == [

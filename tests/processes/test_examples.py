@@ -22,7 +22,7 @@ GEMMS = ("matmul h", "matmul y")
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    found = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=100)
+    found = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     return found.stdout
 

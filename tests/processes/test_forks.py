@@ -118,5 +118,5 @@ if __name__ == "__main__":
 def test_to_have_imported_weft_is_enough(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", FORKS, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout.startswith(SAID)) == (0, True), done.stdout + done.stderr

@@ -431,5 +431,5 @@ def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     assert f"\n{changed}\n" in snippet
     (tmp_path / "example.py").write_text(snippet)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run([*launcher, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([*launcher, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr

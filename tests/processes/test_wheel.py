@@ -121,7 +121,7 @@ def test_the_wheel_has_what_it_needs_and_says_so(wheel: Path) -> None:
 def test_it_runs_with_torch_and_numpy_alone(python: Path, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(EXAMPLE)
     # -E: a PYTHONPATH would precede the wheel
-    done = subprocess.run([python, "-E", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([python, "-E", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     results, _, where = done.stdout.strip().rpartition(" ")
     assert results == "[True, True]"
@@ -130,6 +130,6 @@ def test_it_runs_with_torch_and_numpy_alone(python: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_its_command_says_in_one_line_what_to_install(python: Path, tmp_path: Path) -> None:
-    done = subprocess.run([python.parent / "weft", "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([python.parent / "weft", "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "weft: the command needs typer: pip install 'weft[cli]'\n"

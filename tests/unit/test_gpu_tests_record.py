@@ -24,7 +24,7 @@ def test_skipped(): ...
 def test_a_run_is_counted_by_outcome(tmp_path: Path) -> None:
     (tmp_path / "test_made_up.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    subprocess.run([*command, f"--junitxml={tmp_path}/junit.xml", str(tmp_path)], capture_output=True, timeout=100)
+    subprocess.run([*command, f"--junitxml={tmp_path}/junit.xml", str(tmp_path)], capture_output=True, timeout=300)
     out = tmp_path / "gpu-tests.json"
     main([str(out), *[str(tmp_path / "junit.xml")] * 2, "--device", "cpu"])
     main([str(out), str(tmp_path / "junit.xml"), str(tmp_path / "broke_off.xml"), "--device", "cpu"])

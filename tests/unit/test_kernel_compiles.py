@@ -90,7 +90,7 @@ def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, timeout=300, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
     return int(found[1]), int(found[2])

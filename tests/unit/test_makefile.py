@@ -26,7 +26,7 @@ def setup(folder: Path, breaks_on: str = "nothing") -> subprocess.CompletedProce
     python.chmod(0o755)
     command = ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}", "PIP_ARGS=--extra here"]
     environment = {**os.environ, "BREAKS_ON": breaks_on, "MAKEFLAGS": "", "MAKELEVEL": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_it_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_it_needs_no_torch() -> None:
         "import sys, weft; text = weft.plan.explain('all_gather_matmul', M=512, N=512, K=512, ranks=2, hw='h200');"
         "assert 'choice' in text and 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -25,7 +25,7 @@ BLOCKS = PYTHON.findall(README)
 def _run_on_two_ranks(script: str, folder: Path) -> str:
     (folder / "example.py").write_text(script)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run([*launcher, "example.py"], cwd=folder, capture_output=True, text=True, timeout=100)
+    found = subprocess.run([*launcher, "example.py"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     return found.stdout + "".join(line for line in found.stderr.splitlines(True) if "Warning" in line)
 

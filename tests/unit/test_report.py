@@ -317,7 +317,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
         assert program.stderr is not None
         program.stdout.close()
         assert program.stderr.read() == ""
-        assert program.wait(timeout=60) == 1
+        assert program.wait(timeout=300) == 1
 
 
 def test_a_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
     )
     env = {"PYTHONHASHSEED": "12345"}
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=env, check=True
     )
     assert int(run.stdout) == BASE.fingerprint
     assert 0 <= BASE.fingerprint < 2**62
