@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 from pool import hurry
@@ -26,6 +28,22 @@ def _imported_once() -> None:
     of_compile = "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"
     names = "pytest", "hypothesis", "weft.nn", "torch._dynamo", *of_compile
     PRELOADED.extend(name for name in names if name not in PRELOADED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient() -> Iterator[None]:
+    """Let time limits of a minute or more end hangs only: a busy machine may be ten times slower. A test with a shorter limit
+    tests the limit, or that ranks do not wait for a deadline.
+    """
+    run = Pool._run
+
+    def patient(pool: Pool, function: Any, args: Any, ranks: int, timeout_s: float, return_exceptions: bool) -> Any:
+        return run(
+            pool, function, args, ranks, max(300.0, timeout_s) if timeout_s >= 60 else timeout_s, return_exceptions
+        )
+
+    with mock.patch.object(Pool, "_run", patient):
+        yield
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ if __name__ == "__main__":
 def pip(*arguments: str | Path, cwd: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, timeout=550,
+        cwd=cwd, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
