@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import wait_for_failure
 from support.all_gather_matmul_ranks import by_heuristic
 from support.on_ranks import F32, data, descriptors, device, own_group, told
 from support.operators.gemms import AllGatherMatmulCall, Gathered
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
+from weft import symm
 from weft.launch import Pool
 from weft.symm.calls import calls_of
 
@@ -208,7 +209,7 @@ def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
     if group.rank() == 0:
         found.append(call(5, "gather[by=kernel]", deadline_s=0.5))
     else:
-        time.sleep(1.5)
+        wait_for_failure(symm.communicator(group, "cpu"))
     return [*found, call(3, "serial")]
 
 

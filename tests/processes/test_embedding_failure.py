@@ -186,7 +186,7 @@ def stands_still(group, p, options):
         *flags, _, failed = given
         found = native(*flags, 0.0, failed) if not looks else native(*given)
         if not looks:
-            time.sleep(1.2)
+            time.sleep(3.3)
         looks.append(found)
         return found
 
@@ -199,7 +199,7 @@ def stands_still(group, p, options):
             _core.wait_flags = look_once
         if group.rank() == BAD_RANK:
             cpu.run_native = pool_late
-        output = ranks.call(own, p, deadline_s=1.0 if group.rank() == 0 else 30.0, **options).clone()
+        output = ranks.call(own, p, deadline_s=3.0 if group.rank() == 0 else 30.0, **options).clone()
     finally:
         _core.wait_flags, cpu.run_native = native, pool_and_store
     return output, [status for status, *_ in looks]

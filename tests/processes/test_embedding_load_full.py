@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.on_ranks import own_group, told
+from support.on_ranks import own_group, told, waits_end_after
 
 import weft
 from weft.embedding import DataParallel, EmbeddingBagConfig, RowWise
@@ -66,11 +66,12 @@ def test_ranks_load_equal_values_or_none(pool: Pool, name: str) -> None:
 
 
 def loads_alone(group: dist.ProcessGroup, name: str) -> tuple[str, str]:
-    module = made(own_group(group), name, deadline_s=1.0)
+    module = made(own_group(group), name)
     if group.rank() == 1:
         time.sleep(2.5)
         return "nothing", "as before"
-    return loaded(module, weights_of(1))
+    with waits_end_after(1.0):
+        return loaded(module, weights_of(1))
 
 
 @pytest.mark.parametrize("name", CLASSES)

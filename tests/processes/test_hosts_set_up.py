@@ -87,7 +87,7 @@ def no_way(group):
     hosts.ControlPort.__init__ = closed
     try:
         with on_two_hosts(group) as own:
-            return told(lambda: symm.communicator(own, "cpu", deadline_s=0.6 + group.rank()))
+            return told(lambda: symm.communicator(own, "cpu", deadline_s=1.5 + group.rank()))
     finally:
         hosts.ControlPort.__init__ = native
 
@@ -156,7 +156,7 @@ def impostor(group):
         hosts._code = lambda token, *rest: native("another secret", *rest)
     try:
         with on_two_hosts(group) as own:
-            return told(lambda: symm.communicator(own, "cpu", deadline_s=0.6 + group.rank()))
+            return told(lambda: symm.communicator(own, "cpu", deadline_s=1.5 + group.rank()))
     finally:
         hosts._code = native
 

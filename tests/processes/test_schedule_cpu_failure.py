@@ -78,7 +78,7 @@ def stuck(group, builder, step, doing):
 
     if group.rank() == BAD_RANK:
         ranks.intercept(executor, step, before=lambda: misbehave(doing, comm))
-    error = failure_of(lambda: executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S))
+    error = failure_of(lambda: executor.run(tensors, deadline_s=2.0 if doing == "hang" else LONG_S))
     return error, again(group, executor, tensors)
 
 
@@ -88,9 +88,9 @@ def stuck(group, builder, step, doing):
         (
             "shard",
             "copy x_shard -> box@2",
-            r"rank [02] waited 0.5 s for signal arrived\[1\] of schedule shard from rank 1 .*: wanted 2, found 1",
+            r"rank [02] waited 2 s for signal arrived\[1\] of schedule shard from rank 1 .*: wanted 2, found 1",
         ),
-        ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 0.5 s for all_gather of schedule serial"),
+        ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 2 s for all_gather of schedule serial"),
     ],
 )
 def test_a_rank_that_hangs_in_a_run(pool: Pool, builder: str, step: str, text: str) -> None:

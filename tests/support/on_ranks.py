@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,14 @@ def descriptors() -> set[tuple[str, str]]:
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new group of the same ranks, for tests that make a group fail."""
     return dist.new_group(list(range(group.size())))
+
+
+def waits_end_after(seconds: float) -> Any:
+    """Return a context in which waits for peers miss their deadline after `seconds`.
+
+    Open it around a wait in vain, and let calls that must succeed have the usual deadline: a busy machine may be slow.
+    """
+    return mock.patch.dict(os.environ, WEFT_DEADLINE_S=str(seconds))
 
 
 def late(seconds: float) -> None:
