@@ -4,6 +4,7 @@
 namespace nb = nanobind;
 
 void register_signal(nb::module_ &m);
+void register_exchange(nb::module_ &m);
 void register_lease(nb::module_ &m);
 void register_layouts(nb::module_ &m);
 void register_group_calls(nb::module_ &m);
@@ -25,6 +26,7 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
     register_signal(m);
+    register_exchange(m);
     register_lease(m);
     register_layouts(m);
     register_group_calls(m);

@@ -9,6 +9,7 @@ namespace weft {
 namespace {
 
 constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's device types
+const std::string HEADER = "C" + std::string(16 + 8 + 16, '\0');  // `Meeting.header` of a call in forward, without options of layers
 constexpr uint64_t ALIGNMENT = 16;       // bytes: cuBLAS reads row scales only from addresses with this alignment
 
 nb::object call_with(nb::handle function, std::initializer_list<nb::handle> arguments, nb::handle keywords) {
@@ -33,6 +34,62 @@ nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle
     const nb::handle is_fast = fast ? Py_True : Py_False;
     if (out.is_none()) return call_with(function, {a, b, scale, scale_b, added, dtype, is_fast}, keywords);
     return call_with(function, {a, b, scale, scale_b, added, dtype, is_fast, out}, with_out);
+}
+
+CpuTurns::CpuTurns(nb::object of, const CallCounts &counts, const Health &health)
+    : of_(of), meeting_(of.attr("meeting")), lock_(meeting_.attr("publishing")), exchange_object_(of.attr("exchange")),
+      timeout_(of.attr("timeout")), counts_(counts), health_(health), exchange_(nb::cast<PayloadExchange *>(exchange_object_)),
+      any_rows_(nb::cast<bool>(of.attr("any_rows"))), patience_s_(nb::cast<double>(of.attr("patience_s"))),
+      rank_(nb::cast<int64_t>(of.attr("rank"))) {
+    for (nb::handle one : of.attr("compared")) {
+        const nb::bytes bytes = nb::cast<nb::bytes>(one);
+        compared_.emplace_back(bytes.c_str(), bytes.size());
+    }
+}
+
+void CpuTurns::begin(size_t collective, uint64_t fingerprint, const Given &given) const {
+    const auto which = [&] { return number(int64_t(collective)); };
+    const auto of_call = [&] { return checked(PyLong_FromUnsignedLongLong(fingerprint)); };
+    // In backward, or with options of layers, ranks compare more than this call.
+    if (counts_.has_layers || is_true(checked(PyObject_GetAttr(meeting_.ptr(), forward_.ptr()))) || !health_.is_well()) {
+        call_method(of_, meet_, which(), of_call(), given.positional, given.named);
+        return;
+    }
+    std::string payload = HEADER + compared_.at(collective);
+    if (any_rows_) payload.append(reinterpret_cast<const char *>(&fingerprint), sizeof fingerprint);
+    struct Locked {
+        const CpuTurns &of;
+        explicit Locked(const CpuTurns &of) : of(of) { call_method(of.lock_, of.acquire_); }
+        ~Locked() {
+            PyObject *const given[] = {of.lock_.ptr()};
+            PyObject *const done = PyObject_VectorcallMethod(of.release_.ptr(), given, 1, nullptr);
+            if (!done) PyErr_WriteUnraisable(of.lock_.ptr());
+            Py_XDECREF(done);
+        }
+    } locked(*this);
+    const nb::object one = number(1), count = checked(PyNumber_Add(published().ptr(), one.ptr()));
+    if (PyObject_SetAttr(meeting_.ptr(), calls_.ptr(), count.ptr())) throw nb::python_error();
+    exchange_->publish(payload);
+    bool is_complete;
+    {
+        nb::gil_scoped_release unlocked;
+        is_complete = exchange_->wait(patience_s_, &health_.failed);
+    }
+    if (is_complete && exchange_->is_equal()) return;
+    call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()), nb::bool_(is_complete));
+}
+
+void CpuTurns::end(size_t collective, nb::handle work, const std::vector<nb::object> &buffers) const {
+    try {
+        call_method(work, wait_, timeout_);
+        return;
+    } catch (nb::python_error &error) {
+        if (!error.matches(PyExc_RuntimeError)) throw;
+    }
+    nb::list tensors;
+    for (const nb::object &one : buffers)
+        if (one.is_valid()) tensors.append(one);
+    call_method(of_, finish_, number(int64_t(collective)), work, tensors);
 }
 
 PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world)
@@ -82,19 +139,24 @@ nb::object PlainSteps::scaled_product(const Step &step, const std::vector<nb::ob
     return out;
 }
 
-void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
+void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const CpuCall *on_cpu) const {
+    size_t collective = 0;
     for (const Step &step : steps_) {
         for (size_t read : step.in)
             if (!buffers[read].is_valid()) throw std::invalid_argument("a step reads a buffer that no step has written: correct the order of steps");
         const nb::object x = buffers[step.in[0]];
         nb::object work;
+        const auto begin = [&] {
+            if (on_cpu) on_cpu->turns.begin(collective, on_cpu->fingerprint, on_cpu->given);
+        };
         switch (step.kind) {
         case mm:
             buffers[step.out] = call(calls_.mm, x, buffers[step.in[1]]);
             break;
         case gather: {
             const TensorView shard = calls_.reader->view(x);
-            nb::object whole = new_matrix(x, world_ * shard.shape[0], shard.shape[1]);
+            nb::object whole = new_matrix(x, world_ * shard.shape[0], shard.shape[1]);  // before ranks wait for this rank
+            begin();
             if (shard.dtype_bits == 8)  // gloo and older NCCL versions do not know fp8
                 work = call(calls_.gather, group, call_method(whole, view_, calls_.byte), call_method(x, view_, calls_.byte),
                             calls_.gather_options);
@@ -105,6 +167,17 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
         }
         case scatter: {
             const TensorView all = calls_.reader->view(x);
+            if (on_cpu) {  // some backends have no reduce-scatter on CPU
+                nb::object total = is_true(step.dtype) ? x : call_method(x, clone_);
+                nb::list of_one;
+                of_one.append(total);
+                buffers[step.out] = total;
+                begin();
+                on_cpu->turns.end(collective++, call(calls_.reduce, group, of_one, calls_.reduce_options), buffers);
+                const int64_t rows = all.shape[0] / world_;
+                buffers[step.out] = call_method(call_method(total, narrow_, number(0), number(on_cpu->turns.rank() * rows), number(rows)), clone_);
+                break;
+            }
             nb::object part = new_matrix(x, all.shape[0] / world_, all.shape[1]);
             work = call(calls_.scatter, group, part, x, calls_.scatter_options);
             buffers[step.out] = std::move(part);
@@ -113,6 +186,7 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
         case reduce: {
             nb::list all;
             all.append(x);
+            begin();
             work = call(calls_.reduce, group, all, calls_.reduce_options);
             buffers[step.out] = x;
             break;
@@ -130,7 +204,11 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
         }
         }
         // If the backend returns a work handle, make the stream wait for the collective. Other backends have done so already.
-        if (work.is_valid() && !work.is_none()) call_method(work, wait_);
+        if (!work.is_valid() || work.is_none()) continue;
+        if (on_cpu)
+            on_cpu->turns.end(collective++, work, buffers);
+        else
+            call_method(work, wait_);
     }
 }
 

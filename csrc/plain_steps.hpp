@@ -14,8 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "exchange.hpp"
+#include "group_calls.hpp"
 #include "layouts.hpp"
 #include "python.hpp"
+#include "recipe.hpp"
 
 namespace weft {
 
@@ -33,14 +36,51 @@ struct TorchCalls {
     nb::object gather, gather_options, scatter, scatter_options, reduce, reduce_options;
 };
 
+// What CPU ranks do around each collective of a call: a rendezvous before it (weft/runtime/meeting.py), and a wait for its end
+// that returns to Python from time to time. Native code handles a rendezvous of equal calls. Python handles the rest.
+class CpuTurns {
+  public:
+    // of: a `Replay` or `Passing`, which has these attributes, and the methods `meet`, `settle` and `finish`.
+    CpuTurns(nb::object of, const CallCounts &counts, const Health &health);
+    // Waits until all ranks have reached the collective with this number. fingerprint: the call, if it may have any size.
+    // given: the arguments of the call, for error texts.
+    void begin(size_t collective, uint64_t fingerprint, const Given &given) const;
+    // Waits for the end of the collective. buffers: the tensors that it may use.
+    void end(size_t collective, nb::handle work, const std::vector<nb::object> &buffers) const;
+    nb::object published() const { return checked(PyObject_GetAttr(meeting_.ptr(), calls_.ptr())); }
+    int64_t rank() const { return rank_; }
+
+  private:
+    nb::handle of_;  // owns this object
+    nb::object meeting_, lock_, exchange_object_, timeout_;
+    const CallCounts &counts_;
+    const Health &health_;
+    PayloadExchange *exchange_;
+    std::vector<std::string> compared_;  // for each collective, the bytes that ranks compare
+    bool any_rows_;
+    double patience_s_;
+    int64_t rank_;
+    nb::object calls_ = interned("calls"), forward_ = interned("forward"), acquire_ = interned("acquire"), release_ = interned("release"),
+               meet_ = interned("meet"), settle_ = interned("settle"), finish_ = interned("finish"), wait_ = interned("wait");
+};
+
+// One call of CPU ranks.
+struct CpuCall {
+    const CpuTurns &turns;
+    uint64_t fingerprint;
+    const Given &given;
+};
+
 class PlainSteps {
   public:
     // buffers: the names of all buffers, inputs first. steps: (kind, the buffer that it writes, the buffers that it
-    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers.
+    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers. For the kind
+    //     "reduce_scatter", a boolean replaces it: true if no other step reads the source, and it is no result.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
-    // Runs all steps. buffers: one per name. The caller sets the inputs; the steps set the other buffers.
-    void run(std::vector<nb::object> &buffers, nb::handle group) const;
+    // Runs all steps. buffers: one per name. The caller sets the inputs; the steps set the other buffers. on_cpu: null
+    // unless CPU ranks must synchronise before each collective.
+    void run(std::vector<nb::object> &buffers, nb::handle group, const CpuCall *on_cpu = nullptr) const;
     // Returns all buffers by their names.
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;
     size_t place(nb::handle name) const;
@@ -52,7 +92,7 @@ class PlainSteps {
         Kind kind;
         size_t out;
         std::vector<size_t> in;
-        nb::object dtype;  // or the function
+        nb::object dtype;  // or the function, or the boolean
     };
 
     nb::object new_matrix(nb::handle like, int64_t rows, int64_t cols) const;
@@ -63,7 +103,8 @@ class PlainSteps {
     std::vector<nb::object> names_;
     std::vector<Step> steps_;
     int64_t world_;
-    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait");
+    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait"), clone_ = interned("clone"),
+               narrow_ = interned("narrow");
     nb::object dtype_keyword_ = nb::make_tuple("dtype"), elsewhere_keywords_ = nb::make_tuple("fast", "out");
 };
 

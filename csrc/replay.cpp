@@ -1,8 +1,8 @@
 // Calls that repeat an earlier call: found by their arguments, checked, counted, run and ended in one native call.
 //
 // weft/operator/replay.py records calls, and defines which calls repeat. An unfused call enters no frame of the
-// interpreter: torch's functions are called through Python's C API. Overlapped calls, calls with gradients, calls on
-// CPU, and errors enter Python.
+// interpreter: torch's functions are called through Python's C API. Overlapped calls, calls with gradients, waits of CPU
+// ranks that take long, and errors enter Python.
 //
 // The GIL is held, except inside torch functions, which may release it. Then another thread may make calls, and may
 // remove recorded calls. Therefore a call owns or references all that it needs, and the lock `running` keeps a second
@@ -69,6 +69,7 @@ class KnownCall {
           fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
           differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
+        if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
         if (!inputs.is_none()) inputs_.emplace(inputs);
         if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
@@ -84,11 +85,11 @@ class KnownCall {
         if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
-        if (!on_gpu_) {
+        if (!on_gpu_ && !turns_) {
             const nb::object result = call_method(of_, names.on_cpu, given.positional, given.named, group);
             return result.is(Py_NotImplemented) ? nb::object() : result;
         }
-        const bool capturing = is_true(call(surroundings_.is_capturing));
+        const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
         const bool native = native_[capturing];
         const nb::handle captured = capturing ? Py_True : Py_False;
@@ -103,30 +104,38 @@ class KnownCall {
         nb::object results;
         {
             const Release release{running, names};
+            const nb::object published = turns_ ? turns_->published() : nb::none();
             try {
                 uint64_t fingerprint = fingerprint_;
+                // CPU ranks may refuse a call in its rendezvous. The counts of `begin` and `count` are then undone, by the number
+                // of the call.
+                counts_->begun += !on_gpu_;
                 if (any_rows_) {
                     const nb::object found = call_method(of_, names.begin, number(rows));
-                    if (found.is_none()) return {};
+                    if (found.is_none()) {
+                        counts_->begun -= !on_gpu_;
+                        return {};
+                    }
                     fingerprint = nb::cast<uint64_t>(found);
                 } else {
                     count();
                 }
-                ++counts_->begun;
-                if (!differentiated_) digest_->note(fingerprint, what_);
+                counts_->begun += on_gpu_;
+                if (!differentiated_ && on_gpu_) digest_->note(fingerprint, what_);
                 if (native) {
-                    results = run(given, group);
+                    results = run(given, group, fingerprint);
                 } else {
                     results = call_method(of_, names.run, given.positional, given.named, captured);
                 }
                 if (notes_) call_method(of_, names.note, given.positional, given.named);
                 end();
+                came_back_ = true;
             } catch (nb::python_error &error) {
-                fail(error.value(), group);
+                fail(error.value(), group, published);
             } catch (const std::bad_alloc &) {
-                fail(nb::steal(PyObject_CallNoArgs(PyExc_MemoryError)), group);
+                fail(nb::steal(PyObject_CallNoArgs(PyExc_MemoryError)), group, published);
             } catch (const std::exception &error) {
-                fail(call(PyExc_RuntimeError, nb::str(error.what())), group);
+                fail(call(PyExc_RuntimeError, nb::str(error.what())), group, published);
             }
         }
         return returned_.make({results, given.named});
@@ -165,19 +174,23 @@ class KnownCall {
         const Names &names = surroundings_.names;
         if (!came_back_) {
             call_method(here_, names.called, prepared_);
-            came_back_ = true;
             return;
         }
         const nb::object one = number(1), now = checked(PyNumber_Add(attribute(here_, names.calls).ptr(), one.ptr()));
         set_attribute(here_, names.calls, now);
         set_attribute(prepared_, names.called_at, now);
     }
-    nb::object run(const Given &given, nb::handle group) const {
+    nb::object run(const Given &given, nb::handle group, uint64_t fingerprint) const {
         std::vector<nb::object> buffers;
         buffers.reserve(steps_->size());
         inputs_->make_each(given, buffers);
         buffers.resize(steps_->size());
-        steps_->run(buffers, group);
+        if (turns_) {
+            const CpuCall on_cpu{*turns_, fingerprint, given};
+            steps_->run(buffers, group, &on_cpu);
+        } else {
+            steps_->run(buffers, group);
+        }
         nb::list results;
         for (size_t place : results_) results.append(buffers[place]);
         return results;
@@ -193,8 +206,8 @@ class KnownCall {
         digest_->end(counts_->begun);
         if (counts_->is_refused(counts_->begun)) call_method(of_, names.refused, call_method(counts_object_, names.refused));
     }
-    [[noreturn]] void fail(nb::handle error, nb::handle group) const {
-        call_method(of_, surroundings_.names.failed, error, group);
+    [[noreturn]] void fail(nb::handle error, nb::handle group, nb::handle published) const {
+        call_method(of_, surroundings_.names.failed, error, group, published);
         throw std::logic_error("`failed` returned");
     }
 
@@ -208,6 +221,7 @@ class KnownCall {
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
     bool native_[2];  // for calls outside of captures, and inside
+    std::optional<CpuTurns> turns_;  // set if native code makes the call on CPU
     std::optional<Recipe> inputs_;
     Recipe returned_;
     std::vector<size_t> results_;

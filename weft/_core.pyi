@@ -26,6 +26,35 @@ def signal_wait(address: int, wanted: int, deadline_s: float, failed_address: in
     `failed_address` is not 0.
     """
 
+# csrc/exchange.cpp
+class PayloadExchange:
+    """A small all-gather through shared memory, which ranks may repeat (`weft.symm.exchange`).
+
+    Args:
+        memory: the mapped memory of each rank, of `bytes_for(nbytes)` bytes, which are 0 at first.
+        nbytes: the length of the longest payload.
+    """
+
+    def __init__(self, memory: list[Mapping], rank: int, nbytes: int) -> None: ...
+    @staticmethod
+    def bytes_for(nbytes: int) -> int: ...
+    def begin(self, payload: bytes, patience_s: float, failed_address: int) -> bool:
+        """Begin the next exchange. Return True if all ranks have begun it.
+
+        Return False if a rank has not begun it after `patience_s` seconds, or if the int64 at `failed_address` is not 0.
+        Raise ValueError if the payload is too long: the exchange has then not begun.
+        """
+
+    def is_equal(self) -> bool:
+        """True if all payloads are equal. Only valid when all ranks have begun the exchange, as `payloads`."""
+
+    def payloads(self) -> list[bytes]:
+        """Return a copy of every rank's payload, by rank."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of exchanges that this rank has begun. The counter of a rank has this value."""
+
 # csrc/lease.cpp
 def lease(
     address: int,

@@ -24,7 +24,7 @@ from support.slow import mostly
 
 import weft
 from weft.launch import Pool
-from weft.ops import all_gather_matmul
+from weft.operator.cache import _OfGroup
 
 BAD_RANK = 1
 K, N, ROWS = 16, 8, 4
@@ -59,17 +59,17 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
 def fails_early(group: dist.ProcessGroup, schedule: str, error: str) -> tuple[tuple[str, str], list[bool]]:
     own = own_group(group)
     assert right(own, 0, schedule)
-    native = all_gather_matmul.contiguous
+    called = _OfGroup.called
 
     def fail(*_: Any) -> Any:
         raise {"memory": MemoryError("on purpose"), "runtime": RuntimeError("on purpose")}[error]
 
     if group.rank() == BAD_RANK:
-        all_gather_matmul.contiguous = fail
+        _OfGroup.called = fail  # every known call calls it before the rendezvous
     try:
         found = error_of(lambda: call(own, 1, schedule))
     finally:
-        all_gather_matmul.contiguous = native
+        _OfGroup.called = called
     return found, [right(own, step, schedule) for step in (2, 3)]
 
 
@@ -107,17 +107,17 @@ def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]
     """Interrupt rank 1 with Ctrl-C inside a call, before it has published anything."""
     own = own_group(group)
     assert right(own, 0, schedule)
-    native = all_gather_matmul.contiguous
+    called = _OfGroup.called
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     if group.rank() == BAD_RANK:
-        all_gather_matmul.contiguous = fail
+        _OfGroup.called = fail  # every known call calls it before the rendezvous
     try:
         first = told(lambda: call(own, 1, schedule))
     finally:
-        all_gather_matmul.contiguous = native
+        _OfGroup.called = called
     return [first, told(lambda: call(own, 2, schedule))]
 
 

@@ -100,7 +100,7 @@ class Recorded:
         self.told: list[Any] = []
         vars(self).update(changes)
 
-    def failed(self, error: BaseException, group: Group) -> None:
+    def failed(self, error: BaseException, group: Group, published: int | None) -> None:
         self.told.append(("failed", error))
         raise error
 

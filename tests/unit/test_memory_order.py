@@ -42,6 +42,12 @@ def test_waits_end_as_they_should_in_every_order(tmp_path: Path) -> None:
     assert orders["the counter is reached, then the group fails"] > 1000
 
 
+def test_ranks_read_payloads_of_their_exchange_in_every_order(tmp_path: Path) -> None:
+    orders = [int(line.partition(": ")[2].split()[0]) for line in run("exchange", tmp_path)]
+    assert len(orders) == 2
+    assert min(orders) > 10
+
+
 def test_what_is_stored_for_a_peer_is_ordered_before_its_reads(tmp_path: Path) -> None:
     assert run("copies", tmp_path) == [
         "direct", "direct, streamed", "put", "put, rows not aligned", "put, streamed", "copies of rows",

@@ -304,7 +304,7 @@ def test_python_runs_what_overlaps() -> None:
     played = Played(overlapped=True, differentiated=True)
     played()
     assert played.of.counts.made.digest == 0 != before, "its forward notes it"
-    assert Played(kind="cpu")() == "on CPU"
+    assert Played(overlapped=True, kind="cpu")() == "on CPU"
 
 
 def test_a_call_that_passes_takes_any_number_of_rows() -> None:

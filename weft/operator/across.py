@@ -140,7 +140,7 @@ def _number(text: str) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _of_family(operator: str, family: Hashable) -> int:
+def number_of_family(operator: str, family: Hashable) -> int:
     return _number(f"{operator} {family}") | 1
 
 
@@ -153,7 +153,12 @@ def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
 
     operator: the operator's name, which also enters the number.
     """
-    return _of_family(operator, family) * (2 * size + 1) & _MASK
+    return of_size(number_of_family(operator, family), size)
+
+
+def of_size(of_family: int, size: int) -> int:
+    """Return `passing_fingerprint`, from the result of `number_of_family`."""
+    return of_family * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)

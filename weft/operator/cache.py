@@ -102,22 +102,24 @@ class Family(Generic[E]):
     """The sizes of a problem family that a group has called.
 
     typical: the operator that was compiled last. once: the number of compiled sizes that have not recurred. served: the
-    sizes that ran unfused once, and have not recurred.
+    sizes that ran unfused once, and have not recurred. count_call: as for `_OfGroup`.
     """
 
-    def __init__(self, typical: E) -> None:
+    def __init__(self, typical: E, count_call: Callable[[Callable[[], None]], None]) -> None:
         self.typical, self.once, self.served = typical, 0, dict[int, None]()
+        self._count_call = count_call
 
     def takes(self, rows: int) -> bool:
         """True if a call of this size is to run unfused, without compilation."""
         return self.once >= PASSING and rows not in self.served and not self.typical.stale
 
     def serve(self, rows: int) -> None:
-        """Record that this size runs unfused."""
+        """Record that the current call, of this size, runs unfused."""
         if len(self.served) >= _SERVED:
             for old in list(itertools.islice(self.served, _SERVED // 2)):
                 del self.served[old]
         self.served[rows] = None
+        self._count_call(lambda: self.served.pop(rows, None))
 
 
 class _OfGroup(Generic[E]):
@@ -162,7 +164,6 @@ class _OfGroup(Generic[E]):
         if not known.takes(rows):
             return None
         known.serve(rows)
-        self._count_call(lambda: known.served.pop(rows, None))
         return known.typical
 
     def family(self, family: Hashable) -> Family[E]:
@@ -186,7 +187,7 @@ class _OfGroup(Generic[E]):
 
     def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
         """Record that an operator has been compiled for a new size of a problem family. prepared: the compiled operator."""
-        known = self._families.setdefault(family, Family(prepared))
+        known = self._families.setdefault(family, Family(prepared, self._count_call))
         prepared.family, prepared.came_back = family, rows in known.served
         known.served.pop(rows, None)
         known.once += not prepared.came_back

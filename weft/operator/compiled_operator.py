@@ -25,7 +25,7 @@ from weft.operator.know_links import know_links
 from weft.operator.spec import Operator
 from weft.runtime.capture import is_captured
 from weft.runtime.executor import Executor
-from weft.runtime.meeting import refuse
+from weft.runtime.meeting import Topic, refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.rails import largest_collective_bytes
 from weft.runtime.unfused.serial import Unfused
@@ -267,17 +267,31 @@ class CompiledOperator:
             fingerprint = passing_fingerprint(op.name, self.family, rows)
             made._across[given] = AcrossRanks(op, self.comm, f"{op.title}, {shown}", said, fingerprint)
             if self._turns is not None:
-                made._turns = self._turns_of(said, shown, wanted)
+                made._turns = self._turns_of(said, shown, wanted, fingerprint)
         return made
 
-    def run_on_cpu(self, p: Any, call: Any, wanted: tuple[bool, ...], deadline_s: float | None) -> list[torch.Tensor]:
+    def topic_on_cpu(self, number: int, call: Any, wanted: tuple[bool, ...], fingerprint: int) -> Topic:
+        """Return the description that CPU ranks compare before a collective of an unfused call with another size than that of
+        this operator. It is the description of the operator that `for_one_call` returns.
+
+        number: the number of the collective in the call. fingerprint: the number of the call (`passing_fingerprint`).
+        """
+        op = self.op
+        p = op.problem(call, self.p.world_size, 0)
+        turns = self._turns_of(*self._described(p, call, op.given(call)), wanted, fingerprint)
+        return turns.topic(self.steps().collectives[number])
+
+    def run_on_cpu(
+        self, p: Any, call: Any, wanted: tuple[bool, ...], fingerprint: int, deadline_s: float | None
+    ) -> list[torch.Tensor]:
         """Run one unfused call of CPU ranks with another size than that of this operator. The results are those of the operator
         that `for_one_call` returns, but this method makes no such copy.
 
         p: the problem of the call, from this operator's problem family. wanted: the gradients that the call wants.
+        fingerprint: the number of the call (`passing_fingerprint`).
         """
         op = self.op
-        turn = Turn(self._turns_of(*self._described(p, call, op.given(call)), wanted), deadline_s)
+        turn = Turn(self._turns_of(*self._described(p, call, op.given(call)), wanted, fingerprint), deadline_s)
         made = self.steps().run(op.inputs(p, call), turn, self.group)
         return [made[name] for name in self.results]
 
@@ -287,14 +301,20 @@ class CompiledOperator:
         said = full if type(op).said is Operator.said else op.said(call, p.world_size)
         return joined(said, given), joined(p.text if said == full else said, given)
 
-    def _turns_of(self, said: str, shown: str, wanted: tuple[bool, ...]) -> Turns:
-        """Return the rendezvous of a call of another size. It compares the whole call, because ranks have not agreed on this
-        size.
+    def _turns_of(self, said: str, shown: str, wanted: tuple[bool, ...], fingerprint: int) -> Turns:
+        """Return the rendezvous of a call of another size. It compares the fingerprint of the call, because ranks have not
+        agreed on this size.
         """
         assert self.comm is not None
         op = self.op
         details = joined(said, op.described(wanted))
-        return Turns(f"{op.title}, {shown}", self.comm, details, op.arguments, hint=op.hint)
+        return Turns(f"{op.title}, {shown}", self.comm, details, op.arguments, hint=op.hint, number=fingerprint)
+
+    @property
+    def turns(self) -> Turns:
+        """The rendezvous before the collectives of an unfused call on CPU."""
+        assert self._turns is not None
+        return self._turns
 
     def across(self, call: Any) -> AcrossRanks:
         """Return the object that compares this call between ranks. Ranks must have compared a call with the same

@@ -6,9 +6,9 @@ call, adds it to the hash of calls that ranks compare, allocates results and run
 to peers (`weft.operator.together`).
 
 One native call (`csrc/replay.cpp`) makes a replay. A *recipe* tells native code how to make a value, such as an
-argument of torch's GEMM, from the arguments of the new call. Unfused calls on GPUs run no Python function of weft:
-native code calls torch through Python's C API. For overlapped and differentiated calls, on CPU, and after an error,
-native code calls the methods of `Replay`.
+argument of torch's GEMM, from the arguments of the new call. Unfused calls run no Python function of weft: native code
+calls torch through Python's C API. On CPU native code also runs the rendezvous before each collective (`_OnCpu`). For
+overlapped and differentiated calls, and after an error, native code calls the methods of `Replay`.
 
 All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Some calls are
 never replayed: calls that fill a timeline, copy an argument or a result, or run under a pinned schedule
@@ -23,6 +23,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -32,17 +33,19 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
-from weft.operator.across import passing_fingerprint
+from weft.operator.across import number_of_family, of_size
 from weft.operator.cache import Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
 from weft.operator.spec import Operator
 from weft.operator.together import failed, interrupted, together
-from weft.runtime.collectives import COALESCING
+from weft.runtime.collectives import COALESCING, finish
 from weft.runtime.layouts import READER
+from weft.runtime.meeting import Topic, meeting_of, number_of_collective
 from weft.runtime.opaque import looks_at_frames
 from weft.runtime.unfused.serial import Unfused
 from weft.symm.calls import calls_of
+from weft.symm.communicator import LOOK_S
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -249,12 +252,15 @@ class _Short:
             raise _UnlikeError
         return divided
 
-    def failed(self, error: BaseException, group: dist.ProcessGroup) -> NoReturn:
-        """Notify peers of `error`. Raise it, or the `RefusedError` that replaces it."""
+    def failed(self, error: BaseException, group: dist.ProcessGroup, published: int | None) -> NoReturn:
+        """Notify peers of `error`. Raise it, or the `RefusedError` that replaces it.
+
+        published: on CPU, the number of calls that this rank had published before this call (`Meeting.calls`).
+        """
         try:
             raise error
         except BaseException:
-            failed(error, self.op.title, group, self.prepared.device, self._deadline_s)
+            failed(error, self.op.title, group, self.prepared.device, self._deadline_s, published)
             raise
 
     def refused(self, text: str) -> None:
@@ -263,7 +269,63 @@ class _Short:
         self._comm.check()
 
 
-class Replay(_Short):
+class _OnCpu(_Short):
+    """A recorded unfused call that native code makes on CPU too. Native code (`_core.CpuTurns`) reads its attributes. It calls
+    the methods `meet`, `settle` and `finish` if a rendezvous or a wait needs Python.
+    """
+
+    def can_be_native(self) -> bool:
+        """True if native code can make this call on CPU: its steps are plain, it has collectives, and all ranks are on this
+        host.
+        """
+        prepared, op = self.prepared, type(self.op)
+        if not prepared.in_steps or prepared.comm is None or op.finished is not Operator.finished:
+            return False
+        steps = prepared.steps()
+        return steps.plain is not None and bool(steps.collectives) and prepared.comm.all_mapped
+
+    def set_up_turns(self, compared: list[bytes]) -> None:
+        """Set the attributes that native code reads. compared: for each collective, the bytes that ranks compare."""
+        self.compared, self.rank, self.meeting = compared, self.prepared.rank, meeting_of(self._comm)
+        assert self.meeting.exchange is not None
+        native = self.meeting.exchange.native
+        assert native is not None
+        self.exchange, self.patience_s = native, min(LOOK_S, self._deadline_s or env.deadline_s())
+        self.timeout = timedelta(seconds=self.patience_s)
+
+    def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
+        """Return the description that ranks compare before a collective. number: the number of the collective in the call.
+        fingerprint: the number of the call; 0 for a call of a known size. arguments: those of the public function.
+        """
+        return self.prepared.turns.topic(self.prepared.steps().collectives[number])
+
+    def meet(self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any]) -> None:
+        """Wait until all ranks have reached a collective. Arguments as of `topic`."""
+        self.meeting.meet(self.topic(number, fingerprint, (p, k)), deadline_s=self._deadline_s)
+
+    def settle(
+        self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any], payload: bytes, is_complete: bool
+    ) -> None:
+        """Complete a rendezvous that native code has begun (`Meeting.settle`). The other arguments are those of `topic`."""
+        topic = self.topic(number, fingerprint, (p, k))
+        self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())
+
+    def known_on_cpu(self, given: _Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
+        """Return the call as an object that native code replays. Arguments as of `_native_call`."""
+        try:
+            return _native_call(self, self.prepared.steps(), given, inputs, written, [True, False])
+        except _UnlikeError:  # an input buffer is a copy of an argument
+            return _native_call(self, None, given, inputs, written, [False, False])
+
+    def finish(self, number: int, work: dist.Work, tensors: list[torch.Tensor]) -> None:
+        """Wait for the end of a collective that takes long, or has failed. number: its number in the call. tensors: all tensors
+        of the call.
+        """
+        name = f"{self.prepared.steps().collectives[number]} of {self.op.title}"
+        finish(work, self._comm, name, self._deadline_s or env.deadline_s(), tensors, self._comm.group, work)
+
+
+class Replay(_OnCpu):
     """A recorded call with fixed shapes, which native code replays with new tensors."""
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
@@ -289,9 +351,14 @@ class Replay(_Short):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
         written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.call)
         self._returned = _core.Recipe(written)
-        is_native = self.kind != "cpu" and None in executors and seen.apply is None and prepared.in_steps
+        is_native = None in executors and seen.apply is None and prepared.in_steps
         steps = prepared.steps() if is_native else None
         is_serial = [one is None and steps is not None and steps.plain is not None for one in executors]
+        if self.kind == "cpu":
+            if not (is_serial[0] and self.can_be_native()):
+                return _native_call(self, None, given, inputs, written, [False, False])
+            self.set_up_turns([prepared.turns.topic(name).compared for name in prepared.steps().collectives])
+            return self.known_on_cpu(given, inputs, written)
         return _native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
@@ -375,7 +442,7 @@ class AnyRows(Replay):
         return super().on_cpu(p, k, group)
 
 
-class Passing(_Short):
+class Passing(_OnCpu):
     """A recorded unfused call that native code replays for any number of rows. It serves sizes that do not recur
     (`weft.operator.cache`).
     """
@@ -384,36 +451,47 @@ class Passing(_Short):
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         prepared, inputs, first = seen.prepared, seen.inputs or {}, arguments[0][0]
-        on_cpu = self.kind == "cpu"
         if seen.apply is not None or not prepared.in_steps:
             raise _UnlikeError
         given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
         call = "call", self.op.form, [given.written(field) for field in seen.call]
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
-        if steps.plain is None and not on_cpu:
-            raise _UnlikeError
         written = self._averaged(results.returned(returned, views=False), seen.call)
-        if on_cpu:
+        self._world, self._wanted = prepared.p.world_size, self.op.wanted(seen.call)
+        self._number = number_of_family(self.op.name, prepared.family)
+        self._sizes = self.here.family(prepared.family)
+        if self.kind == "cpu":
             self._call, self._returned = _core.Recipe(call), _core.Recipe(written)
-        known = _native_call(self, None if on_cpu else steps, given, inputs, written, [not on_cpu, False])
+            if self.can_be_native():
+                self.set_up_turns([number_of_collective(name) for name in steps.collectives])
+                known = self.known_on_cpu(given, inputs, written)
+            else:
+                known = _native_call(self, None, given, inputs, written, [False, False])
+        else:
+            if steps.plain is None:
+                raise _UnlikeError
+            known = _native_call(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
-        self._world, self._family = prepared.p.world_size, prepared.family
-        self._sizes = self.here.family(prepared.family)
         return known
 
+    def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
+        call = self._call(*arguments)
+        return self._sizes.typical.topic_on_cpu(number, call, self._wanted, fingerprint)
+
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make a whole call on CPU. Return the value that the public function returns, or NotImplemented if the call must
-        take the slow path.
+        """Make a whole call that native code cannot make, on CPU. Return the value that the public function returns, or
+        NotImplemented if the call must take the slow path.
         """
         rows = p[0].shape[0]
         if not self._sizes.takes(rows) or not self.op.takes_rows(rows, self._world):
             return NotImplemented
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)
-            self.here.passes(self._family, rows)
-            problem, typical = self.op.problem(call, self._world, 0), self._sizes.typical
-            results = typical.run_on_cpu(problem, call, self.op.wanted(call), self._deadline_s)
+            self._sizes.serve(rows)
+            problem, fingerprint = self.op.problem(call, self._world, 0), of_size(self._number, rows)
+            typical = self._sizes.typical
+            results = typical.run_on_cpu(problem, call, self._wanted, fingerprint, self._deadline_s)
             self.op.note(call)
             return self._returned(results, {})
 
@@ -421,9 +499,10 @@ class Passing(_Short):
         """Begin a call with `rows` rows. Return the number that represents the call in the hash of calls that ranks compare;
         None if the call must take the slow path.
         """
-        if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
+        if not self.op.takes_rows(rows, self._world) or not self._sizes.takes(rows):
             return None
-        return passing_fingerprint(self.op.name, self._family, rows)
+        self._sizes.serve(rows)
+        return of_size(self._number, rows)
 
 
 def _with_division(recipe: Place, number: int) -> tuple[Place, int]:

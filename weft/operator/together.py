@@ -140,13 +140,15 @@ class together:
 
 
 def failed(
-    error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
-) -> None:
-    """Notify peers of an error in a call that native code has replayed on a GPU. May raise `RefusedError` in place of
-    `error`.
+    error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
+    published: int | None,
+) -> None:  # fmt: skip
+    """Notify peers of an error in a call that native code has replayed. May raise `RefusedError` in place of `error`.
+
+    published: on CPU, the result of `published_on` at the beginning of the call; None on GPUs.
     """
     call = together(operator, group, lambda: device, deadline_s)
-    call._calls, call._published = calls_of(group), published_on(group)
+    call._calls, call._published = calls_of(group), published_on(group) if published is None else published
     call._tell(error)
 
 

@@ -18,10 +18,12 @@ calls in another way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import NoReturn
@@ -29,14 +31,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from weft import env
+from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.rails import Cargo, rails_for
 from weft.runtime.within_host import NO_WORK
 from weft.symm import Communicator, Exchange
 from weft.symm.calls import calls_of
-from weft.symm.layers import Noted, differ, difference
+from weft.symm.communicator import LOOK_S
+from weft.symm.layers import NOTHING, Noted, differ, difference
 from weft.words import by_rank
 
 _BYTES = 4096
@@ -51,6 +54,7 @@ _LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which r
 _LAYERS_AT = _FORWARD_AT + _FORWARD.size
 _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 _DIGEST = 16
+_NUMBERS = struct.Struct("<QQ")  # in place of a digest
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
@@ -84,6 +88,31 @@ class Topic:
         self.compared = digest + text.encode()[: _BYTES - _AT - _DIGEST]
 
 
+class NumberedTopic(Topic):
+    """A description of a call that ranks compare by a number. Its text and details are made only for errors.
+
+    collective: the result of `number_of_collective`. call: a 64-bit number of the call, which differs if any part of the call
+    differs that ranks compare. make: a function that returns the description.
+    """
+
+    def __init__(self, collective: bytes, call: int, make: Callable[[], Topic]) -> None:
+        self._make, self.compared = make, collective + call.to_bytes(8, "little")
+
+    @functools.cached_property
+    def _whole(self) -> Topic:
+        return self._make()
+
+    text = property(lambda self: self._whole.text)  # type: ignore[assignment]
+    difference = property(lambda self: self._whole.difference)  # type: ignore[assignment]
+    hint = property(lambda self: self._whole.hint)  # type: ignore[assignment]
+
+
+@functools.cache
+def number_of_collective(name: str) -> bytes:
+    """Return 8 bytes that represent the name of a collective in a `NumberedTopic`."""
+    return _digest(name.encode())[:8]
+
+
 class Meeting:
     """The rendezvous before calls on `comm`, a communicator of CPU ranks. All ranks must construct it, and use it from
     one thread at a time.
@@ -100,12 +129,12 @@ class Meeting:
         which have equal topics.
         """
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
-        self._publishing = threading.Lock()
+        self.publishing = threading.Lock()  # held from the publication of a call until all ranks' payloads are read
         self.rails = rails_for(comm, _BYTES)
         """The rendezvous of ranks in rails, whose messages may also carry data. None if ranks form no rails: on one
         host, or if hosts do not have the same number of consecutive ranks, at least two.
         """
-        self._exchange = Exchange(comm, _BYTES) if self.rails is None else None
+        self.exchange = Exchange(comm, _BYTES) if self.rails is None else None
         self._counts = calls_of(comm.group)
         self._layers = self._counts.layers
         comm._holders.add(self)
@@ -144,22 +173,51 @@ class Meeting:
             return is_equal and _one_forward(payloads, forward)
 
         payload = _CALL + extra + forward + compared
-        payloads, data = self._publish(payload, topic.text, deadline_s, agree, cargo, meanwhile)
+        payloads, data = self._publish(payload, lambda: topic.text, deadline_s, agree, cargo, meanwhile)
+        if payloads.count(payload) < len(payloads):
+            self._require_equal(payload, payloads, topic, noted, of_topic)
+        if cargo is not None:
+            cargo.unpack(data)
+        return [payload[1:_FORWARD_AT] for payload in payloads]
+
+    def settle(
+        self, native: _core.PayloadExchange, topic: Topic, payload: bytes, is_complete: bool, deadline_s: float
+    ) -> None:
+        """Complete a rendezvous that native code has begun (`csrc/plain_steps.cpp`), whose payloads may differ. Raise the errors
+        of `meet`. The caller holds the lock `publishing`.
+
+        native: the exchange of this rendezvous. payload: the bytes that this rank has published. is_complete: True if all
+            ranks have arrived.
+        """
+        assert self.exchange is not None
+        if not is_complete:
+            until = time.monotonic() + deadline_s - min(LOOK_S, deadline_s)
+            with _explained():
+                self.exchange.wait(native, deadline_s, until, f"{topic.text} (call {self.calls})")
+        payloads = native.payloads()
+        if payloads.count(payload) < len(payloads):
+            self._require_equal(payload, payloads, topic, NOTHING, topic.compared)
+
+    def _require_equal(
+        self, mine: bytes, payloads: list[bytes], topic: Topic, noted: Noted, of_topic: bytes
+    ) -> None:  # fmt: skip
+        """Raise the errors of `meet`, unless all ranks are about to make the same call.
+
+        mine: the bytes that this rank has published. of_topic: the part that describes the call. noted: the options of layers
+            that `mine` represents.
+        """
         if refusals := _refusals(payloads):
             self.refused += 1
             self._counts.met = self._counts.begun
             raise RefusedError(refusals)
-        if any(payload[_LAYERS_AT:] != compared for payload in payloads):
+        if any(payload[_LAYERS_AT:] != mine[_LAYERS_AT:] for payload in payloads):
             if any(payload[_AT:] != of_topic for payload in payloads):
                 self._end(payloads, topic)
             if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
                 self._end_layers(noted)
-        if not _one_forward(payloads, forward):
+        if not _one_forward(payloads, mine[_FORWARD_AT:_LAYERS_AT]):
             whose = by_rank((rank, _backward_of(number)) for rank, number in enumerate(map(_forward_of, payloads)))
             self.disagree(f"ranks run {topic.text} for different calls: {whose}")
-        if cargo is not None:
-            cargo.unpack(data)
-        return [payload[1:_FORWARD_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call, with the reason `text`. Return the reasons of all ranks that refuse the
@@ -170,41 +228,48 @@ class Meeting:
         self._counts.met = self._counts.begun
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s)[0])
+            return _refusals(self._publish(_REFUSAL + message, lambda: "the call that it refuses", deadline_s)[0])
         except WeftError as error:
             raise type(error)(f"{error}. This rank refused its call: {text}") from error
 
     def _publish(
-        self, payload: bytes, what: str, deadline_s: float | None,
+        self, payload: bytes, what: Callable[[], str], deadline_s: float | None,
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Publish `payload`, the bytes that describe this rank's call. Return the payloads of all ranks, and the data that
         `cargo` received, by host.
 
+        what: a function that returns the call as text, for errors.
         agree: a function that gets the payloads of some ranks, and returns True if these ranks make the same call. If it
             returns False, no data of `cargo` are sent.
         """
-        with self._publishing:
+        with self.publishing:
             self.comm.check()
             self.calls += 1
-            name = f"{what} (call {self.calls})"
-            try:
+            with _explained():
                 if self.rails is not None:
                     until_s = env.deadline_s() if deadline_s is None else deadline_s
                     return self.rails.exchange(
-                        payload, agree, cargo, deadline_s=until_s, name=name, meanwhile=meanwhile
+                        payload,
+                        agree,
+                        cargo,
+                        deadline_s=until_s,
+                        name=f"{what()} (call {self.calls})",
+                        meanwhile=meanwhile,
                     )
-                assert self._exchange is not None
-                return self._exchange.exchange(payload, deadline_s=deadline_s, name=name), {}
-            except DeadlineError as error:
-                raise DeadlineError(f"{error}. {_MISSED}") from error
+                assert self.exchange is not None
+                return self.exchange.exchange(
+                    payload, deadline_s=deadline_s, name=lambda: f"{what()} (call {self.calls})"
+                ), {}
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
         """Raise `DisagreementError`, because ranks make different calls (their topics differ), and make the group fail. Every
         rank raises, because all have read the same payloads.
         """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
+        if "" in texts:  # of a `NumberedTopic`; every rank sees it
+            texts = self.comm.all_gather(topic.text, what="calls that differ")
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
             other = topic.difference() if topic.difference else ""
@@ -308,6 +373,15 @@ def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoRetu
     comm.check()
     comm.poison(text)
     raise RefusedError(f"rank {comm.rank}: {text}")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add advice to a `DeadlineError` that the body of this context manager raises."""
+    try:
+        yield
+    except DeadlineError as error:
+        raise DeadlineError(f"{error}. {_MISSED}") from error
 
 
 _meetings: dict[Communicator, Meeting] = {}

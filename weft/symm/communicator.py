@@ -34,7 +34,7 @@ from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
-_LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
+LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
 _COME_OUT_S = 1.0  # longest time that the exit of the process waits for threads to leave native code
 _LET_GO_S = 0.1  # time after that for the threads' clean-up
 _WATCHING = "weft-watchdog", "weft-stream-watch", "weft-spoil"  # prefixes of thread names
@@ -206,13 +206,15 @@ class Communicator:
     # -- waiting
 
     def wait(
-        self, address: int, wanted: int, *, name: str, peer: int | None = None, deadline_s: float | None = None
-    ) -> int:
+        self, address: int, wanted: int, *, name: str, peer: int | None = None, deadline_s: float | None = None,
+        until: float | None = None,
+    ) -> int:  # fmt: skip
         """Wait until the counter at `address` is at least `wanted` (acquire order). Return its value.
 
         name: the name of the signal, for error texts.
         peer: the rank that sets the counter; None for any rank.
         deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
+        until: the end of the wait by `time.monotonic`, if a part of the wait is over; by default `deadline_s` from now.
 
         Raises `DeadlineError` if the counter is not set in time, and poisons the group. Raises `PeerLostError` if `peer`
         has left or died, and `PoisonedGroupError` if the group fails for another reason.
@@ -220,12 +222,12 @@ class Communicator:
         control = self._control
         control.check()
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + deadline_s if until is None else until
         while True:
             # Check who has left before reading the counter: a peer that has said goodbye has finished all its writes.
             # If this process was stopped until after the deadline, the counter may have been set meanwhile.
             left, remaining = self._who_left(peer), until - time.monotonic()
-            patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
+            patience_s = 0.0 if left else max(0.0, min(remaining, LOOK_S))
             outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
             if outcome == 0:
                 return found

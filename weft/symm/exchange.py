@@ -1,7 +1,8 @@
 """A small all-gather through shared memory, by which CPU ranks of one host compare a call in microseconds.
 
 The epoch is the number of the exchange. Every rank writes its payload into its own memory and sets its own counter to the
-epoch. It reads each peer's payload when the peer's counter has reached the epoch.
+epoch. It reads each peer's payload when the peer's counter has reached the epoch. Native code does this
+(`csrc/exchange.hpp`). Only a wait that takes longer than a moment returns to Python, which checks if peers have left.
 
 Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has read
 all payloads of epoch e. The payload of epoch e + 2 overwrites that of epoch e. A rank writes it only after it has seen every
@@ -10,12 +11,11 @@ counter at e + 1. By then, all ranks have read epoch e.
 
 from __future__ import annotations
 
-import torch
+import time
+from collections.abc import Callable
 
-from weft import _core
-from weft.symm.communicator import Communicator
-
-_LENGTH_BYTES = 8
+from weft import _core, env
+from weft.symm.communicator import LOOK_S, Communicator
 
 
 class Exchange:
@@ -34,25 +34,23 @@ class Exchange:
             )
         self.comm = comm
         self.nbytes = nbytes
-        self._epoch = 0
+        self.native: _core.PayloadExchange | None = None
+        """The exchange through shared memory; None in a group on several hosts, and after `close`."""
         self._closed = False
-        comm._holders.add(self)  # closed with the communicator, since its views keep memory mapped
+        comm._holders.add(self)  # closed with the communicator, since it keeps memory mapped
         if not comm.all_mapped:
             return
-        # Layout per rank: a counter on its own cache line, then two slots, each with a length and a payload.
-        stride = -(-(_LENGTH_BYTES + nbytes) // 64) * 64
-        self._offsets = (64, 64 + stride)
-        self._region = comm.allocate(64 + 2 * stride, what=f"Exchange(nbytes={nbytes})")
-        self._views = [
-            self._region.tensor(rank, (self._region.nbytes,), torch.uint8).numpy().data
-            for rank in range(comm.world_size)
-        ]
-        self._counters = [self._region.address(rank) for rank in range(comm.world_size)]
+        self._region = comm.allocate(_core.PayloadExchange.bytes_for(nbytes), what=f"Exchange(nbytes={nbytes})")
+        ranks = range(comm.world_size)
+        self._counters = [self._region.address(rank) for rank in ranks]
+        self.native = _core.PayloadExchange([self._region.owner(rank) for rank in ranks], comm.rank, nbytes)
 
-    def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
+    def exchange(
+        self, payload: bytes, *, deadline_s: float | None = None, name: str | Callable[[], str] = "exchange"
+    ) -> list[bytes]:
         """Run one exchange. Return every rank's payload, by rank.
 
-        name: a name for error texts.
+        name: a name for error texts, or a function that returns it.
 
         Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`: nothing is
         then published, and this rank may call again with a shorter payload.
@@ -63,31 +61,44 @@ class Exchange:
         comm.check()
         if self._closed:
             raise ValueError("this exchange is closed: make a new one")
-        if not comm.all_mapped:
-            return comm.meet(payload, name=name, deadline_s=deadline_s)
-        epoch = self._epoch = self._epoch + 1
-        at = self._offsets[epoch % 2]
-        start = at + _LENGTH_BYTES
-        own = self._views[comm.rank]
-        own[at:start] = len(payload).to_bytes(_LENGTH_BYTES, "little")
-        own[start : start + len(payload)] = payload
-        _core.signal_set(self._counters[comm.rank], epoch)
-        result = []
+        native = self.native  # kept, because another thread may close this object
+        if native is None:
+            return comm.meet(payload, name=name if isinstance(name, str) else name(), deadline_s=deadline_s)
+        deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+        until = time.monotonic() + deadline_s
         try:
-            for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
-                if _core.signal_read(counter) < epoch:  # read first, because this is much cheaper than a wait
-                    comm.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
-                end = start + int.from_bytes(view[at:start], "little")
-                result.append(bytes(view[start:end]))
+            is_complete = native.begin(payload, min(deadline_s, LOOK_S), comm.failed_address)
         except KeyboardInterrupt:
-            comm.poison(f"interrupted in {name}")  # the slots may no longer alternate
+            self._interrupted(name)
             raise
-        return result
+        if not is_complete:
+            self.wait(native, deadline_s, until, name)
+        return [payload] * comm.world_size if native.is_equal() else native.payloads()
+
+    def wait(
+        self, native: _core.PayloadExchange, deadline_s: float, until: float, name: str | Callable[[], str]
+    ) -> None:
+        """Wait until all ranks have begun the exchange that `native` has begun. Raises the errors of `Communicator.wait`.
+
+        native: the object that the attribute of this name had when the exchange began. The other arguments are those of
+            `Communicator.wait`.
+        """
+        text = name if isinstance(name, str) else name()
+        try:
+            for rank, counter in enumerate(self._counters):
+                self.comm.wait(counter, native.epoch, name=text, peer=rank, deadline_s=deadline_s, until=until)
+        except KeyboardInterrupt:
+            self._interrupted(name)
+            raise
+
+    def _interrupted(self, name: str | Callable[[], str]) -> None:
+        text = name if isinstance(name, str) else name()
+        self.comm.poison(f"interrupted in {text}")  # the slots may no longer alternate
 
     def close(self) -> None:
         self._closed = True
         if self.comm.all_mapped:
-            self._views = []
+            self.native = None
             self._region.close()
 
     def __enter__(self) -> Exchange:

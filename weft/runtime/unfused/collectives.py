@@ -8,6 +8,8 @@ x: this rank's matrix [rows, columns], contiguous. rows: the number of rows of e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -42,6 +44,20 @@ def reduce_scatter(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
     """Return this rank's rows of the sum over all ranks, [rows[rank], columns]."""
+    return _reduce_scatter(x, rows, rank, group, turn, name, torch.clone)
+
+
+def reduce_scatter_(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]. This may overwrite `x`."""
+    return _reduce_scatter(x, rows, rank, group, turn, name, torch.Tensor.contiguous)
+
+
+def _reduce_scatter(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str,
+    overwritable: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
     even = rows.count(rows[0]) == len(rows)
     if even and (rails := _rails_to_reduce(x, turn)) is not None:
         mine = x.new_empty(rows[rank], x.shape[1])
@@ -50,7 +66,7 @@ def reduce_scatter(
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
     else:  # some backends have no reduce-scatter on CPU, or for unequal parts
-        total = x.clone()
+        total = overwritable(x)
         turn.run(name, all_reduce_single, total, group=group)
         mine = total.split(rows)[rank].clone()
     return turn.done(name, mine, x.nbytes - mine.nbytes)

@@ -31,7 +31,7 @@ from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.layouts import READER
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE, Tensors
-from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
+from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter, reduce_scatter_
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.runtime.unfused.unpack import side_by_side
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step, Tiles
@@ -64,6 +64,8 @@ class Unfused:
         made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
         made |= {_columns(step, self)[1] for step in of_kind(lane.steps, Tiles)}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
+        self.collectives = [self.name_of(step) for step in of_kind(lane.steps, Collective)]
+        """The names of the collectives, in order."""
         self._lacks_collective = schedule.world_size > 1 and not any(step.meets for step in lane.steps)
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
@@ -124,6 +126,13 @@ class Unfused:
             )
         return region.buffer
 
+    def is_temporary(self, step: Collective) -> bool:
+        """True if no step other than `step` reads the source of `step`, so that `step` may overwrite the source."""
+        name = step.src.buffer
+        (lane,) = self.schedule.of_rank(self.rank)
+        readers = [one for one in lane.steps if any(a.region.buffer == name and not a.writes for a in one.accesses())]
+        return readers == [step] and self.is_whole(step.src) and self.buffers[name].role not in ("input", "output")
+
     def is_whole(self, region: Region) -> bool:
         buffer = self.buffers[region.buffer]
         return (region.row, region.rows, region.col, region.cols, region.at) == (
@@ -150,7 +159,7 @@ class Unfused:
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
     """Describe a step for `_core.PlainSteps`, which runs steps in native code. Return (kind, output buffer, input buffers,
-    dtype or function). Return None if native code does not support the step.
+    dtype, function or flag). Return None if native code does not support the step.
     """
     if isinstance(step, Tiles):
         src, dst = _columns(step, here)
@@ -169,7 +178,8 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] |
     rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
     if len(set(rows)) > 1 or (step.op == "all_reduce" and step.src != step.dst):
         return None
-    return step.op, step.dst.buffer, (step.src.buffer,), TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
+    last = here.is_temporary(step) if step.op == "reduce_scatter" else TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
+    return step.op, step.dst.buffer, (step.src.buffer,), last
 
 
 @singledispatch
@@ -203,6 +213,8 @@ def _collective(step: Collective, here: Unfused) -> Call:
     parts = world if step.op == "reduce_scatter" else 1
     if step.op == "all_reduce" and step.src == step.dst:
         together = all_reduce_
+    if step.op == "reduce_scatter" and here.is_temporary(step):
+        together = reduce_scatter_
 
     def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         x = src(t)

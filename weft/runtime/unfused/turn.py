@@ -16,6 +16,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import finish, leave
-from weft.runtime.meeting import Topic, meeting_of, shown
+from weft.runtime.meeting import NumberedTopic, Topic, meeting_of, number_of_collective, shown
 from weft.runtime.opaque import opaque
 from weft.runtime.rails import MOST_BYTES, Cargo, Rails
 from weft.symm import Communicator
@@ -43,15 +44,16 @@ class Turns:
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
     described: a function that returns the text of `details` for errors, if `details` is a digest.
     arguments: the user's argument for each buffer, by the buffer's name, for error texts. hint: advice for the error that
-    ranks raise if only their sizes differ.
+    ranks raise if only their sizes differ. number: a 64-bit number of the call, for a call that ranks compare by a number
+    (`weft.runtime.meeting.NumberedTopic`).
     """
 
     def __init__(
         self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None,
-        described: Callable[[], str] | None = None, hint: str = "",
+        described: Callable[[], str] | None = None, hint: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
         self.what, self.comm, self._details, self._arguments = what, comm, details, arguments or {}
-        self._described, self._hint = described, hint
+        self._described, self._hint, self._number = described, hint, number
         self._meeting = meeting_of(comm)
         self._topics: dict[str, Topic] = {}
 
@@ -73,7 +75,7 @@ class Turns:
         collective: its name, for error texts. function, arguments: torch's collective, and its arguments.
         meets: False to omit the rendezvous, because all ranks are known to have reached the collective.
         """
-        topic = self._topic(collective)
+        topic = self.topic(collective)
         try:
             if meets:
                 self._meeting.meet(topic, deadline_s=deadline_s)
@@ -98,7 +100,7 @@ class Turns:
         """Run `cargo`, a small collective whose data travel with the messages of the rendezvous. The collective is complete on
         return. Return the largest `number` of all ranks.
         """
-        topic = self._topic(collective)
+        topic = self.topic(collective)
         try:
             extras = self._meeting.meet(topic, deadline_s=deadline_s, cargo=cargo, extra=_NUMBER.pack(number, 0))
             return _largest(extras)
@@ -111,26 +113,33 @@ class Turns:
     @opaque
     def meet(self, what: str, deadline_s: float) -> None:
         """Wait until all ranks have reached the call that the text `what` describes."""
-        self._meeting.meet(self._topic(what), deadline_s=deadline_s)
+        self._meeting.meet(self.topic(what), deadline_s=deadline_s)
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
         """Wait until all ranks have reached a collective. Return the largest `number` of all ranks, such as the most
         tokens of any rank.
         """
-        extras = self._meeting.meet(self._topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
+        extras = self._meeting.meet(self.topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
         return _largest(extras)
 
-    def _topic(self, collective: str) -> Topic:
+    def topic(self, collective: str) -> Topic:
+        """Return the description of a collective that ranks compare. collective: its name."""
         topic = self._topics.get(collective)
         if topic is None:
-            said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
-            comm, described = self.comm, self._described
-            difference = shown(comm, self._details) if described is None else lambda: shown(comm, described())()
-            topic = self._topics[collective] = Topic(
-                f"{said} of {self.what}", self._details, difference=difference, hint=self._hint
-            )
+            if self._number is None:
+                topic = self._described_topic(collective)
+            else:
+                made = partial(self._described_topic, collective)
+                topic = NumberedTopic(number_of_collective(collective), self._number, made)
+            self._topics[collective] = topic
         return topic
+
+    def _described_topic(self, collective: str) -> Topic:
+        said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
+        comm, described = self.comm, self._described
+        difference = shown(comm, self._details) if described is None else lambda: shown(comm, described())()
+        return Topic(f"{said} of {self.what}", self._details, difference=difference, hint=self._hint)
 
 
 def _largest(extras: list[bytes]) -> int:

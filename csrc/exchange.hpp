@@ -1,0 +1,49 @@
+// A small all-gather through shared memory. weft/symm/exchange.py explains why two slots for each rank are enough.
+//
+// Order: a rank writes its payload, and then raises its counter to the number of the exchange (release). A peer reads the
+// payload after its wait for the counter (acquire). A rank overwrites a slot only after it has seen all counters at the next
+// exchange, which its peers begin when they have read the slot.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <atomic>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "signal.hpp"
+
+namespace weft {
+
+class PayloadExchange {
+  public:
+    // memory: each rank's memory, which must be zero at first. rank: this rank. nbytes: the length of the longest payload.
+    PayloadExchange(std::vector<char *> memory, size_t rank, size_t nbytes);
+
+    // Bytes of memory for each rank: a counter on a cache line of its own, then two slots with a length and a payload each.
+    static size_t bytes_for(size_t nbytes) { return line + 2 * slot_for(nbytes); }
+
+    // Begins the next exchange with this rank's payload.
+    void publish(std::string_view payload);
+    // Waits until all ranks have begun this exchange, until `patience_s` has passed, or until the group has failed. Returns true
+    // if all ranks have begun it.
+    bool wait(double patience_s, const std::atomic<int64_t> *failed) const;
+    // Returns true if all payloads are equal. Call it, and `payload`, only when all ranks have begun this exchange.
+    bool is_equal() const;
+    std::string_view payload(size_t rank) const;
+    size_t ranks() const { return memory_.size(); }
+    int64_t epoch() const { return epoch_; }
+
+  private:
+    static constexpr size_t length_bytes = sizeof(int64_t), line = 64;
+    static size_t slot_for(size_t nbytes) { return (length_bytes + nbytes + line - 1) / line * line; }
+
+    Counter *counter(size_t rank) const { return reinterpret_cast<Counter *>(memory_[rank]); }
+    char *slot(size_t rank) const;
+
+    std::vector<char *> memory_;
+    size_t rank_, nbytes_;
+    int64_t epoch_ = 0;
+};
+
+}  // namespace weft
