@@ -163,7 +163,7 @@ OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
     "WEFT_SOCKET_IFNAME",
 )  # fmt: skip
-"""All variables that weft defines itself."""
+"""The names of all environment variables that weft defines itself."""
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")
 _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")

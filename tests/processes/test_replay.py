@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, Arguments, Operator, leaves
-from test_arguments_alike import SCHEDULES
+from test_equivalent_arguments import SCHEDULES
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft

@@ -65,9 +65,9 @@ class PartitionedInput:
         feature}.
         """
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """The features of table-wise and column-wise tables. Their ids need not be divided, because the first part
-        reads all of them. {the part's name for the feature: (the feature's name in the input, number of rows to which
-        ids are hashed, or None)}.
+        """The features of table-wise and column-wise tables. Their ids need not be divided. {name under which the
+        table's first part reads the feature: (name of the feature in the input, number of rows to which ids are hashed,
+        or None)}.
         """
         for number in whole:
             part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]

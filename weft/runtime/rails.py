@@ -286,7 +286,7 @@ class _Sum(_Still):
     """
 
     _mine: torch.Tensor
-    """The sum, over the ranks of this host, of the part that this rank needs."""
+    """This rank's part of the matrix, summed over the ranks of this host."""
 
     def __init__(self, rails: Rails, parts: Sequence[torch.Tensor]) -> None:
         self.rails, self._parts = rails, parts

@@ -44,8 +44,8 @@ class Use(NamedTuple):
     place: ResourcePlace
     amount: float
     whole: float = 0.0
-    """For a link that carries only a part of a transfer, because the transfer is divided over several routes: `amount`
-    if the link carried the whole transfer.
+    """For a link that carries only a part of a transfer, because the transfer is divided over several routes: the
+    fraction of the link that the whole transfer would use.
     """
 
 

@@ -79,7 +79,7 @@ def dynamic_steps(schedule: Schedule) -> int:
 
 _MOST_KEPT = 256
 _dynamic: dict[int, tuple[Schedule, int]] = {}
-"""{id of a schedule: (the schedule, its `dynamic_steps`)}, because a plan asks several times."""
+"""A cache, {id of a schedule: (the schedule, its `dynamic_steps`)}: a plan needs the number several times."""
 
 
 def _count_dynamic(schedule: Schedule, held: set[str]) -> int:

@@ -108,7 +108,7 @@ class _FusedEmbedding(MeasuredStudy):
 
 
 Found = tuple[Times, Mapping[str, Record], list[str]]
-"""Times, further fields of variants, and notes."""
+"""(times, {variant: further fields of its record}, notes below the table)"""
 
 
 def _baseline_alone(built: dict[str, Variant]) -> Mapping[str, Call]:

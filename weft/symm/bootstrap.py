@@ -81,7 +81,9 @@ class Mesh(NamedTuple):
 
 
 _spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
-"""A spare descriptor. A rank without free descriptors closes it to write its last entry into a file store."""
+"""A spare file descriptor. If no descriptors are left, a rank closes it, so that the rank can still write its last
+entry into a file store.
+"""
 
 
 def connect(

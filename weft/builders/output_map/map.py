@@ -94,7 +94,7 @@ class OutputMap:
         order of their numbers. The list also has the chunks that this rank does not compute. With n chunks per rank,
         places 0 .. n - 1 are rank 0's rows, places n .. 2 n - 1 are rank 1's rows, and so on. Default: the staggered
         order.
-    entries: the entries so far.
+    entries: the entries that earlier method calls have added.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
 
