@@ -7,6 +7,7 @@ Checkpoints that do not match are refused, and nothing is written.
 from __future__ import annotations
 
 import copy
+import io
 import re
 import warnings
 from dataclasses import replace
@@ -85,6 +86,42 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool, tmp_path: Path, change
     for kind, text, same in pool.run(loads_wrongly, str(tmp_path), changes, ranks=3):
         assert kind == "CheckpointException"
         assert re.search(said, text), text
+        assert same
+
+
+def loads_damaged(group: dist.ProcessGroup, folder: str) -> tuple[str, str, bool]:
+    model = Model(group, tables(), optimizer=ADAM)
+    before = values(model)
+    try:
+        planner = weft.nn.LoadPlanner(folder=folder)
+        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=planner)
+    except BaseException as error:
+        same = all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
+        return type(error).__name__, str(error), same
+    return "nothing", "", False
+
+
+@pytest.mark.parametrize("damage", ["bit", "byte of the archive", "cut", "missing"])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(pool: Pool, tmp_path: Path, damage: str) -> None:
+    pool.run(saves, str(tmp_path), ADAM, torch.float32, ranks=2)
+    assert pool.run(loads_damaged, str(tmp_path), ranks=3) == [("nothing", "", False)] * 3
+    stored: Any = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    (part,) = [stored[index] for index in stored if index.fqn == "model.sparse.ebc.embedding_bags.users.weight"]
+    file = tmp_path / part.relative_path
+    data = bytearray(file.read_bytes())
+    archive = bytes(data[part.offset : part.offset + part.length])
+    users = torch.load(io.BytesIO(archive), weights_only=True).numpy().tobytes()
+    if damage == "bit":
+        data[part.offset + archive.index(users) + len(users) // 2] ^= 1
+    elif damage == "byte of the archive":
+        data[part.offset + archive.rindex(b"PK")] ^= 0xFF
+    file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    if damage == "missing":
+        file.unlink()
+    for kind, text, same in pool.run(loads_damaged, str(tmp_path), ranks=3):
+        assert kind == "CheckpointException"
+        assert file.name in text, text
+        assert damage != "bit" or "users.weight in" in text and "has another CRC-32" in text
         assert same
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
@@ -13,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from weft.caller import warn
 from weft.nn.checkpoint import OPTIMIZER, OPTIONAL
+from weft.words import kind
 
 _SHOWN = 8
 _STATE = re.compile(r"(?P<table>(?:.*\.)?embedding(?:_bag)?s\.[^.]+\.weight)\..+")
@@ -29,7 +34,19 @@ class LoadPlanner(DefaultLoadPlanner):
 
     TorchRec's checkpoints have no learning rates and no numbers of updates: the model keeps its own, and a warning says
     so. They also lack the class and hyperparameters of the optimizer, so only its states are compared.
+
+    folder: the folder of the checkpoint, to find damaged data, such as a flipped bit. Each rank then compares the CRC-32
+        of all data that it will read, before anything is written. So the data are read twice. (torch stores these
+        checksums, but does not compare them.) The check needs torch's default format. Default: None, no check.
+
+    Raises `TypeError` if `folder` is neither a path nor None.
     """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"folder is {kind(folder)}: pass the path of the checkpoint's folder, or None")
+        self._folder = None if folder is None else Path(folder)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -65,7 +82,12 @@ class LoadPlanner(DefaultLoadPlanner):
         without.update(kept)
         if without:
             self.state_dict = {name: value for name, value in self.state_dict.items() if name not in without}
-        return replace(super().create_local_plan(), planner_data=_saved_as(self.metadata))
+        plan = super().create_local_plan()
+        if self._folder is not None and (damaged := _damaged(self._folder, plan, self.metadata)):
+            raise ValueError(
+                f"the checkpoint is damaged, so nothing was loaded: {'; '.join(damaged[:_SHOWN])}. Load another checkpoint"
+            )
+        return replace(plan, planner_data=_saved_as(self.metadata))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         saved = [plan.planner_data for plan in global_plan]
@@ -77,6 +99,61 @@ class LoadPlanner(DefaultLoadPlanner):
                     "every rank"
                 )
         return super().create_global_plan(global_plan)
+
+
+def _damaged(folder: Path, plan: LoadPlan, metadata: Metadata) -> list[str]:
+    """Return a text for each part of the checkpoint that `plan` reads and that differs from what was saved."""
+    stored: Any = metadata.storage_data
+    places = {(one := stored[item.storage_index]).relative_path: set[Any]() for item in plan.items}
+    for item in plan.items:
+        one = stored[item.storage_index]
+        places[one.relative_path].add((one.offset, one.length, item.storage_index.fqn))
+    found = []
+    for name, parts in places.items():
+        with open(folder / name, "rb") as file:
+            for begin, length, tensor in sorted(parts):
+                if text := _difference(file, begin, length):
+                    found.append(f"{tensor} in {name}: {text}")
+    return found
+
+
+def _difference(file: IO[bytes], begin: int, length: int) -> str:
+    """Return an error text unless the bytes from `begin` on are a zip archive of `length` bytes with the CRC-32 of its
+    parts, as torch.save writes it.
+    """
+    try:
+        with zipfile.ZipFile(_Window(file, begin, length)) as archive:
+            bad = archive.testzip()
+    except Exception as error:  # damaged archives raise errors of many classes
+        return f"{type(error).__name__}: {error}"
+    return "" if bad is None else f"{bad} has another CRC-32 than when it was saved"
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a readable file, so that zipfile need not read the part at once."""
+
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def _saved_as(metadata: Metadata) -> tuple[str | None, str]:
