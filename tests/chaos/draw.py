@@ -98,6 +98,13 @@ KINDS: dict[str, Kind] = {
         times=2,
         operators=tuple(name for name in TRAINING if name not in ON_DEMAND),
     ),
+    "skipped gradient": Kind(
+        "bad input",
+        (BACKWARD,),
+        lives=True,
+        times=2,
+        operators=tuple(name for name in TRAINING if name not in ON_DEMAND),
+    ),
     # Calls that would be valid if all ranks made them.
     "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
     "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
@@ -109,6 +116,9 @@ KINDS: dict[str, Kind] = {
         "other option", (SET_UP,), lives=True, second="cold", told="DisagreementError", operators=MODULES
     ),
     "other learning rate": Kind("other option", (BACKWARD,), told="DisagreementError", operators=TRAINING),
+    "other step": Kind("other option", (BACKWARD,), told="DisagreementError", operators=TRAINING),
+    "frozen": Kind("another call", (STEADY,), operators=TRAINING),
+    "flipped bit": Kind("checkpoint", (CHECKPOINT,), lives=True, times=2, operators=CHECKPOINTS),
     "damaged checkpoint": Kind(
         "checkpoint", (CHECKPOINT,), lives=True, told="CheckpointException", times=2, operators=CHECKPOINTS
     ),
@@ -166,14 +176,20 @@ def kinds_of(device: str, families: Sequence[str] = (), only: Sequence[str] = ()
     """Return the kinds that are dealt on `device`. With `families`, return only their kinds. With `only`, return only
     kinds that apply to one of these operators.
     """
-    operators = set(_operators_of(device, only))
+    operators = _operators_of(device, only)
     return [
         name
         for name, kind in KINDS.items()
         if device in kind.devices
         and (not families or kind.family in families)
-        and (not kind.operators or operators & set(kind.operators))
+        and any(applies(name, operator) for operator in operators)
     ]
+
+
+def applies(kind: str, operator: str) -> bool:
+    """Return True if this kind of fault is injected into calls of this operator."""
+    wanted, injected = KINDS[kind].operators, OPERATORS[operator].kinds
+    return (not wanted or operator in wanted) and (not injected or kind in injected)
 
 
 def _operators_of(device: str, only: Sequence[str]) -> list[str]:
@@ -193,8 +209,10 @@ def draw(
     operator = _shuffled(f"{seed}:{device}:operators:{deal}", operators)[place]
     rng = random.Random(f"{seed}:{device}:{index}")
     of_kind = KINDS[kind]
-    if of_kind.operators and operator not in of_kind.operators:
-        operator = rng.choice([name for name in of_kind.operators if name in operators])
+    if not applies(kind, operator):
+        operator = rng.choice(
+            [name for name in of_kind.operators or operators if applies(kind, name) and name in operators]
+        )
     phase = rng.choice(of_kind.phases)
     if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
         phase = SET_UP  # about half of all injections, because ranks meet and map memory during set-up
@@ -206,15 +224,19 @@ def draw(
     second, warm = None, False
     if of_kind.family == "other option" and rng.random() < 0.5:
         options |= OPERATORS[operator].plain
-    if kind in ("infinite gradient", "other learning rate", "fewer backwards") and not options["optimizer"]:
+    if kind in _FUSED and not options["optimizer"]:
         options |= {"optimizer": "SGD"}
     if kind == "short stop":
         options.pop("rounding", None)  # in so many steps, tables that round at random move too far
-    if kind == "infinite gradient":
-        options |= {"nonfinite": "raise"}
+        if options.get("dtype") == "bfloat16":
+            del options["dtype"]
+    if of_kind.family == "checkpoint":
+        options |= {"loads_on": "all"}
+    if kind in ("infinite gradient", "skipped gradient"):
+        options |= {"nonfinite": "raise" if kind == "infinite gradient" else "skip"}
     if kind == "fewer backwards":
         options |= {"batches": 2, "prefetch": "now" if options["prefetch"] else None}
-    calls_forward = kind == "fork, uses the group" or (of_kind.second != "never" and phase != BACKWARD)
+    calls_forward = kind in ("fork, uses the group", "frozen") or (of_kind.second != "never" and phase != BACKWARD)
     if calls_forward and options.get("placement") == "replicated":
         options |= {"placement": "rows"}  # forward of data-parallel tables alone does not use the group
     if kind.startswith("other dimensions"):
@@ -257,6 +279,8 @@ def draw(
     )  # fmt: skip
 
 
+_FUSED = ("infinite gradient", "skipped gradient", "other learning rate", "other step", "fewer backwards")
+"""Faults of tables that backward updates."""
 _STEP_S = (0.004, 0.015)  # the duration of a call, and of a training step
 _LONG = ("long stop", "long straggler", "never call", "fewer batches")
 _LONG_RUN = 250  # steps; enough of them for several pauses that coincide with calls
@@ -344,6 +368,7 @@ def _second(
         return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}
     if kind == "other dtype" and (dtype := OPERATORS[operator].other_dtype) is not None:
+        dtype = "float16" if dtype == options.get("dtype") else dtype
         return operator, {name: value for name, value in changed.items() if name != "rounding"} | {"dtype": dtype}
     return operator, changed | {"other_size": True}
 

@@ -83,11 +83,15 @@ class Sabotage:
         elif kind == "fewer backwards":
             self.told()
             work.skips = 1  # type: ignore[attr-defined]
-        elif kind == "other learning rate":
+        elif kind == "skipped gradient":  # every rank expects the gradient that this rank will have
             self.told()
-            work.spoil()  # type: ignore[attr-defined]
+        elif kind in ("other learning rate", "other step", "frozen"):
+            self.told()
+            {"other step": work.spoil_step, "frozen": work.freeze}.get(kind, work.spoil)()  # type: ignore[attr-defined]
         elif kind == "damaged checkpoint":
             self.told(form=work.damage(injection.choice))  # type: ignore[attr-defined]
+        elif kind == "flipped bit":
+            self.told(form=work.flip(injection.choice))  # type: ignore[attr-defined]
         elif kind == "other checkpoint":
             self.told()
             work.stale = True  # type: ignore[attr-defined]

@@ -101,6 +101,11 @@ class Job:
         for work in (self.work, self.second):
             if isinstance(work, Checkpoints):
                 work.folder = checkpoint
+        if isinstance(self.work, Training):
+            self.work.last = self.sabotage.last
+            if injection.kind == "skipped gradient":
+                value = float(("inf", "nan", "-inf")[injection.choice % 3])
+                self.work.poison = injection.victim, injection.step, value
 
     def _work(self, group: dist.ProcessGroup, operator: str, options: Given, seed: int) -> Work:
         return OPERATORS[operator](group, self.device, seed, self.injection.size, self.injection.turn, options)
@@ -155,7 +160,7 @@ class Job:
         given = self.work.inputs(n)
         given, around = self.sabotage.act(n, "before", self.work, given)
         prefetch = self.work.options.get("prefetch")
-        if prefetch and self.work.ahead is None:
+        if prefetch in ("now", "ahead") and self.work.ahead is None:
             apart, around = (
                 (around, contextlib.nullcontext) if self.injection.choice % 2 else (contextlib.nullcontext, around)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .checkpoints import Checkpoints
 from .combine import MatmulAllToAll
+from .pipeline import Pipeline
 from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .sharder import Sharder
@@ -27,8 +28,9 @@ OPERATORS: dict[str, type[Work]] = {
     "training, rows": Rows,
     "training, checkpoints": Checkpoints,
     "training, torchrec": Sharder,
+    "training, pipeline": Pipeline,
 }
 CHECKPOINTS = ("training, checkpoints",)
-ON_DEMAND = ("training, torchrec",)
+ON_DEMAND = ("training, torchrec", "training, pipeline")
 """Operators that are drawn only if they are named, because they need packages that weft does not depend on."""
 TRAINING = tuple(name for name, work in OPERATORS.items() if issubclass(work, Training))

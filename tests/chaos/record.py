@@ -18,7 +18,7 @@ from .trial import Seen
 from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
-_VERSION = 6  # changes when `draw` changes, so that the same seed draws other injections
+_VERSION = 7  # changes when `draw` changes, so that the same seed draws other injections
 
 
 def header(seed: int, device: str, families: Sequence[str] = (), operators: Sequence[str] = ()) -> Record:

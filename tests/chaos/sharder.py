@@ -19,7 +19,10 @@ from .training import CutTables
 from .training_reference import EPS, LR, RULES
 from .work import Given, Results
 
-IMPORTS = ("torchrec.distributed.sharding_plan", "torchrec.distributed.embeddingbag", "weft.torchrec")
+IMPORTS = (
+    "torchrec.distributed.sharding_plan", "torchrec.distributed.embeddingbag", "torchrec.datasets.utils",
+    "torchrec.distributed.train_pipeline.train_pipelines", "weft.torchrec",
+)  # fmt: skip
 _NAMES = {
     "SGD": "EXACT_SGD", "RowwiseAdagrad": "EXACT_ROWWISE_ADAGRAD", "Adagrad": "EXACT_ADAGRAD", "Adam": "ADAM",
     "PartialRowwiseAdam": "PARTIAL_ROWWISE_ADAM",
@@ -34,7 +37,7 @@ class Sharder(CutTables):
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
         drawn = super().drawn(rng, device)
-        for name in ("clip_norm", "clip_value", "weight_decay", "rounding"):
+        for name in ("clip_norm", "clip_value", "weight_decay", "rounding", "gradient_dtype"):
             drawn.pop(name, None)
         return drawn | {
             "optimizer": drawn["optimizer"] or "SGD", "is_weighted": False, "prefetch": None, "max_ids": None,

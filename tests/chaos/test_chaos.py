@@ -28,11 +28,11 @@ from weft.operator import calls
 from . import bad, report
 from . import record as records
 from .combine import MatmulAllToAll
-from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw, kinds_of
+from .draw import KINDS, MODULES, STEPS, TURN, Injection, applies, draw, kinds_of
 from .jobs import compare
 from .operators import ON_DEMAND, OPERATORS, TRAINING
 from .training import CutTables
-from .training_reference import RULES
+from .training_reference import DENSE, RULES, SPARSE
 from .trial import Seen
 from .verdict import judge, outcome
 
@@ -63,7 +63,7 @@ def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_short_campaign_has_every_kind_and_every_operator(device: str) -> None:
     kinds = {name for name, kind in KINDS.items() if device in kind.devices}
-    drawn = [draw(5, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
+    drawn = [draw(6, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
     assert {one.kind for one in drawn} == kinds
     wanted = {name for name, work in OPERATORS.items() if device in work.devices and name not in ON_DEMAND}
     assert {one.operator for one in drawn} == wanted
@@ -149,7 +149,7 @@ def test_a_campaign_may_be_of_some_families() -> None:
 
 def test_many_have_nearly_every_kind_on_every_operator_in_every_phase() -> None:
     drawn = [draw(1, index) for index in range(MANY)]
-    possible = sum(len(kind.operators or OPERATORS) for kind in KINDS.values())
+    possible = sum(applies(kind, name) for kind in KINDS for name in OPERATORS if name not in ON_DEMAND)
     assert len({(one.kind, one.operator) for one in drawn}) > 0.9 * possible
     assert {(one.kind, one.phase) for one in drawn} >= {
         (name, phase) for name, kind in KINDS.items() for phase in kind.phases if phase != "backward"
@@ -164,9 +164,17 @@ def test_a_campaign_may_be_of_some_operators() -> None:
     assert {one.kind for one in drawn} == set(kinds_of("cpu", (), TRAINING)) < set(KINDS)
     training = [one.options for one in drawn]
     assert {one["optimizer"] for one in training} == {None, *RULES}
-    assert {one["prefetch"] for one in training} == {None, "now", "ahead"}
+    assert {one["prefetch"] for one in training} == {None, "now", "ahead", "loop"}
+    assert {one.get("torchs") for one in training if not one["optimizer"]} == {None, *DENSE, *SPARSE}
+    assert {one.get("dtype") for one in training} == {None, "float16", "bfloat16"}
+    assert {one.get("nonfinite", "propagate") for one in training} == {"propagate", "skip", "raise"}
+    assert {one.get("gradient_dtype") for one in training} == {None, "fp16", "bf16"}
+    clips_all = [
+        one for one in training if one["batches"] == 2 and one.get("clip_norm") and one["nonfinite"] != "propagate"
+    ]
+    assert {one["nonfinite"] for one in clips_all} == {"skip", "raise"}
     assert {one.get("placement") for one in training} == {None, "whole", *CutTables.PLACEMENTS}
-    assert not any(one["batches"] == 2 and one["prefetch"] == "ahead" for one in training)
+    assert not any(one["batches"] == 2 and one["prefetch"] in ("ahead", "loop") for one in training)
     assert all(one["optimizer"] and one["nonfinite"] == "raise" for one in training_of(drawn, "infinite gradient"))
 
 

@@ -1,8 +1,9 @@
 """The `Work` of training steps: modules whose backward updates embedding tables.
 
 A rank computes all tables and optimizer states again, in float64, from the data of all ranks and the formulas of
-`weft.embedding.optimizers`. A step that a rank reports as successful must leave this rank's tables as computed. A step that
-failed must leave them unchanged if a later step succeeds.
+`weft.embedding.optimizers`, or by the optimizer of torch that updates the tables. A step that a rank reports as
+successful must leave this rank's tables as computed. A step that failed must leave them unchanged if a later step
+succeeds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from weft.nn import FusedOptimizers, LoadPlanner, ModelState, ShardedEmbeddingBa
 
 from .bad import Form, put
 from .pooled import Collection, Features, GlobalBatch, LocalBatch
-from .training_reference import EPS, LR, RULES, Tables
+from .training_reference import DENSE, EPS, LR, RULES, SPARSE, TOLERANCES, Tables
 from .work import Differentiable, Given, Results
 
 _SAVE, _LOAD, _EVERY = (
@@ -40,12 +41,19 @@ _FAR = 100_000  # the distance between the numbers of a step's batches
 class Training(Collection, Differentiable):
     """A training step: forward, and a backward that updates the tables.
 
-    prefetch: "now" distributes the ids in a call of its own before forward. "ahead" does so one step before. batches: the
-    number of batches of a step, whose gradients make one update (`accumulate`). optimizer: None for gradients in `.grad`,
-    which may be sparse. torchs: True if an optimizer of torch then updates the tables.
+    prefetch: "now" distributes the ids in a call of its own before forward. "ahead" does so one step before. "loop" takes
+    the batches from `weft.nn.prefetched`. batches: the number of batches of a step, whose gradients make one update
+    (`accumulate`). optimizer: None for gradients in `.grad`, which may be sparse. torchs: the name of the optimizer of
+    torch that then updates the tables, or None.
     """
 
     devices, differentiable, local_batch, told_sizes = ("cpu",), True, True, False
+    poison: tuple[int, int, float] | None = None
+    """The rank and the step of an infinite or NaN gradient, and its value; None if there is none."""
+    ahead: tuple[int, Given, Any] | None
+    """A step whose batch has been prefetched: its number, its arguments and its features."""
+    next: Tables  # the tables after the present step
+    last = 10**6  # the number of steps for which this rank has batches
     arguments = ("values", "lengths", "offsets")
     fused: ClassVar[Given] = {"optimizer": "SGD", "nonfinite": "raise"}
     """Options with which every gradient is checked, and tables are updated."""
@@ -60,15 +68,18 @@ class Training(Collection, Differentiable):
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
         rule, batches = rng.choice([None, *RULES, *RULES]), rng.choice([1, 1, 2])
-        prefetch = rng.choice([None, None, "now", "ahead" if batches == 1 else "now"])
+        prefetch = rng.choice([None, None, "now", *(["ahead", "loop"] if batches == 1 else ["now"])])
         drawn = {
             **super().drawn(rng, device), "backward": True, "batches": batches, "prefetch": prefetch, "optimizer": rule,
             "gradients": rng.choice(["sum", "mean"]), "restores": rng.random() < 0.5, "max_ids": rng.choice([None, 10**6]),
         }  # fmt: skip
         if rule is None:
-            return drawn | {"sparse": rng.random() < 0.5, "torchs": rng.random() < 0.5}
-        drawn["nonfinite"] = rng.choice(["propagate", "raise"])
-        drawn |= rng.choice([{}, {}, {"dtype": "float16"}, {"dtype": "float16", "rounding": "stochastic"}])
+            sparse = rng.random() < 0.5
+            return drawn | {"sparse": sparse, "torchs": rng.choice([None, None, *(SPARSE if sparse else DENSE)])}
+        drawn["nonfinite"] = rng.choice(["propagate", "skip", "raise"])
+        drawn |= rng.choice([{}, {}, {"dtype": "float16"}, {"dtype": "bfloat16"}])
+        drawn |= {"rounding": "stochastic"} if "dtype" in drawn and rng.random() < 0.5 else {}
+        drawn |= rng.choice([{}, {}, {"gradient_dtype": "bf16"}, {"gradient_dtype": "fp16"}])
         return drawn | rng.choice([{}, {"weight_decay": 0.125}, {"clip_norm": 20.0}, {"clip_value": 2.0}])
 
     @classmethod
@@ -103,11 +114,12 @@ class Training(Collection, Differentiable):
             for i, dim in enumerate(self.dims)
         ]
         self.weighted = self.options["is_weighted"]
-        self.batches, self.skips, self.ahead = self.options["batches"], False, None
+        self.batches, self.skips, self.ahead = self.options["batches"], 0, None
         self.local_batch = self.options.get("input") != "global_batch"  # type: ignore[misc]
-        if self.dtype == torch.float16:  # every update rounds to 16 bits, either to the nearest number or up or down
-            self.tolerance = (0.03, 0.5) if "rounding" in self.options else (0.01, 0.25)
+        if self.dtype in TOLERANCES:
+            self.tolerance = TOLERANCES[self.dtype]["rounding" in self.options]
         self._saved: Any = None
+        self._loop: Iterator[tuple[int, Given, Any]] | None = None
         self.module: Any = self._made(self.group, self._placement())
         self.module.load_full_weights({table.name: self._table(i) for i, table in enumerate(self.tables)})
         self.parts = self._parts()
@@ -116,12 +128,12 @@ class Training(Collection, Differentiable):
         self.torchs = None
         if self.options["optimizer"] is None and self.options.get("torchs"):
             weights = [weight for _, weight in self.parts] or [torch.zeros(0, requires_grad=True)]
-            self.torchs = torch.optim.SGD(weights, LR)
+            self.torchs = (SPARSE if self.options["sparse"] else DENSE)[self.options["torchs"]](weights, lr=LR)
         blocks = [
             sorted({(p.column, p.column + p.columns) for p in self._all_parts() if p.table == i}) for i in range(4)
         ]
         whole = [of or [(0, dim)] for of, dim in zip(blocks, self.dims, strict=True)]
-        rounds_to = torch.float16 if self.dtype == torch.float16 and "rounding" not in self.options else None
+        rounds_to = self.dtype if self.dtype in TOLERANCES and "rounding" not in self.options else None
         self.model = Tables([self._table(i) for i in range(4)], whole, self.options, rounds_to)
 
     def _dims(self) -> tuple[int, ...]:
@@ -130,7 +142,7 @@ class Training(Collection, Differentiable):
     def _made(self, group: Any, placement: list[Any]) -> Any:
         rule, optimizer = self.options["optimizer"], None
         if rule is not None:
-            names = ("nonfinite", "weight_decay", "clip_norm", "clip_value", "rounding")
+            names = ("nonfinite", "weight_decay", "clip_norm", "clip_value", "rounding", "gradient_dtype")
             given = {name: self.options[name] for name in names if name in self.options}
             optimizer = RULES[rule](lr=LR, **given, **({} if rule == "SGD" else {"eps": EPS}))
         return self._module(
@@ -157,7 +169,11 @@ class Training(Collection, Differentiable):
     # --- calls ---
 
     def begin(self, n: int) -> None:
-        """Set the learning rate of step n. In some steps, save the tables and states, or load those that were saved."""
+        """Set the learning rate of step n. In some steps, save the tables and states, or load those that were saved. Take
+        the batch of the step from the loop, if there is one.
+        """
+        if self.options["prefetch"] == "loop":
+            self._advance(n)
         if (optimizer := self.torchs or self._fused) is not None:
             optimizer.param_groups[0]["lr"] = self._lr(n)
         if not self.options["restores"] or self.options["optimizer"] is None:
@@ -188,6 +204,7 @@ class Training(Collection, Differentiable):
         """Return a function that loads the present tables from `folder` into a module of one rank, as `save` does."""
         alone = copy.copy(self)
         alone.module, alone.group, alone.parts, alone.rank = None, None, [], 0  # type: ignore[assignment]
+        alone.ahead = alone._loop = None  # they refer to the module
         return lambda: alone._loaded(folder, dist.group.WORLD)
 
     def _loaded(self, folder: str, group: Any) -> tuple[Results, Results]:
@@ -198,6 +215,28 @@ class Training(Collection, Differentiable):
 
     def _lr(self, n: int) -> float:
         return LR * (1 + n % 3)
+
+    def _advance(self, n: int) -> None:
+        """Take the batch of step n from a loop of prefetched batches, as a program does that catches errors in its loop."""
+        if self._loop is None:
+            self._loop = weft.nn.prefetched(self._batches_from(n), {self.module: lambda batch: batch[2]})
+        for number, given, features in self._loop:
+            if number == n:
+                self.ahead = n, given, features
+                return
+
+    def _batches_from(self, n: int) -> Iterator[tuple[int, Given, Any]]:
+        for number in range(n, self.last):
+            given = Collection.inputs(self, number)
+            yield number, given, self._features(given)
+
+    def spoil_step(self) -> None:
+        """Set a number of updates that differs from the other ranks'."""
+        self.module.fused_optimizer.set_optimizer_step(1000)
+
+    def freeze(self) -> None:
+        """Stop to train the tables, unlike the other ranks."""
+        self.module.requires_grad_(False)
 
     def spoil(self) -> None:
         """Set a learning rate that differs from the other ranks'."""
@@ -233,6 +272,9 @@ class Training(Collection, Differentiable):
         """Run the backward of all batches of the step. Return this rank's tables and their states, or their gradients."""
         for _, weight in self.parts:
             weight.grad = None
+        if results and not any(y.requires_grad for y in results):  # this rank has frozen its tables
+            self.next = self.model
+            return self._wanted
         several = self.batches > 1
         with self.module.accumulate() if several else contextlib.nullcontext():
             torch.autograd.backward(results, _as(results, grads), retain_graph=True)  # may run again after Ctrl-C
@@ -263,7 +305,7 @@ class Training(Collection, Differentiable):
     def failed(self) -> None:
         """Discard what the failed step has prefetched, as a program must after an error."""
         self.ahead = None
-        if self.options["prefetch"] is not None:
+        if self.options["prefetch"] not in (None, "loop"):
             self.module.cancel_prefetch()
 
     def succeeded(self) -> None:
@@ -284,6 +326,15 @@ class Training(Collection, Differentiable):
             sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
             columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
         return [torch.cat(columns, dim=1)]
+
+    def _weighing(self, rank: int, n: int) -> torch.Tensor:
+        return self._poisoned(super()._weighing(rank, n), rank, n)
+
+    def _poisoned(self, grad: torch.Tensor, rank: int, n: int) -> torch.Tensor:
+        """Return `grad`, whose last element is infinite or NaN if `poison` says so."""
+        if self.poison is not None and self.poison[:2] == (rank, n) and grad.numel():
+            grad[-1, -1] = self.poison[2]
+        return grad
 
     def _upstream(self, rank: int, n: int) -> Results:
         """Return the gradients of the results of `rank`."""
@@ -309,11 +360,12 @@ class Training(Collection, Differentiable):
                     rows[at] = True
             of_tables.append(total / (self.world if self.options["gradients"] == "mean" else 1))
             read.append(rows)
-        if self.options["optimizer"] is None and self.torchs is None:
-            self.next = self.model
-            return self._upstream(self.rank, n), [_part(of_tables[p.table], p) for p, _ in self.parts]
-        self.next = self.model.updated(of_tables, read, self._lr(n))
-        return self._upstream(self.rank, n), self._right(self.next)
+        if self._updates:
+            self.next = self.model.updated(of_tables, read, self._lr(n))
+            self._wanted = self._right(self.next)
+        else:
+            self.next, self._wanted = self.model, [_part(of_tables[p.table], p) for p, _ in self.parts]
+        return self._upstream(self.rank, n), self._wanted
 
     def _right(self, model: Tables) -> Results:
         """Return what `_tables` must return if all tables are as in `model`."""
@@ -324,6 +376,11 @@ class Training(Collection, Differentiable):
                 of_part = _part(of[part.table], part)
                 wanted.append(of_part[:, 0] if state.dim() == 1 else of_part)
         return wanted
+
+    @property
+    def _updates(self) -> bool:
+        """True if a step updates the tables, False if it leaves gradients."""
+        return self.options["optimizer"] is not None or self.torchs is not None
 
     def wanted(self, given: Given) -> Results:
         raise NotImplementedError  # `gradients` needs no leaves
@@ -483,4 +540,5 @@ class Rows(CutTables):
         return [self._of_ids(i, rank, n) for i in range(4)]
 
     def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(5000 + i, rank, n, (len(self._bags(i, rank, n)[0]), self.dims[i]))
+        grad = self.numbers(5000 + i, rank, n, (len(self._bags(i, rank, n)[0]), self.dims[i]))
+        return self._poisoned(grad, rank, n) if i == 3 else grad

@@ -165,8 +165,9 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
     """
     faults: list[Fault] = []
     refused: dict[int, set[int]] = {}  # {step: ranks with an error}
+    of_kind = injection.of_kind
     may_refuse = (
-        injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks" or injection.of_kind.told
+        of_kind.family in ("bad input", "checkpoint") or of_kind.told or injection.kind == "exception on all ranks"
     )
     for rank, calls in enumerate(calls_of(seen)):
         for call in calls:

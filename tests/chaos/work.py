@@ -49,6 +49,8 @@ class Work(ABC):
     is_module: ClassVar[bool] = False
     other_dtype: ClassVar[str | None] = "bfloat16"
     arguments: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """The kinds of faults that are injected. If empty, all."""
     plain: ClassVar[Given] = {}
     """Options with which all other options can be combined."""
 

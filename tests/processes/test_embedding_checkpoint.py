@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(pool: Pool, 
     for kind, text, same in pool.run(loads_damaged, str(tmp_path), ranks=3):
         assert kind == "CheckpointException"
         assert file.name in text, text
-        assert damage != "bit" or "users.weight in" in text and "has another CRC-32" in text
+        assert damage != "bit" or ("users.weight in" in text and "has another CRC-32" in text)
         assert same
 
 
