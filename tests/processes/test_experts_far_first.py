@@ -121,12 +121,12 @@ def carried(group):
     plain = mock.patch.object(experts, "all_to_all_matmul", side_effect=experts.all_to_all_matmul)
     never = mock.patch.object(two_ways.TwoWays, "takes_other", return_value=False)
     with on_two_hosts(group) as own, plain as exchanged, never:
-        for call, rows in enumerate((2, 9000, 9000, 100_000, 100_000, 2)):
+        for call, rows in enumerate((2, 9000, 9000, 250_000, 250_000, 2)):
             counts = [4] * (world - 1) + [rows]
             splits = [torch.tensor([count] + [1] * (world - 1)) for count in counts]  # rank 0 receives the most
             tokens = [numbers(int(of.sum()), K, seed=10 * call + r) for r, of in enumerate(splits)]
             w, before = numbers(world, K, N, seed=1), exchanged.call_count
-            y = weft.all_to_all_matmul(tokens[rank], w[rank : rank + 1], splits[rank], group=own, capacity=100_003)
+            y = weft.all_to_all_matmul(tokens[rank], w[rank : rank + 1], splits[rank], group=own, capacity=250_003)
             arrived = torch.cat([x.split(of.tolist())[rank] for x, of in zip(tokens, splits, strict=True)])
             assert torch.equal(y, arrived @ w[rank])
             needed.append(exchanged.call_count > before)
@@ -135,7 +135,7 @@ def carried(group):
 
 def test_few_tokens_travel_with_the_rendezvous(pool: Pool) -> None:
     found = pool.run(carried, ranks=4, timeout_s=60)
-    assert found == [[False, True, False, True, True, False]] * 4  # memory for more than 2 MiB is not reserved
+    assert found == [[False, True, False, True, True, False]] * 4  # memory for more than 4 MiB is not reserved
 
 
 def chosen(group, slow):

@@ -37,7 +37,7 @@ from weft.symm import Communicator
 
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
 MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separate rendezvous costs them little
-_MOST_ROWS_BYTES = 2 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
+MOST_ROWS_BYTES = 4 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
 _ROOM_BYTES = 8 << 20  # for the rows from all ranks of other hosts
 TABLE_BYTES = 64 << 10  # for the numbers of rows in an all-to-all
 _LENGTH = struct.Struct("<Q")
@@ -108,7 +108,7 @@ class Rails:
         """
         nbytes = 1 << (nbytes - 1).bit_length()
         far_ranks = self.comm.world_size - self.levels.per_host
-        if self.rows_bytes < nbytes <= min(_MOST_ROWS_BYTES, _ROOM_BYTES // far_ranks):
+        if self.rows_bytes < nbytes <= min(MOST_ROWS_BYTES, _ROOM_BYTES // far_ranks):
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
                 self._reserve(TABLE_BYTES + nbytes, TABLE_BYTES + self.levels.per_host * nbytes)
                 self.rows_bytes = nbytes

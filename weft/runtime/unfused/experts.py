@@ -16,6 +16,7 @@ few, such ranks may send them with the messages of the rendezvous (`weft.runtime
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.meeting import meeting_of
-from weft.runtime.rails import TABLE_BYTES, Cargo, gather
+from weft.runtime.rails import MOST_ROWS_BYTES, TABLE_BYTES, Cargo, gather
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
 from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_rails
@@ -152,10 +153,18 @@ def begin_matmul_all_to_all(
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
         return None
     key, row_bytes, call = ("combine", w.shape, w.dtype), w.shape[2] * h.itemsize, (h, w, sizes, rows, turn)
-    if (rails := meeting_of(comm).rails) is not None and _are_few(most * row_bytes, sizes.splits):
-        return _Combined(group, *call, lambda: None, CombineInRails(rails, *call, _BACK))
-    is_far, ended = far.way(key, most, row_bytes, turn, far.early((*key, most)))
-    return far.combine(*call, ended, _BACK, (*key, most)) if is_far else _Combined(group, *call, ended, None)
+    rails, nbytes = meeting_of(comm).rails, most * row_bytes
+    riding = None
+    if rails is not None and nbytes <= MOST_ROWS_BYTES and sizes.splits.nbytes <= TABLE_BYTES:
+        riding = partial(CombineInRails, rails, *call, _BACK)
+        if _are_few(nbytes, sizes.splits):
+            return _Combined(group, *call, lambda: None, riding())
+    # Calls whose results can travel with the rendezvous are always timed.
+    early = far.early((*key, most)) if riding is None else None
+    is_far, ended = far.way(key, most, row_bytes, turn, early)
+    if is_far:
+        return far.combine(*call, ended, _BACK, (*key, most))
+    return _Combined(group, *call, ended, None if riding is None else riding())
 
 
 def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
