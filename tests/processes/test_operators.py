@@ -156,6 +156,11 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_fix(pool: Pool, operat
     pool.run(suite.refused, operator, ROWS[operator].small, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("operator", mostly(ROWS, "all_gather_matmul", "matmul_all_to_all"))
+def test_bad_arguments_are_refused_while_flops_are_counted(pool: Pool, operator: str) -> None:
+    pool.run(suite.refused, operator, ROWS[operator].small, True, ranks=2, timeout_s=60)
+
+
 @pytest.mark.parametrize("operator", ROWS)
 def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool, operator: str) -> None:
     pool.run(suite.one_rank_differs, operator, ROWS[operator].small, ranks=2, timeout_s=60)

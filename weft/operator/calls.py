@@ -32,7 +32,7 @@ from weft.operator.derivatives import (
 from weft.operator.flops import counted, flops_of, is_counter_there
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
-from weft.operator.together import agree, interrupted, together
+from weft.operator.together import agree, interrupted, tell, together
 from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
 from weft.runtime.meeting import UNKNOWN, in_backward, published_on
@@ -78,24 +78,51 @@ def made(
     form: a function that takes the group and returns the call's arguments as `op.form`, a NamedTuple. Peers are
         notified if the function raises.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        call, deadline_s = form(group), check_options(deadline_s, timeline)
-        if timeline is not None:
-            raise ValueError("timeline= is not supported in a compiled call: do not pass it, or call in eager mode")
-        name = group if isinstance(group, str) else group_of(group).group_name
-        options = name, schedule or "", deadline_s or 0.0
-        if torch.compiler.is_compiling():
-            return op.compiled(*call, *options)  # type: ignore[no-any-return]
-        before = WANTED_OUTSIDE.set(op.wanted(call))
-        try:
-            return op.compiled(*call, *options)  # type: ignore[no-any-return]
-        finally:
-            WANTED_OUTSIDE.reset(before)
+    if torch.compiler.is_compiling():
+        return op.compiled(*_for_dispatcher(op, group, form, schedule, deadline_s, timeline))  # type: ignore[no-any-return]
+    if is_in_torch_dispatch_mode():
+        return _made_in_mode(op, group, like, form, schedule, deadline_s, timeline)
     try:
         return _made_now(op, group, like, form, schedule, deadline_s, timeline)
     except BaseException as error:
         interrupted(op.title, group, error)
         raise
+
+
+def _for_dispatcher(
+    op: Operator[Any], group: dist.ProcessGroup | str | None, form: Callable[[dist.ProcessGroup | str | None], Any],
+    schedule: str | None, deadline_s: float | None, timeline: Timeline | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of `op.compiled` for a call."""
+    call, deadline_s = form(group), check_options(deadline_s, timeline)
+    if timeline is not None:
+        raise ValueError(
+            "timeline= is not supported in a compiled call, or inside a dispatch mode such as FlopCounterMode: do not pass it, "
+            "or call in eager mode"
+        )
+    name = group if isinstance(group, str) else group_of(group).group_name
+    return *call, name, schedule or "", deadline_s or 0.0
+
+
+def _made_in_mode(
+    op: Operator[Any], group: dist.ProcessGroup | str | None, like: Any,
+    form: Callable[[dist.ProcessGroup | str | None], Any], schedule: str | None, deadline_s: float | None,
+    timeline: Timeline | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Make a call inside a dispatch mode, such as FlopCounterMode, which must see the call as one operator of torch."""
+    try:
+        plan.pinned(schedule)  # refuses a schedule that is not a string
+        arguments = _for_dispatcher(op, group, form, schedule, deadline_s, timeline)
+        wanted = op.wanted(op.form(*arguments[:-3]))
+    except Exception as error:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:  # a call that peers make too
+            tell(error, op.title, group_of(group), like)
+        raise
+    before = WANTED_OUTSIDE.set(wanted)
+    try:
+        return op.compiled(*arguments)  # type: ignore[no-any-return]
+    finally:
+        WANTED_OUTSIDE.reset(before)
 
 
 @opaque  # if tracing a caller has failed, Dynamo would trace this function frame by frame
@@ -388,6 +415,7 @@ def gradients_of_call(
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
         grads = [grad.resolve_neg() for grad in grads]
+        saved = [t if t is None else t.resolve_neg() for t in saved]  # torch's dispatcher leaves such views in `saved`
         for tensor in saved:
             if tensor is not None:
                 check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)

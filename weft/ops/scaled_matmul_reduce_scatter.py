@@ -103,6 +103,7 @@ def scaled_matmul_reduce_scatter(
         if bias is not None:
             check_tensor("bias", bias)
         check_reduction("reduce_op", reduce_op)
+        check_flag("use_fast_accum", use_fast_accum)  # torch's dispatcher would convert a number
         if result_scale is not None:
             raise ValueError(
                 "result_scale is not supported: pass None, and apply the scale to B_scale or to the result"
@@ -215,7 +216,6 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
             raise ValueError(f"A is {x.dtype}: use {FP8}, or weft.matmul_reduce_scatter for fp32, fp16 and bf16")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
-        check_flag("use_fast_accum", call.fast)
         check_on(x.device, "A_scale", call.scale, torch.float32)
         check_on(x.device, "B_scale", call.B_scale, torch.float32)
         check_beside(B, call.B_scale, call.bias, call.out, call.by_row, ("B_scale", "bias"))

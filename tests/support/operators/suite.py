@@ -8,6 +8,7 @@ CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import warnings
@@ -22,6 +23,7 @@ from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
 from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
 from support.operators.scaled import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft.operator import layout
@@ -249,17 +251,24 @@ def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
     call.check(group, run(*call.mine))
 
 
-def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+def refused(group: dist.ProcessGroup, operator: str, case: Case, counts_flops: bool = False) -> None:
     """Pass invalid arguments, on all ranks and on the first rank only. Every rank must get the values and the fix. A
     valid call follows.
+
+    counts_flops: True to make the invalid calls inside FlopCounterMode.
     """
+
+    def error_of(given: dict[str, Any]) -> str:
+        with FlopCounterMode(display=False) if counts_flops else contextlib.nullcontext():
+            return told(lambda: call.public(**given))
+
     call, first = CALLS[operator](case, group, 1), group.rank() == 0
     good, wrong = call.arguments(call.mine, group), dict[str, str]()
     everybody = f"ranks {', '.join(map(str, range(group.size())))}: "
     for name, (changes, text) in call.impossible().items():
         for who in ("all", "one"):
             given = good | changes if first or who == "all" else good
-            error = told(lambda given=given: call.public(**given))
+            error = error_of(given)
             named = (
                 error.startswith("RefusedError: rank 0: ")
                 if who == "one"
