@@ -195,6 +195,22 @@ def test_without_a_terminal_lines_say_what_takes_so_long(
     ]
 
 
+def test_long_work_says_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(step=30)
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
+    with console.progress(10.0, True, "weft reproduce: ", every_s=2.0) as step:
+        for what in ("first", "second", "third", "last"):
+            step(what, 2.5)
+    assert capsys.readouterr().err.splitlines() == [
+        "weft reproduce: first (0% done, 30 s)",
+        "weft reproduce: second (25% done, 60 s, about 3 min left)",
+        "weft reproduce: third (50% done, 90 s, about 2 min left)",
+        "weft reproduce: last (75% done, 120 s)",
+    ]
+
+
 def test_a_plan_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [
         *COMMAND,

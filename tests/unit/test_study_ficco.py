@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from weft.bench.core import records as files
 from weft.bench.report import rewrite
-from weft.bench.table_1 import find_gemms
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, find_gemms
 from weft.cli.app import app
-from weft.studies.ficco import conclusions, draw, markdown, rows_of, simulated, tables
+from weft.studies import ficco as study
+from weft.studies.ficco import _divisible, conclusions, draw, markdown, rows_of, simulated, tables
+from weft.studies.ficco_choosers import drawn
 from weft.studies.ficco_rows import SHARD, STUDIED, ficco
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -96,8 +98,49 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks=3: M=16384 of g1 is not divisible into 3 shards of 3 pieces: use"):
-        simulated("mi300x", 3)
+    started: list[str] = []
+    message = "ranks=3: M=16384 of g1 is not divisible into 3 shards of 3 pieces: use 2, 4, 8, 16, 32 or 64 ranks"
+    with pytest.raises(ValueError, match=message):
+        simulated("mi300x", 3, progress=lambda what, share: started.append(what))
+    assert not started
+    with pytest.raises(ValueError, match="M=1607680 of g13 is not divisible into 64 shards"):
+        simulated("mi300x", 64, gemms=find_gemms(["g13"]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+def test_ranks_that_a_refusal_names_divide_all_gemms_but_one(ranks: int) -> None:
+    chosen, omitted = _divisible((*TABLE_1, *SYNTHETIC), ranks)
+    assert len(chosen) + len(omitted) == 32
+    assert [gemm.name for gemm in omitted] == (["g13"] if ranks == 64 else [])
+    assert not [gemm.name for gemm in drawn() if gemm.m % (ranks * ranks)]
+
+
+@pytest.mark.parametrize(
+    ("options", "sensitive"),
+    [([], True), (["--ranks", "32"], False), (["--ranks", "32", "--sensitivity"], True), (["--no-sensitivity"], False)],
+)
+def test_many_ranks_get_no_sensitivity_without_being_asked(
+    options: list[str], sensitive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The analysis takes most of the time."""
+    given: list[bool] = []
+
+    def made(*positional: object, sensitive: bool, progress: object) -> list[dict]:
+        given.append(sensitive)
+        return made_up()
+
+    monkeypatch.setattr(study, "simulated", made)
+    done = CliRunner().invoke(app, ["reproduce", "ficco", *options])
+    assert done.exit_code == 0, done.output
+    assert given == [sensitive]
+    assert ("add --sensitivity" in done.output) == (not sensitive)
+
+
+def test_a_gemm_that_64_ranks_cannot_divide_is_omitted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "predict", lambda *given: 1.0)
+    found = simulated("mi300x", 64, gemms=find_gemms(["g13", "g10"]))
+    assert {one["config"] for one in found} == {"g10"}
+    assert "g13 (M=1607680) is omitted: its M cannot be divided by the square" in " ".join(study.notes(found))
 
 
 def test_a_machine_that_lacks_a_number_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import typer
 
 from weft.bench.core.arguments import appended, check_file, check_pictures
 from weft.cli.names import Named
+from weft.cli.operators import without_collection
 
 SAYS_EVERY_S = 2.0  # seconds between progress lines if there is no terminal
+_SENSITIVE_RANKS = 16  # the most ranks for which the sensitivity of FiCCO's study is analysed without being asked for
 
 
 class _Papers(Named):
@@ -52,12 +54,18 @@ def ficco(
         ))
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=2, max=64, help=(
-        "Number of GPUs. Default: 8, as in the paper. 8 take a minute; the time grows with the square of the number."
+        "Number of GPUs. Default: 8, as in the paper. 8 take half a minute, 64 some minutes."
     ))] = None,
     topology: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
     ] = None,
+    sensitivity: Annotated[bool | None, typer.Option(
+        "--sensitivity/--no-sensitivity", show_default=False, help=(
+            "Change each assumed number of the machine by 20%. This takes most of the time: with 64 GPUs, more than ten "
+            f"minutes. Default: only for at most {_SENSITIVE_RANKS} GPUs."
+        )
+    )] = None,
     records: _Records = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; existing lines stay.")
@@ -77,14 +85,18 @@ def ficco(
     """
     from weft.studies import ficco as study
 
-    _require_simulated(records, hw=hw, ranks=ranks, topology=topology)
+    _require_simulated(records, hw=hw, ranks=ranks, topology=topology, sensitivity=sensitivity)
+    ranks = ranks or 8
+    sensitive = ranks <= _SENSITIVE_RANKS if sensitivity is None else sensitivity
     _reproduce(
         study,
-        lambda step: study.simulated(hw or "mi300x", ranks or 8, topology, progress=step),
+        lambda step: study.simulated(hw or "mi300x", ranks, topology, sensitive=sensitive, progress=step),
         records,
         json,
         pictures,
     )
+    if records is None and not sensitive:
+        print(f"The sensitivity to the machine's assumed numbers is omitted for {ranks} GPUs: add --sensitivity")
 
 
 @reproduce.command()
@@ -252,7 +264,7 @@ def _reproduce(
     if pictures is not None:
         check_pictures(pictures)
     if records is None:
-        with progress(1.0, True, "weft reproduce: ", every_s=SAYS_EVERY_S) as step:
+        with progress(1.0, True, "weft reproduce: ", every_s=SAYS_EVERY_S) as step, without_collection():
             found = simulated(step)
     else:
         found = files.read([records])

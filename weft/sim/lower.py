@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias, cast
 
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
@@ -66,6 +67,36 @@ class _LastLowered:
 
 
 _lowered = _LastLowered(schedules=256, tasks=1 << 20)
+
+
+class _Evaluated:
+    """The evaluated steps of a schedule, which do not depend on the model.
+
+    items: the steps of each lane.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        numbers = Numbers(schedule)
+        self.schedule, self.items = schedule, [numbers.items(lane) for lane in schedule.lanes]
+
+    @cached_property
+    def turns_around(self) -> bool:
+        """True if the steps of all ranks are rotationally symmetric."""
+        return turns_around(list(itertools.chain(*self.items)), self.schedule.world_size)
+
+
+_last_evaluated: list[_Evaluated] = []
+
+
+def _evaluated(schedule: Schedule) -> _Evaluated:
+    """Return the evaluated steps of `schedule`. They are kept for the last schedule, because studies simulate a schedule with
+    many models, one after the other.
+    """
+    kept = next(iter(_last_evaluated), None)
+    if kept is None or kept.schedule is not schedule:
+        kept = _Evaluated(schedule)
+        _last_evaluated[:] = [kept]
+    return kept
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
@@ -148,14 +179,14 @@ class _Lowering:
         }
 
     def program(self, alike: bool) -> LoweredSchedule:
-        numbers = Numbers(self.schedule)
-        items = [numbers.items(lane) for lane in self.schedule.lanes]
+        evaluated = _evaluated(self.schedule)
+        items = evaluated.items
         on_compute = [item for lane, of_lane in zip(self.schedule.lanes, items, strict=True)
                       if lane.resource == "compute" for item in of_lane]  # fmt: skip
         waits = {item.signal for item in on_compute if item.awaited is not None and not (item.previous or item.units)}
         # Signals that compute lanes both set and wait for, in the same run.
         self._by_streams = waits & {item.signal for item in on_compute if item.distance is not None}
-        if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
+        if alike and self._topology.period < self.world and evaluated.turns_around:
             self._period = self._topology.period
         self._distances = distances(self._topology, self._period)
         ranks = tuple(range(self._period))

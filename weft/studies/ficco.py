@@ -65,30 +65,33 @@ def simulated(
     topology: str | None = None,
     gemms: Sequence[GatheredGemm] | None = None,
     *,
+    sensitive: bool = True,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
     """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. The
     predictions use only the machine file.
 
     gemms: None for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis.
+    sensitive: False to omit the sensitivity analysis, which takes most of the time.
     progress: called with the name of the next GEMM, and the fraction of the work done since the last call.
 
-    Raises `ValueError` for an unknown machine or topology, or if the number of ranks does not divide a GEMM's M.
+    With 64 ranks, one GEMM of table I is omitted, because its M cannot be divided (`notes` says so).
+
+    Raises `ValueError` for an unknown machine or topology, or if the number of ranks does not divide a GEMM's M. All
+    GEMMs are checked before the first is simulated.
     """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     common = head("all_gather_matmul", machine, ranks, topology)
-    chosen = gemms or (*TABLE_1, *SYNTHETIC)
-    more = 4 * len(chosen)  # the sensitivity takes as long as this many GEMMs
-    steps = len(chosen) + (choosers.DRAWN + more) * (gemms is None)
+    chosen, omitted = _divisible(gemms or (*TABLE_1, *SYNTHETIC), ranks)
+    if omitted:
+        common["omitted"] = [f"{gemm.name} (M={gemm.m})" for gemm in omitted]
+    more = 4 * len(chosen) * sensitive  # the sensitivity takes as long as this many GEMMs
+    drawn = 0.3 * choosers.DRAWN  # eight schedules for each of these, in place of 27
+    steps = len(chosen) + (drawn + more) * (gemms is None)
     for gemm in chosen:
         progress(f"simulating {gemm.name}", bool(found) / steps)
-        if gemm.m % (ranks * ranks):
-            raise ValueError(
-                f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divisible into {ranks} shards of {ranks} pieces: "
-                "use 2, 4 or 8 ranks"
-            )
         mine = gemm.sharded(ranks)
         problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)
         of_gemm = {
@@ -101,11 +104,26 @@ def simulated(
                     ms = predict(one.build(), model, "queued", least_us(problem, model)) / 1e3
                     found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
     if gemms is None:
-        judged = choosers.judge_drawn(machine, model, ranks, lambda what: progress(f"simulating {what}", 1 / steps))
+        judged = choosers.judge_drawn(machine, model, ranks, lambda what: progress(f"simulating {what}", 0.3 / steps))
         found.append({**common, **judged})
+    if gemms is None and sensitive:
         numbers = sensitivity.simulate(machine, ranks, topology, lambda what, part: progress(what, part * more / steps))
         found.append({**common, **numbers})
     return found
+
+
+def _divisible(gemms: Sequence[GatheredGemm], ranks: int) -> tuple[list[GatheredGemm], list[GatheredGemm]]:
+    """Return (GEMMs whose M can be divided into `ranks` shards of `ranks` pieces, the other GEMMs). Raise `ValueError` if there
+    are several other GEMMs, or if all GEMMs are such.
+    """
+    chosen = [gemm for gemm in gemms if gemm.m % (ranks * ranks) == 0]
+    omitted = [gemm for gemm in gemms if gemm not in chosen]
+    if len(omitted) > 1 or not chosen:
+        raise ValueError(
+            f"ranks={ranks}: M={omitted[0].m} of {omitted[0].name} is not divisible into {ranks} shards of {ranks} pieces: "
+            "use 2, 4, 8, 16, 32 or 64 ranks"
+        )
+    return chosen, omitted
 
 
 def rows_of(records: Sequence[Record]) -> GemmRows:
@@ -275,7 +293,9 @@ def notes(records: Sequence[Record]) -> list[str]:
     said = where(records[-1])
     if records[-1]["device"] != "simulated":
         return [f"{said} {_smaller(records)}".strip()]
-    return [said, *choosers.said_of_drawn(records)]
+    omitted = records[-1].get("omitted", ())
+    why = [f"{', '.join(omitted)} is omitted: its M cannot be divided by the square of the number of ranks."]
+    return [said, *(why if omitted else []), *choosers.said_of_drawn(records)]
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:

@@ -3,11 +3,14 @@ or higher.
 
 Each change is first simulated for one small GEMM, `_PROBE`. If none of its times changes by more than 0.1%, the report
 lists the number as having no effect, and the other GEMMs are not simulated.
+
+Each schedule is built once for all changes, because building it takes as long as simulating it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.bench.core.tables import Record, ResultTable, geomean, table
@@ -31,37 +34,47 @@ def simulate(machine: Machine, ranks: int, topology: str | None, step: Callable[
 
     step: called with a description of the next piece of work, and its fraction of all work.
     """
-    probe = _times(find_gemms(_PROBE), machine, ranks, topology)
-    lines: list[list[Any]] = [["as it is", None, _summary(list(_rows(TABLE_1, machine, ranks, topology)))]]
     keys = [key for key in machine if machine[key].source == "assumed"]
-    for key in keys:
-        step(f"{key} at 80% and 120%", 1 / len(keys))
-        for factor in FACTORS:
-            changed = scaled(machine, key, factor)
-            now = _times(find_gemms(_PROBE), changed, ranks, topology)
-            if key == "heuristic.threshold" or any(abs(now[name] / us - 1) > _EFFECT for name, us in probe.items()):
-                lines.append([key, factor, _summary(list(_rows(TABLE_1, changed, ranks, topology)))])
-    without = sorted(set(keys) - {line[0] for line in lines})
-    return {"config": "sensitivity", "variant": "sensitivity", "lines": lines, "without": without}
-
-
-def _times(gemms: Sequence[GatheredGemm], machine: Machine, ranks: int, topology: str | None) -> dict[str, float]:
-    return {f"{row.config} {name}": ms for row in _rows(gemms, machine, ranks, topology) for name, ms in row.ms.items()}
-
-
-def _rows(gemms: Sequence[GatheredGemm], machine: Machine, ranks: int, topology: str | None) -> Iterator[GemmRow]:
-    model = model_for(machine, ranks, topology)
+    changes: list[tuple[str, float | None]] = [("as it is", None), *itertools.product(keys, FACTORS)]
+    machines = [machine if factor is None else scaled(machine, key, factor) for key, factor in changes]
+    (probe,) = find_gemms(_PROBE)
+    step(f"{len(keys)} assumed numbers at 80% and 120% for {probe.name}", 0.1)
+    before, *now = _rows(probe, machines, ranks, topology)
+    matters = [
+        key == "heuristic.threshold" or any(abs(row.ms[name] / ms - 1) > _EFFECT for name, ms in before.ms.items())
+        for (key, _), row in zip(changes[1:], now, strict=True)
+    ]
+    changes = list(itertools.compress(changes, [True, *matters]))
+    machines = list(itertools.compress(machines, [True, *matters]))
+    by_gemm = []
+    gemms = [gemm for gemm in TABLE_1 if gemm.m % (ranks * ranks) == 0]
     for gemm in gemms:
-        mine = gemm.sharded(ranks)
-        problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)
-        least = least_us(problem, model)
-        ms = {
-            name: predict(named(problem, name).build(), model, "queued", least) / 1e3
-            for name in (SERIAL, SHARD, *EIGHT)
-        }
-        halves = gemms_us(problem, model) / 1e3, communication_us(problem, model) / 1e3
-        pick = static_pick(problem, machine)
-        yield GemmRow(gemm.name, mine, pick or "", ms, *halves, closed_form_pick(problem, model))
+        step(f"{len(changes) - 1} changed numbers for {gemm.name}", 0.9 / len(gemms))
+        by_gemm.append(_rows(gemm, machines, ranks, topology))
+    lines = [[*change, _summary(rows)] for change, rows in zip(changes, zip(*by_gemm, strict=True), strict=True)]
+    without = sorted(set(keys) - {key for key, _ in changes})
+    count = {} if len(gemms) == len(TABLE_1) else {"gemms": len(gemms)}
+    return {"config": "sensitivity", "variant": "sensitivity", "lines": lines, "without": without, **count}
+
+
+def _rows(gemm: GatheredGemm, machines: Sequence[Machine], ranks: int, topology: str | None) -> list[GemmRow]:
+    """Return the results for one GEMM on each of `machines`."""
+    mine = gemm.sharded(ranks)
+    problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)
+    models = [model_for(machine, ranks, topology) for machine in machines]
+    least = [least_us(problem, model) for model in models]
+    ms: list[dict[str, float]] = [{} for _ in machines]
+    for name in (SERIAL, SHARD, *EIGHT):
+        schedule = named(problem, name).build()
+        for of_machine, model, us in zip(ms, models, least, strict=True):
+            of_machine[name] = predict(schedule, model, "queued", us) / 1e3
+    return [
+        GemmRow(
+            gemm.name, mine, static_pick(problem, machine) or "", of_machine, gemms_us(problem, model) / 1e3,
+            communication_us(problem, model) / 1e3, closed_form_pick(problem, model),
+        )
+        for machine, model, of_machine in zip(machines, models, ms, strict=True)
+    ]  # fmt: skip
 
 
 def _summary(rows: Sequence[GemmRow]) -> dict[str, float]:
@@ -79,14 +92,15 @@ def _summary(rows: Sequence[GemmRow]) -> dict[str, float]:
 
 
 def sensitivity_table(record: Record) -> ResultTable:
+    count = record.get("gemms", len(TABLE_1))
     columns: dict[str, Callable[[Any], str]] = {
         "number": lambda line: line[0] if line[1] is None else f"{line[0]} x {line[1]:g}",
         "ideal": lambda line: f"{line[2]['ideal']:.2f}",
         "shard": lambda line: f"{line[2]['shard']:.2f}",
         "FiCCO 1D": lambda line: f"{line[2]['1D']:.2f}",
         "FiCCO 2D": lambda line: f"{line[2]['2D']:.2f}",
-        "heuristic: picks within 3%": lambda line: f"{line[2]['heuristic']:.0f} of {len(TABLE_1)}",
-        "closed form: picks within 3%": lambda line: f"{line[2]['closed']:.0f} of {len(TABLE_1)}",
+        "heuristic: picks within 3%": lambda line: f"{line[2]['heuristic']:.0f} of {count}",
+        "closed form: picks within 3%": lambda line: f"{line[2]['closed']:.0f} of {count}",
     }
     title = (
         "Table I with one assumed number of the machine changed: geometric means of speedups, and how many picks are within "

@@ -13,7 +13,7 @@ from typing import NoReturn
 try:
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError:
     Console = None  # type: ignore[assignment,misc]
@@ -84,6 +84,12 @@ def has_bar() -> bool:
     return Console is not None and sys.stderr.isatty()
 
 
+def _left(passed_s: float, done: float) -> str:
+    """Return the estimated remaining time as text; "" if it is below a minute. done: the fraction of the work that is done."""
+    minutes = passed_s * (1 - done) / done / 60 if done > 0 else 0.0
+    return f", about {minutes:.0f} min left" if minutes >= 1 else ""
+
+
 @contextlib.contextmanager
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
@@ -94,7 +100,8 @@ def progress(
     On a terminal with rich installed, progress is a bar that disappears at the end. Otherwise each step prints a line.
 
     shown: False to show nothing. prefix: text before each `what`. every_s: if it is positive and there is no bar, the
-    first line appears after `every_s` seconds, and later lines at longer intervals.
+    first line appears after `every_s` seconds, and later lines at longer intervals. If the rest takes more than a minute,
+    these lines say how long.
     """
     if not shown:
         yield lambda what, share: None
@@ -106,7 +113,7 @@ def progress(
             nonlocal said_at, done
             passed = time.monotonic() - start
             if what not in said and passed - said_at >= (_FEWER * every_s if said_at else every_s):
-                so_far = f" ({done / total:.0%} done, {passed:.0f} s)" if every_s else ""
+                so_far = f" ({done / total:.0%} done, {passed:.0f} s{_left(passed, done / total)})" if every_s else ""
                 print(f"{prefix}{what}{so_far}", file=sys.stderr, flush=True)
                 said_at = passed
             said.add(what)
@@ -114,7 +121,7 @@ def progress(
 
         yield line
     else:
-        columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         bar = Progress(
             *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
         )
