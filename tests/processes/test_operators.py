@@ -146,6 +146,11 @@ def test_negated_views(pool: Pool, operator: str) -> None:
     pool.run(suite.negated, operator, case, ("serial", row.small.schedule), ranks=2, timeout_s=120)
 
 
+@pytest.mark.parametrize("operator", ROWS)
+def test_default_device(pool: Pool, operator: str) -> None:
+    pool.run(suite.default_device, operator, ROWS[operator].small, ranks=2, timeout_s=60)
+
+
 @each("compiled", names="name")
 def test_compiled(pool: Pool, operator: str, name: str) -> None:
     pool.run(suite.compiled, operator, ROWS[operator].results[name], ranks=2, timeout_s=120)

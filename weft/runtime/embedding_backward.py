@@ -251,7 +251,7 @@ def scale_of_norm(
     if group.size() > 1 and squares.device.type == "cpu":
         comm = symm.communicator(group, squares.device)
         of_ranks = comm.all_gather(float(squares), what="the norm of gradients", deadline_s=deadline_s)
-        squares = torch.tensor(sum(of_ranks), dtype=torch.float64)
+        squares = squares.new_tensor(sum(of_ranks), dtype=torch.float64)
     elif group.size() > 1:
         gathered = squares.new_empty(group.size())
         all_gather_single(gathered, squares.view(1), group=group)

@@ -99,7 +99,7 @@ class Rails:
         if nbytes > self.most_bytes:
             room = max(nbytes // self.levels.per_host, min(nbytes, _SMALL_BYTES))
             self._reserve(nbytes, room)
-            self._more = [torch.ones(len(self._others) * room, dtype=torch.uint8) for _ in range(2)]
+            self._more = [torch.ones(len(self._others) * room, dtype=torch.uint8, device="cpu") for _ in range(2)]
             self.most_bytes = nbytes
 
     def reserve_rows(self, nbytes: int) -> None:
@@ -121,7 +121,7 @@ class Rails:
         capacity = self._head_bytes + aligned(far_bytes) + _ALIGNMENT
         if capacity > self._capacity:
             self._capacity, total = capacity, len(self._others) * capacity
-            self._sent, self._received = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
+            self._sent, self._received = (torch.ones(total, dtype=torch.uint8, device="cpu") for _ in range(2))
             self._sent_view, self._received_view = self._sent.numpy().data, self._received.numpy().data
 
     def close(self) -> None:
@@ -463,7 +463,7 @@ def _split(data: memoryview, at: int, count: int) -> list[bytes]:
 
 def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write the sum of `parts`, at least two tensors, to `out`. Compute it in fp32 (fp64 for fp64), and round it once."""
-    wide = out if out.dtype in (torch.float32, torch.float64) else torch.empty(out.shape, dtype=torch.float32)
+    wide = out if out.dtype in (torch.float32, torch.float64) else out.new_empty(out.shape, dtype=torch.float32)
     if wide is out:
         torch.add(parts[0], parts[1], out=out)
     else:

@@ -54,7 +54,7 @@ class AllToAll:
         self.near_bytes, self.far_bytes = self._rows_at + self._most, self._head_bytes + per_host * self._most
         self.nbytes = int(counts.sum()) * self._row_bytes
         """The number of bytes of this rank's rows."""
-        self._table = torch.empty(counts.shape, dtype=torch.int64)
+        self._table = torch.empty(counts.shape, dtype=torch.int64, device="cpu")
         self.counts: Counts = self._table.numpy()
         """The number of rows from each rank, [W, experts]."""
         self._received: dict[int, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from weft import _core
 from weft.symm import Communicator
 
 _START = 64  # offset of the bytes: the counter has its own cache line
-_BYTE = torch.empty(0, dtype=torch.uint8)
+_BYTE = torch.empty(0, dtype=torch.uint8, device="cpu")
 NO_WORK: Iterator[None] = iter(())
 """An empty iterator, for a wait in which a rank has no other work to do."""
 
@@ -113,7 +113,7 @@ class WithinHost:
 
         def write(first: int) -> None:
             own = self.own(_BYTE, self.nbytes, deadline_s=deadline_s, what=what)
-            own[:head].view(torch.int64).copy_(torch.tensor(bounds))
+            own[:head].view(torch.int64).copy_(torch.tensor(bounds, device="cpu"))
             for part, start in zip(outgoing, bounds, strict=False):
                 _copy_overlap(own[head:], first, part, start)
             self._advance()

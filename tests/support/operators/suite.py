@@ -243,6 +243,20 @@ def negated(group: dist.ProcessGroup, operator: str, case: Case, schedules: Sequ
             torch.testing.assert_close(found.grad.double(), 2 * right, rtol=2e-4, atol=2 * call.atol)
 
 
+def default_device(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Make the first calls of a group, and a backward, while torch's default device is not the device of the operands."""
+    own = own_group(group)
+    for schedule in (case.schedule, "serial"):
+        call = CALLS[operator](replace(case, schedule=schedule), own, 1)
+        for _ in range(2):
+            inputs = [t.requires_grad_(bool(call.spec.gradients_of)) for t in call.mine]
+            with torch.device("meta"):
+                ys = call(own, *inputs)
+                if ys[0].requires_grad:
+                    ys[0].backward(ys[0].detach())
+            call.check(own, [y.detach() for y in ys])
+
+
 def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
     """Call the operator in one graph of torch.compile."""
     call = CALLS[operator](case, group, 3)

@@ -103,14 +103,14 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, rece
 
     received: the gradients, [global batch, columns of this rank's tables].
     """
-    squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
+    squares = [torch.zeros(count, dtype=torch.float32, device="cpu") for count in rows.counts()]
     memory = np.zeros((len(squares), 5), dtype=np.int64)
     memory[:, 3] = [one.data_ptr() for one in squares]
     numbers = [0.0, of.factor, *[0.0] * 8, math.inf]
     _updated(
         of, rows, received, memory, _SQUARES, numbers, tables.optimizer.nonfinite == "skip", of.plan.sharding.dtype
     )
-    return sum((one.double().sum() for one in squares), torch.zeros((), dtype=torch.float64))
+    return sum((one.double().sum() for one in squares), torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
 def gradients_of_tables(
@@ -134,7 +134,7 @@ def gradients_of_tables(
         return values
     found = []
     for number, (table, value) in enumerate(zip(tables, values, strict=True)):
-        indices = torch.empty(1, counts[number], dtype=torch.int64)
+        indices = torch.empty(1, counts[number], dtype=torch.int64, device="cpu")
         rows.rows(number, indices.data_ptr())
         shape = table.num_embeddings, table.embedding_dim
         found.append(torch.sparse_coo_tensor(indices, value, shape, is_coalesced=True, check_invariants=False))
@@ -167,9 +167,10 @@ def rows_read(of: ForwardCall, rows: _core.SortedRows) -> torch.Tensor:
     """
     sharding, flags = of.plan.sharding, []
     for number, (index, count) in enumerate(zip(sharding.local_tables(of.rank), rows.counts(), strict=True)):
-        indices = torch.empty(1, count, dtype=torch.int64)
+        indices = torch.empty(1, count, dtype=torch.int64, device="cpu")
         rows.rows(number, indices.data_ptr())
-        flags.append(torch.zeros(sharding.tables[index].num_embeddings).index_fill_(0, indices[0], 1.0))
+        read = torch.zeros(sharding.tables[index].num_embeddings, dtype=torch.float32, device="cpu")
+        flags.append(read.index_fill_(0, indices[0], 1.0))
     return torch.cat(flags)
 
 
@@ -181,7 +182,7 @@ def gradients_of_weights(
     received: the gradients of the pooled vectors, [global batch, columns of this rank's tables].
     """
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
-    out = torch.empty(jagged.values.numel(), dtype=torch.float32)
+    out = torch.empty(jagged.values.numel(), dtype=torch.float32, device="cpu")
     _core.gradients_of_weights(
         slots=slots,
         tables=tables,

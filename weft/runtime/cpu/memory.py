@@ -105,7 +105,7 @@ class Memory:
         if now is None or layout.buffer_bytes > now.nbytes or layout.n_counters > len(now.sets):
             now = self._grown(layout, now, what)
         if scratch_bytes > now.scratch.nbytes:
-            scratch = torch.empty(_grown(now.scratch.nbytes, scratch_bytes), dtype=torch.uint8)
+            scratch = torch.empty(_grown(now.scratch.nbytes, scratch_bytes), dtype=torch.uint8, device="cpu")
             now = replace(now, version=now.version + 1, scratch=scratch)
         self.mapped = now
         while len(self.workers) < n_workers:
@@ -122,7 +122,7 @@ class Memory:
         near = [rank for rank in ranks if self.comm.mapped[rank]]
         owners = tuple(map(region.owner, near))
         addresses = tuple(region.address(rank) if rank in near else 0 for rank in ranks)
-        scratch = torch.empty(0, dtype=torch.uint8) if now is None else now.scratch
+        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if now is None else now.scratch
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: MemoryUser, mapped: Mapped) -> None:

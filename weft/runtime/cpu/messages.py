@@ -133,8 +133,8 @@ class Arrival:
     def begin(self) -> None:
         """Begin to receive the message. Do nothing for a signal that arrives with the previous message of the channel."""
         if not self._joined:
-            target = torch.empty(1, dtype=torch.uint8) if self._target is None else self._target
-            self._data = torch.empty(target.shape, dtype=target.dtype)
+            target = torch.empty(1, dtype=torch.uint8, device="cpu") if self._target is None else self._target
+            self._data = target.new_empty(target.shape)
             self._work = self._channels.begin(self._channel, self._data)
 
     def __call__(self) -> None:
@@ -168,7 +168,9 @@ def _receive(step: Receive, places: Places, rows: tuple[int, ...]) -> Arrival:
 def _post(step: Post, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
     if step.joined:
         return _nothing
-    data = places.view(step.step.src) if isinstance(step.step, Send) else torch.zeros(1, dtype=torch.uint8)
+    data = (
+        places.view(step.step.src) if isinstance(step.step, Send) else torch.zeros(1, dtype=torch.uint8, device="cpu")
+    )
     what = _described(step.step, step.to)
     return partial(_send, channels_of(places.run.comm), step.channel, data, places.run, what)
 

@@ -134,7 +134,7 @@ class Run:
             return
         ranks, group = range(self.comm.world_size), self.comm.group
         src, dst = sendable(src), sendable(dst)
-        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        whole = dst if dst.is_contiguous() else dst.new_empty(dst.shape)
         if len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
         else:  # gloo's all-gather does not support unequal rows
@@ -153,7 +153,7 @@ class Run:
         """Send sent[r] rows of src to each rank r, and receive received[r] rows from rank r into dst, with gloo. Only one
         thread at a time may call it.
         """
-        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        whole = dst if dst.is_contiguous() else dst.new_empty(dst.shape)
         source = src.contiguous()
         work = all_to_all_single(whole, source, received, sent, group=self.comm.group, async_op=True)
         finish(work, self.comm, f"exchange of schedule {self.name}", self.deadline_s, source, whole, self.tensors)
@@ -162,7 +162,7 @@ class Run:
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Write the sum of all ranks' src to dst, with gloo. Only one thread at a time may call it."""
-        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        whole = dst if dst.is_contiguous() else dst.new_empty(dst.shape)
         whole.copy_(src)
         work = all_reduce_single(whole, group=self.comm.group, async_op=True)
         finish(work, self.comm, f"all_reduce of schedule {self.name}", self.deadline_s, whole, self.tensors)
@@ -175,7 +175,7 @@ class Run:
         """
         source = src.contiguous()
         if len(set(rows)) == 1:
-            whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+            whole = dst if dst.is_contiguous() else dst.new_empty(dst.shape)
             work = reduce_scatter_single(whole, source, group=self.comm.group, async_op=True)
         else:  # gloo's reduce-scatter does not support unequal rows
             source = source.clone() if source is src else source

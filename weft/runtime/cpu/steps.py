@@ -213,7 +213,7 @@ def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Ca
     make: a function that gets a tensor, and returns a function that computes the matrix into this tensor.
     """
     rows, cols = size(region)
-    made = torch.empty(rows, cols, dtype=place.flat.dtype)
+    made = torch.empty(rows, cols, dtype=place.flat.dtype, device="cpu")
     make(made)()
     dtype = _ADDED[made.dtype]
     _core.add_2d(place.address(region), place.pitch, made.data_ptr(), cols * made.itemsize, cols, rows, dtype)

@@ -75,7 +75,7 @@ class Early:
         self.near = WithinHost(comm)
         self.near.reserve(NEAR_BYTES)
         self._received = [
-            torch.empty(sum(self._far) * self.capacity_bytes, dtype=torch.uint8) for _ in range(exchanges)
+            torch.empty(sum(self._far) * self.capacity_bytes, dtype=torch.uint8, device="cpu") for _ in range(exchanges)
         ]
 
     @property
