@@ -67,7 +67,7 @@ class Training(Collection, Differentiable):
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        rule, batches = rng.choice([None, *RULES, *RULES]), rng.choice([1, 1, 2])
+        rule, batches = rng.choice([None, None, None, *RULES, *RULES]), rng.choice([1, 1, 2])
         prefetch = rng.choice([None, None, "now", *(["ahead", "loop"] if batches == 1 else ["now"])])
         drawn = {
             **super().drawn(rng, device), "backward": True, "batches": batches, "prefetch": prefetch, "optimizer": rule,
