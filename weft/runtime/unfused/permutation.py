@@ -41,8 +41,9 @@ def reorder(rows: torch.Tensor, received: torch.Tensor, out: torch.Tensor, *, to
     assert rows.is_contiguous()
     assert out.is_contiguous()
     ranks, experts = received.shape
+    counts = received.contiguous()  # in a variable: a copy must outlive the native call
     _core.reorder_rows(
-        rows=rows.data_ptr(), out=out.data_ptr(), counts=received.contiguous().data_ptr(), ranks=ranks, experts=experts,
+        rows=rows.data_ptr(), out=out.data_ptr(), counts=counts.data_ptr(), ranks=ranks, experts=experts,
         row_bytes=rows.shape[1] * rows.itemsize, to_ranks=to_ranks,
     )  # fmt: skip
     return out
