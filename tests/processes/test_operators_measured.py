@@ -39,9 +39,13 @@ PLANNED = [
         "reduced + residual and normed (eps 1e-06), the whole sum to each rank",
         "one_shot[by=load]",
     ),
-    ("matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=0"], "the rows of all", "tracked[chunks=8]"),
+    ("matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=0"], "all rows to each rank", "tracked[chunks=8]"),
     slow(
-        "matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=-1"], "the columns of all", "tracked[chunks=8]"
+        "matmul_all_gather",
+        "8191,8192,4096",
+        ["--option", "gather_dim=-1"],
+        "all columns to each rank",
+        "tracked[chunks=8]",
     ),
 ]
 

@@ -305,7 +305,7 @@ class MatmulAllGatherCall(Product):
         return results
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
-        return {**super().different(), "dimension": ({"gather_dim": -1}, {}, ("the columns of all",))}
+        return {**super().different(), "dimension": ({"gather_dim": -1}, {}, ("all columns to each rank",))}
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
         inputs = [t.clone().requires_grad_() for t in self.mine]
@@ -363,7 +363,7 @@ class MatmulAllGatherGradientsCall(Product):
         fewer, wide = {"x": x[:4], "g": g[: 4 * self.world]}, {"g": g.view(x.shape[0], -1), "columns": True}
         return {
             "rows": (name | fewer, name, ("gradients of [4, ",)),
-            "dimension": (name | wide, name, ("the columns of all",)),
+            "dimension": (name | wide, name, ("all columns to each rank",)),
             "schedule": ({"schedule": "serial"}, name, (f"schedule {self.case.schedule}",)),
         }
 
