@@ -411,28 +411,33 @@ def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> N
 
 
 def without_threads(group):
-    own, start, before = own_group(group), threading.Thread.start, traces()
+    own, start, send, before, goodbyes = own_group(group), threading.Thread.start, Control._send, traces(), set()
 
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    def noted(control: Control, rank: int, packet: bytes, **options: Any) -> None:
+        if packet.startswith(b"G"):
+            goodbyes.add(rank)
+        send(control, rank, packet, **options)
+
     if group.rank() == BAD_RANK:
-        threading.Thread.start = fail  # type: ignore[method-assign]
+        threading.Thread.start, Control._send = fail, noted  # type: ignore[method-assign]
     try:
         first = timed(lambda: set_all_up(own))
     finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
+        threading.Thread.start, Control._send = start, send  # type: ignore[method-assign]
     second, left = timed(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S)), traces(before)["memfd descriptors"]
-    if group.rank() == BAD_RANK:
-        time.sleep(0.5)  # meanwhile the others see if this rank has died
     set_all_up(own_group(group))
-    return first, second, left
+    return first, second, left, goodbyes
 
 
 def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
     found = pool.run(without_threads, ranks=3, timeout_s=40)
-    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "WeftError", "PoisonedGroupError"]
-    for first, second, left in found:
+    assert [first[0] for first, *_ in found] == ["PoisonedGroupError", "WeftError", "PoisonedGroupError"]
+    # Without a goodbye, a peer takes the end of the connection for the death of the process.
+    assert found[BAD_RANK][-1] == {0, 2}
+    for first, second, left, _ in found:
         assert "can't start new thread" in first[1]
         assert second[0] == "PoisonedGroupError"
         assert "rank 1 cannot start its watchdog thread: RuntimeError" in second[1]
