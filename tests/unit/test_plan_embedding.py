@@ -123,7 +123,10 @@ def test_sizes_of_a_rank_are_taken_together_up_to_where_all_grow_alike() -> None
 
 def test_an_explanation_has_all_three_and_nothing_of_gemms() -> None:
     text = plan.explain("embedding_all_to_all", M=16384, N=64, K=64, tables=128, ranks=2, hw="h200", dtype="fp32")
-    for words in ("16384 samples, 128 features with 8192 columns and 64 rows a bag, fp32, 2 ranks", "choice       direct"):
+    for words in (
+        "16384 samples, 128 features with 8192 columns and 64 rows a bag, fp32, 2 ranks",
+        "choice       direct",
+    ):
         assert words in text
     table = [line.split() for line in text.split("\n\n")[1].splitlines()]
     assert [row[0] for row in table[1:]] == ["direct", "put", "serial"]
