@@ -351,7 +351,9 @@ def _compare_ways(
     calls: int,
     by_hand: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Compare weft's choice with "one by one", "far first", and `by_hand` if given."""
+    """Compare weft's choice with "one by one", "far first", and `by_hand` if given. Omit "far first" if the call is so small that
+    weft never uses it.
+    """
     from weft.runtime.two_ways import TwoWays
 
     choose, ways = TwoWays.takes_other, []
@@ -368,9 +370,15 @@ def _compare_ways(
     forced(lambda *given: ways.append(choose(*given)) or ways[-1])
     hand = {} if by_hand is None else {BY_HAND: by_hand}
     first = "one pass" if part == "embedding" else "one by one"
-    _compare(part, op, sizes, hand | {
-        first: lambda: forced(lambda *_: False), "weft": call, "far first": lambda: forced(lambda *_: True),
-    }, calls, "far first" if ways[-1] else first)  # fmt: skip
+    others = {"far first": lambda: forced(lambda *_: True)} if ways else {}
+    _compare(
+        part,
+        op,
+        sizes,
+        hand | {first: lambda: forced(lambda *_: False), "weft": call} | others,
+        calls,
+        "far first" if ways and ways[-1] else first,
+    )
 
 
 def _measure_link(peer: int) -> float:

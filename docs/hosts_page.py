@@ -2,8 +2,8 @@
 
 Sources in benchmarks/results:
 
-    operators    cpu-hosts-operators-1.json, -2.json: two runs, each recorded by two calls of `python benchmarks/hosts.py --json
-                 FILE --append`, with 2 and 4 ranks on each host
+    operators    cpu-hosts-operators-1.json, -2.json: two runs, each recorded by several calls of `python benchmarks/hosts.py
+                 --json FILE --append` (benchmarks/README.md lists their options)
     curves       cpu-hosts.json         recorded by `python benchmarks/hosts.py --only curves --json FILE`
     predictions  cpu-hosts-links.json   recorded by `python benchmarks/hosts.py --only links --json FILE`
     GPUs         h100-hosts.json        recorded by `python benchmarks/gpu_hosts.py --json FILE`
@@ -63,7 +63,9 @@ EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
 
 def _compared(part: str, variants: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield, for each operator and size, a record of the first variant in the first run, and a cell for each variant. A cell has
-    the variant's time in the first run, and its speed relative to the first variant in both runs."""
+    the variant's time in the first run, and its speed relative to the first variant in both runs. The cell of a variant that was
+    not measured is empty.
+    """
     runs = [
         {(*_point(one), one["variant"]): one for one in json.loads(file.read_text()) if one.get("part") == part}
         for file in OPERATORS
@@ -73,7 +75,10 @@ def _compared(part: str, variants: Sequence[str]) -> Iterator[tuple[dict[str, An
             continue
         cells = [f"{record['ms']:.3g}"]
         for variant in variants[1:]:
-            found = [run[*key[:-1], variant] for run in runs]
+            found = [run[*key[:-1], variant] for run in runs if (*key[:-1], variant) in run]
+            if not found:
+                cells.append("")
+                continue
             speeds = ", ".join(f"{one['speed']:.2f}x" for one in found)
             cells.append(f"{found[0]['ms']:.3g} ({speeds})")
         yield record, [*cells, _verdict([run[*key[:-1], "weft"] for run in runs])]
