@@ -9,7 +9,6 @@ namespace weft {
 namespace {
 
 constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's device types
-const std::string HEADER = "C" + std::string(16 + 8 + 16, '\0');  // `Meeting.header` of a call in forward, without options of layers
 constexpr uint64_t ALIGNMENT = 16;       // bytes: cuBLAS reads row scales only from addresses with this alignment
 
 nb::object call_with(nb::handle function, std::initializer_list<nb::handle> arguments, nb::handle keywords) {
@@ -41,9 +40,9 @@ CpuTurns::CpuTurns(nb::object of, const CallCounts &counts, const Health &health
       timeout_(of.attr("timeout")), counts_(counts), health_(health), exchange_(nb::cast<PayloadExchange *>(exchange_object_)),
       any_rows_(nb::cast<bool>(of.attr("any_rows"))), patience_s_(nb::cast<double>(of.attr("patience_s"))),
       rank_(nb::cast<int64_t>(of.attr("rank"))) {
-    for (nb::handle one : of.attr("compared")) {
+    for (nb::handle one : of.attr("published")) {
         const nb::bytes bytes = nb::cast<nb::bytes>(one);
-        compared_.emplace_back(bytes.c_str(), bytes.size());
+        published_.emplace_back(bytes.c_str(), bytes.size());
     }
 }
 
@@ -55,7 +54,7 @@ void CpuTurns::begin(size_t collective, uint64_t fingerprint, const Given &given
         call_method(of_, meet_, which(), of_call(), given.positional, given.named);
         return;
     }
-    std::string payload = HEADER + compared_.at(collective);
+    std::string payload = published_.at(collective);
     if (any_rows_) payload.append(reinterpret_cast<const char *>(&fingerprint), sizeof fingerprint);
     struct Locked {
         const CpuTurns &of;
@@ -76,7 +75,8 @@ void CpuTurns::begin(size_t collective, uint64_t fingerprint, const Given &given
         is_complete = exchange_->wait(patience_s_, &health_.failed);
     }
     if (is_complete && exchange_->is_equal()) return;
-    call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()), nb::bool_(is_complete));
+    call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()),
+                nb::bool_(is_complete));
 }
 
 void CpuTurns::end(size_t collective, nb::handle work, const std::vector<nb::object> &buffers) const {
@@ -175,7 +175,8 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
                 begin();
                 on_cpu->turns.end(collective++, call(calls_.reduce, group, of_one, calls_.reduce_options), buffers);
                 const int64_t rows = all.shape[0] / world_;
-                buffers[step.out] = call_method(call_method(total, narrow_, number(0), number(on_cpu->turns.rank() * rows), number(rows)), clone_);
+                const nb::object mine = call_method(total, narrow_, number(0), number(on_cpu->turns.rank() * rows), number(rows));
+                buffers[step.out] = call_method(mine, clone_);
                 break;
             }
             nb::object part = new_matrix(x, all.shape[0] / world_, all.shape[1]);

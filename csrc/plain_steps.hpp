@@ -56,7 +56,7 @@ class CpuTurns {
     const CallCounts &counts_;
     const Health &health_;
     PayloadExchange *exchange_;
-    std::vector<std::string> compared_;  // for each collective, the bytes that ranks compare
+    std::vector<std::string> published_;  // for each collective, the bytes that this rank publishes before the fingerprint
     bool any_rows_;
     double patience_s_;
     int64_t rank_;

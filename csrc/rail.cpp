@@ -187,8 +187,8 @@ class RailLink {
 // The rows of an all-to-all in two levels. Rows are bytes here. A table has the number of rows of a rank for each expert of
 // each rank, [W, experts]. A rank's memory, which the ranks of its host read, has its table, and then at `rows_at` its rows.
 // The rows are ordered by the rank that receives them and then by expert, or with `by_expert` by expert and then by rank. A
-// rank receives the rows of each rank in the order of experts. The message for the rank with index i on another host has the parts for that rank
-// of the tables of all ranks of this host, and then at `head_bytes` their rows for that rank.
+// rank receives the rows of each rank in the order of experts. The message for the rank with index i on another host has the
+// parts for that rank of the tables of all ranks of this host, and then at `head_bytes` their rows for that rank.
 class RailRows {
   public:
     RailRows(int64_t world, int64_t experts, int64_t per_host, int64_t host, int64_t index, int64_t row_bytes, int64_t rows_at,

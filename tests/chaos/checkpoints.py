@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 from weft.nn import LoadPlanner
 
-from .training import CutTables, checkpoint_state
+from .training import checkpoint_state
+from .training_tables import CutTables
 from .work import Given, Results
 
 SAVING = range(2, 1000, 3)  # the steps that save and load

@@ -8,7 +8,8 @@ from .pipeline import Pipeline
 from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .sharder import Sharder
-from .training import CutTables, Rows, Training, WholeTables
+from .training import Training
+from .training_tables import CutTables, Rows, WholeTables
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {

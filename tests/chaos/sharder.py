@@ -15,8 +15,8 @@ import torch
 from weft.embedding import ColumnWise, RowWise
 from weft.embedding.partition import TablePart
 
-from .training import CutTables
 from .training_reference import EPS, LR, RULES
+from .training_tables import CutTables
 from .work import Given, Results
 
 IMPORTS = (

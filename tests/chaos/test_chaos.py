@@ -31,8 +31,8 @@ from .combine import MatmulAllToAll
 from .draw import KINDS, MODULES, STEPS, TURN, Injection, applies, draw, kinds_of
 from .jobs import compare
 from .operators import ON_DEMAND, OPERATORS, TRAINING
-from .training import CutTables
 from .training_reference import DENSE, RULES, SPARSE
+from .training_tables import CutTables
 from .trial import Seen
 from .verdict import judge, outcome
 

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,12 @@ from weft.operator.across import number_of_family, of_size
 from weft.operator.cache import Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
+from weft.operator.recipes import Arguments, Given, Place, UnlikeError, with_division
 from weft.operator.spec import Operator
 from weft.operator.together import failed, interrupted, together
 from weft.runtime.collectives import COALESCING, finish
 from weft.runtime.layouts import READER
-from weft.runtime.meeting import Topic, meeting_of, number_of_collective
+from weft.runtime.meeting import HEADER, Topic, meeting_of, number_of_collective
 from weft.runtime.opaque import looks_at_frames
 from weft.runtime.unfused.serial import Unfused
 from weft.symm.calls import calls_of
@@ -49,11 +50,6 @@ from weft.symm.communicator import LOOK_S
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a public function, by position and by name."""
-Place: TypeAlias = tuple[Any, ...]
-"""A recipe: a nested tuple that tells native code how to make a value from a call's arguments (`csrc/recipe.hpp`)."""
-
 KEPT = 8192  # recorded calls per function; when reached, the older half is dropped
 _FAMILIES = 256
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
@@ -197,12 +193,6 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class _UnlikeError(Exception):
-    """The error for a call that cannot be replayed, because it uses or returns a tensor that is not a view of its arguments or
-    results.
-    """
-
-
 class _Short:
     """The base class of calls that are recorded for the fast path. Native code (`_core.KnownCall`) reads its attributes
     and calls its methods.
@@ -215,14 +205,14 @@ class _Short:
         op, prepared = seen.op, seen.prepared
         self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
         if prepared.chosen is None or prepared.comm is None or not op.repeats(seen.call) or env.check_calls():
-            raise _UnlikeError
+            raise UnlikeError
         group = prepared.group
         self.group_ref, self.chosen, self._comm = weakref.ref(group), prepared.chosen, prepared.comm
         self.here, self.counts, self.health = seen.table.of_group(group), calls_of(group), prepared.comm.health
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the call `seen` as an object that native code replays with new tensors. Raise `_UnlikeError` if this is
+        """Return the call `seen` as an object that native code replays with new tensors. Raise `UnlikeError` if this is
         impossible.
 
         arguments, returned: the arguments of the public function, and the value that it returned.
@@ -236,7 +226,7 @@ class _Short:
         """
         try:
             return cls(seen).known(arguments, seen, returned)
-        except _UnlikeError:
+        except UnlikeError:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
@@ -247,9 +237,9 @@ class _Short:
         """
         if not self.op.averages(call):
             return returned
-        divided, count = _with_division(returned, self.prepared.p.world_size)
+        divided, count = with_division(returned, self.prepared.p.world_size)
         if count != 1:
-            raise _UnlikeError
+            raise UnlikeError
         return divided
 
     def failed(self, error: BaseException, group: dist.ProcessGroup, published: int | None) -> NoReturn:
@@ -286,7 +276,8 @@ class _OnCpu(_Short):
 
     def set_up_turns(self, compared: list[bytes]) -> None:
         """Set the attributes that native code reads. compared: for each collective, the bytes that ranks compare."""
-        self.compared, self.rank, self.meeting = compared, self.prepared.rank, meeting_of(self._comm)
+        self.published = [HEADER + one for one in compared]
+        self.rank, self.meeting = self.prepared.rank, meeting_of(self._comm)
         assert self.meeting.exchange is not None
         native = self.meeting.exchange.native
         assert native is not None
@@ -310,11 +301,11 @@ class _OnCpu(_Short):
         topic = self.topic(number, fingerprint, (p, k))
         self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())
 
-    def known_on_cpu(self, given: _Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
+    def known_on_cpu(self, given: Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
         """Return the call as an object that native code replays. Arguments as of `_native_call`."""
         try:
             return _native_call(self, self.prepared.steps(), given, inputs, written, [True, False])
-        except _UnlikeError:  # an input buffer is a copy of an argument
+        except UnlikeError:  # an input buffer is a copy of an argument
             return _native_call(self, None, given, inputs, written, [False, False])
 
     def finish(self, number: int, work: dist.Work, tensors: list[torch.Tensor]) -> None:
@@ -336,12 +327,12 @@ class Replay(_OnCpu):
             self.fingerprint, self.what = across.fingerprint, across.what
         self.notes = type(op).note is not Operator.note
         self._notes_read = type(op).note_read is not Operator.note_read
-        given, results = _Given(arguments, seen.apply is None), _Given((tuple(seen.results), {}), seen.apply is None)
+        given, results = Given(arguments, seen.apply is None), Given((tuple(seen.results), {}), seen.apply is None)
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.call]))
         if self.kind != "cpu":
             self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
         if not given.all_used:
-            raise _UnlikeError  # the call depends on a tensor's contents
+            raise UnlikeError  # the call depends on a tensor's contents
         layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
@@ -422,16 +413,16 @@ class AnyRows(Replay):
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         if not arguments[0] or self.op.has_executors:
-            raise _UnlikeError
+            raise UnlikeError
         first, call = arguments[0][0], seen.call
         tensors = [t for t in self.op.tensors(call) if t is not None]
         if tensors[0] is not first or any(t.dim() == 2 and t.shape[0] == first.shape[0] for t in tensors[1:]):
-            raise _UnlikeError  # the family would allow any number of rows of the other matrix too
-        given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
+            raise UnlikeError  # the family would allow any number of rows of the other matrix too
+        given, results = Given(arguments, None, first.shape[0]), Given((tuple(seen.results), {}), None)
         self._apply, self._key = seen.apply, self.op.key(call)
         self._call = _core.Recipe(("call", self.op.form, [given.written(field) for field in call]))
         if not given.all_used:
-            raise _UnlikeError
+            raise UnlikeError
         written = self._averaged(results.returned(returned, views=False), call)
         self._returned = _core.Recipe(written)
         return _native_call(self, None, given, {}, written, [False, False])
@@ -452,8 +443,8 @@ class Passing(_OnCpu):
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         prepared, inputs, first = seen.prepared, seen.inputs or {}, arguments[0][0]
         if seen.apply is not None or not prepared.in_steps:
-            raise _UnlikeError
-        given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
+            raise UnlikeError
+        given, results = Given(arguments, None, first.shape[0]), Given((tuple(seen.results), {}), None)
         call = "call", self.op.form, [given.written(field) for field in seen.call]
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
         written = self._averaged(results.returned(returned, views=False), seen.call)
@@ -469,10 +460,10 @@ class Passing(_OnCpu):
                 known = _native_call(self, None, given, inputs, written, [False, False])
         else:
             if steps.plain is None:
-                raise _UnlikeError
+                raise UnlikeError
             known = _native_call(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
-            raise _UnlikeError
+            raise UnlikeError
         return known
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
@@ -505,24 +496,8 @@ class Passing(_OnCpu):
         return of_size(self._number, rows)
 
 
-def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Change `recipe`, by which native code makes a return value, so that it divides each use of the first result by `number`.
-    Return the new recipe, and the number of divisions.
-    """
-    if recipe == ("given", 0):
-        return ("div_", recipe, number), 1
-    kind, inner, *rest = recipe
-    if kind in ("view", "as_strided"):
-        divided, count = _with_division(inner, number)
-        return (kind, divided, *rest), count
-    if kind in ("list", "tuple"):
-        parts = [_with_division(one, number) for one in inner]
-        return (kind, [one for one, _ in parts]), sum(count for _, count in parts)
-    return recipe, 0
-
-
 def _native_call(
-    of: _Short, steps: Unfused | None, given: _Given, inputs: dict[str, Any], returned: Place, is_serial: list[bool]
+    of: _Short, steps: Unfused | None, given: Given, inputs: dict[str, Any], returned: Place, is_serial: list[bool]
 ) -> _core.KnownCall:  # fmt: skip
     """Return the native object that replays a call.
 
@@ -541,83 +516,3 @@ def _native_call(
     return _core.KnownCall(
         of, _SURROUNDINGS, recipe, plain, of.prepared.results, returned, usual=is_serial[0], captured=is_serial[1]
     )  # fmt: skip
-
-
-# --- sources of a call's tensors and other values ---
-
-
-class _Given:
-    """The tensor arguments of a call, each with its path in a recipe.
-
-    The path ("given", 0) is the first positional argument, ("given", 1, 0) the first entry of the list that is the
-    second argument, and ("named", "x") the keyword argument x.
-
-    strided: the views of arguments that a recipe may make. True: views with any strides, which are slow in autograd.
-        False: only views of contiguous tensors with another shape. None: as False, but only of tensors without a
-        dimension of size `rows`, for calls whose number of rows may change.
-    """
-
-    def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
-        self._rows = rows
-        self._strided, self._tensors = strided, dict[Place, torch.Tensor]()
-        by_name: dict[Place, Any] = {("named", name): value for name, value in arguments[1].items()}
-        for place, value in ({("given", i): value for i, value in enumerate(arguments[0])} | by_name).items():
-            if isinstance(value, torch.Tensor):
-                self._tensors[place] = value
-            elif isinstance(value, list | tuple):
-                self._tensors |= {(*place, i): t for i, t in enumerate(value) if isinstance(t, torch.Tensor)}
-        self._unused = set(self._tensors)
-
-    @property
-    def all_used(self) -> bool:
-        return not self._unused
-
-    def written(self, value: Any, *, is_scale: bool = False) -> Place:
-        """Return a recipe (instructions for native code) that makes `value` from the arguments of a call. `value` is a tensor,
-        a list of tensors or a constant.
-
-        is_scale: True if `value` is a scale. A scale with one element may have any shape, so no view is needed.
-        """
-        if isinstance(value, torch.Tensor):
-            return self._place(value, is_scale)
-        if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
-            return "list", [self.written(one) for one in value]
-        return "constant", value
-
-    def returned(self, value: Any, *, views: bool) -> Place:
-        """Return a recipe (instructions for native code) that makes `value`, the return value of the public function, from the
-        operator's results.
-
-        views: True if `value` may contain views of results. False if the shapes of results may change: a view then
-            raises `_UnlikeError`, because the recipe of a view has a fixed shape.
-        """
-        if isinstance(value, torch.Tensor):
-            place = self._place(value, False)
-            if not views and place[0] in ("view", "as_strided"):
-                raise _UnlikeError
-            return place
-        if value is None:
-            return "constant", None
-        if type(value) not in (list, tuple):
-            raise _UnlikeError
-        return type(value).__name__, [self.returned(one, views=views) for one in value]
-
-    def _place(self, tensor: torch.Tensor, is_scale: bool) -> Place:
-        same = [place for place, one in self._tensors.items() if one is tensor]
-        fixed = self._rows > 1 and self._rows not in tensor.shape
-        is_view = not same and tensor.numel() > 0 and (self._strided is not None or fixed)
-        if is_view:
-            at = tensor.data_ptr(), tensor.dtype, tensor.numel()
-            same = [p for p, one in self._tensors.items() if (one.data_ptr(), one.dtype, one.numel()) == at]
-        if len(same) != 1:
-            raise _UnlikeError
-        place = same[0]
-        self._unused.discard(place)
-        base = self._tensors[place]
-        if not is_view or (is_scale and base.numel() == 1 and base.dim() <= 2):
-            return place
-        if tensor.is_contiguous() and base.is_contiguous():
-            return "view", place, tuple(tensor.shape)
-        if not self._strided:
-            raise _UnlikeError
-        return "as_strided", place, tuple(tensor.shape), tensor.stride()

@@ -53,8 +53,9 @@ UNKNOWN = -1
 _LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which ranks compare with the call
 _LAYERS_AT = _FORWARD_AT + _FORWARD.size
 _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
+HEADER = _CALL + _NOTHING + _FORWARD.pack(0) + _LAYERS.pack(*NOTHING.records)
+"""The bytes that a rank publishes before `Topic.compared` in forward, if the call has no options of layers."""
 _DIGEST = 16
-_NUMBERS = struct.Struct("<QQ")  # in place of a digest
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
@@ -198,9 +199,7 @@ class Meeting:
         if payloads.count(payload) < len(payloads):
             self._require_equal(payload, payloads, topic, NOTHING, topic.compared)
 
-    def _require_equal(
-        self, mine: bytes, payloads: list[bytes], topic: Topic, noted: Noted, of_topic: bytes
-    ) -> None:  # fmt: skip
+    def _require_equal(self, mine: bytes, payloads: list[bytes], topic: Topic, noted: Noted, of_topic: bytes) -> None:
         """Raise the errors of `meet`, unless all ranks are about to make the same call.
 
         mine: the bytes that this rank has published. of_topic: the part that describes the call. noted: the options of layers

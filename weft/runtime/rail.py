@@ -21,8 +21,8 @@ _known: dict[Communicator, Rail] = {}
 
 
 def rail_on(comm: Communicator) -> Rail:
-    """Return this rank's rail: the ranks with the same index on their hosts, one on each host. All hosts
-    must have the same number of ranks (`ranks_per_host`). All ranks must make the first call together.
+    """Return this rank's rail: the ranks with the same index on their hosts, one on each host. All hosts must have the
+    same number of ranks (`ranks_per_host`). All ranks must make the first call together.
     """
     per_host = ranks_per_host(comm.hosts)
     return of_communicator(_known, comm, lambda made: Rail(made, per_host, setup_deadline_s(None)))

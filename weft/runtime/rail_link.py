@@ -26,7 +26,7 @@ from weft.symm.hosts import ControlPort, Dialing, Port
 
 _BUFFER_BYTES = (
     1 << 20
-)  # of the kernel, for a message that waits until the peer receives. The kernel may set a lower limit
+)  # in the kernel, for messages that a peer has not received yet; the kernel may set a lower limit
 _LOOK_S = 0.05
 
 
@@ -125,9 +125,7 @@ def _connected(comm: Communicator, peers: Sequence[int], deadline_s: float) -> d
     return made
 
 
-def _dial(
-    comm: Communicator, rank: int, port: Port, dials: dict[int, Dialing], made: dict[int, socket.socket]
-) -> None:  # fmt: skip
+def _dial(comm: Communicator, rank: int, port: Port, dials: dict[int, Dialing], made: dict[int, socket.socket]) -> None:
     if rank in dials and dials[rank].failed:
         dials.pop(rank).close()
         time.sleep(_LOOK_S)
