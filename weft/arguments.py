@@ -123,9 +123,10 @@ def check_reduction(name: str, given: Any) -> None:
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:
-    """Return `dim` as a non-negative dimension of A. Unless `last` is True, raise `ValueError` for the last dimension.
+    """Return `dim` as a non-negative dimension of A. Raise `ValueError` for a dimension that A does not have.
 
     names: the argument names of A and of dim, for error texts.
+    last: True to allow the last dimension too.
     """
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
@@ -149,7 +150,8 @@ def checked_dimension(
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
     """Return the size of `gather_dim` on each rank; None if all sizes are equal.
 
-    Raise `ValueError` unless `rows` has a valid size for each rank, and this rank's size is that of `A_shard`.
+    Raise `ValueError` unless `rows` is a list with a valid size for each rank, in which this rank's entry is the size of
+    `A_shard` in dimension `gather_dim`.
     """
     sizes = checked_sizes("rows", rows)
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
@@ -217,6 +219,6 @@ def checked_whole(name: str, given: Any, fix: str) -> Any:
 
 
 def _shown(number: Any) -> str:
-    """Return the number as text. If it is too long to print, return its number of bits."""
+    """Return the number as text. For an integer of more than 64 bits, the text gives only the number of bits."""
     is_long = type(number) is int and number.bit_length() > 64
     return f"a number of {number.bit_length()} bits" if is_long else repr(number)

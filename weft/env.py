@@ -44,12 +44,12 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 
 def check_calls() -> bool:
-    """`WEFT_CHECK_CALLS`: 1 compares tensors that must be equal on all ranks (bias, residual) in every call (default
-    0). Set the same value on all ranks of a group.
+    """`WEFT_CHECK_CALLS`: 1 makes ranks compare tensors that must be equal on all ranks (bias, residual), in every call
+    (default 0). Set the same value on all ranks of a group.
 
-    On GPUs it also compares `received` and `splits` of `matmul_all_to_all`, and each call's operator and source line.
-    To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
-    ranks call from different lines, the group fails.
+    On GPUs ranks also compare `received` and `splits` of `matmul_all_to_all`, and the operator and the source line of each
+    call. To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If
+    ranks make a call from different source lines, the group fails.
     """
     return _is_on("WEFT_CHECK_CALLS")
 
@@ -72,8 +72,8 @@ def local_rank() -> int:
 
 
 def launcher_host() -> str:
-    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this rank's host has several addresses,
-    ranks on other hosts first try the address from which this host reaches the launcher.
+    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this rank's host has several addresses, ranks on
+    other hosts first try the local address from which packets to the launcher leave.
     """
     return os.environ.get("MASTER_ADDR", "")
 

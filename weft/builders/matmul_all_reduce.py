@@ -203,7 +203,7 @@ class _Gathered:
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Run a reduce-scatter with `direct_sums`, then let all ranks copy the sums.
+    """Run a direct reduce-scatter with a GEMM for each chunk, then let all ranks copy the sums.
 
     by: how chunks of products are sent to the owners of their rows: "store", "dma" or "kernel". With "kernel", kernels
         also copy the sums; otherwise copy engines do.
@@ -279,7 +279,8 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """Run a reduce-scatter with `tracked_sums`, then let all ranks copy the sums with copy engines.
+    """Run a direct reduce-scatter with one tracked GEMM, which signals finished tiles. Then let copy engines of all ranks copy
+    the sums.
 
     The arguments are those of `tracked` in `weft.builders.matmul_reduce_scatter`.
     """

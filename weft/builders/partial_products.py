@@ -128,8 +128,8 @@ class PartialProducts:
         """Append to `lane` the GEMM that computes this rank's contribution to rows of rank `owner`, into `out`.
 
         chunk: the rows (first, count) of `owner`; None for all its rows.
-        add: True to accumulate into `out`.
-        to: a region that the GEMM adds to the product, if given.
+        add: True to add the product to the present contents of `out`.
+        to: another region to add to the product before it is stored in `out`; None to add nothing.
         """
         return self._multiply(lane, out, (self.first_row(owner, chunk), self.rows(owner, chunk)), add, to)
 

@@ -238,13 +238,11 @@ class _Owned:
         return y.part(rows=(self._first(c, owner, 0), self._count(c, owner)), at=at)
 
     def part(self, buffer: Buffer, c: int, owner: Index) -> Region:
-        """Return the rows of chunk c that rank `owner` owns, as a region of its buffer [pieces * rows, n]."""
+        """Return the rows of chunk c that rank `owner` owns, as a region of `buffer` [pieces * rows, n] on that rank."""
         return buffer.part(rows=(self._pieces * self._begins[c], self._count(c, owner)), at=owner)
 
     def piece(self, buffer: Buffer, c: int, number: Index, at: Index = RANK) -> Region:
-        """Return piece `number` of this rank's rows of chunk c, as a region of the buffer [pieces * rows, n] on rank
-        `at`.
-        """
+        """Return piece `number` of this rank's rows of chunk c, as a region of `buffer` [pieces * rows, n] on rank `at`."""
         first = self._pieces * self._begins[c] + number * self._sizes[c]
         return buffer.part(rows=(first, self._count(c, RANK, number)), at=at)
 

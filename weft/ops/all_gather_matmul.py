@@ -124,8 +124,9 @@ def all_gather_matmul(
 class _Call(NamedTuple):
     """The arguments of a call, with tensors as matrices.
 
-    rows: the number of rows of each rank's shard, if the numbers differ. outer: the dimensions of A_shard before it was
-        reshaped to a matrix, which ranks compare (`outer_of`).
+    rows: the number of rows of each rank's shard, if the numbers differ.
+    outer: what the reshape of A_shard to a matrix hides: gather_dim, and the sizes of the other dimensions except the last.
+        Ranks compare it. None if A_shard is a matrix (`outer_of`).
     """
 
     x: torch.Tensor
@@ -239,8 +240,8 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return the gradient of x, computed by `matmul_reduce_scatter`. Return None if `matmul_reduce_scatter` would run the
-    serial schedule for this shape.
+    """Return the gradient of x, computed by `matmul_reduce_scatter`. Return None if `matmul_reduce_scatter` would not overlap
+    for this shape: then backward calls NCCL itself.
     """
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)

@@ -118,7 +118,8 @@ class _Call(NamedTuple):
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
     out: weft's names of the results' dtypes.
     rows: the number of rows of each rank, if they differ.
-    outer: the dimensions of A_shard before it was reshaped to a matrix, which ranks compare (`outer_of`).
+    outer: what the reshape of A_shard to a matrix hides: gather_dim, and the sizes of the other dimensions except the last.
+        Ranks compare it. None if A_shard is a matrix (`outer_of`).
     """
 
     x: torch.Tensor

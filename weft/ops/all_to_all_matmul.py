@@ -171,11 +171,10 @@ class _AllToAllMatmul(Operator[_Call]):
     def note_read(
         self, call: _Call, results: Sequence[torch.Tensor], read: Mapping[str, Sequence[int]], rank: int
     ) -> None:
-        """Remember the numbers of rows for the combine and for backward, so that these need not read them from the
-        device.
+        """Remember how many rows this rank sends to and receives from each rank, if the CPU has read these numbers in this
+        call. Then the combine and backward need not read them from the device again.
 
-        read: the contents of the buffers that the CPU has read in this call. Its entry `counts` has the splits of all
-            ranks.
+        read: {buffer: its contents} for the buffers that the CPU has read. The buffer `counts` has the splits of all ranks.
         """
         if (counts := read.get("counts")) is not None:
             remember(Sizes.of_read(call.splits, results[1], counts, rank))
@@ -205,8 +204,10 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, use `most`, the largest
-        number of tokens of a rank, rounded up.
+        """Return the problem (the sizes for which buffers are allocated and a schedule is chosen), with `capacity` tokens on
+        each rank. If the call has no capacity, `most` is used instead, rounded up.
+
+        most: the largest number of tokens of any rank.
         """
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity

@@ -240,7 +240,11 @@ def form_of(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed, because 1 is refused where True is valid
 def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
-    """Return the plan for a sharding and options, given as the fields of a `Form`. Plans are cached."""
+    """Return the plan for a sharding and options. Plans are cached.
+
+    sharding: the sharding as JSON (`EmbeddingSharding.written`).
+    options: the other fields of a `Form`, in order.
+    """
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 
@@ -377,7 +381,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def beside(
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
-        """Return the state that backward needs besides the saved tensors."""
+        """Return what backward needs besides the tensors that autograd saves: the checked input, and the tables and optimizer
+        states to update. On GPUs, also start to sort the ids for backward.
+        """
         tables = None
         if call.optimizer:
             assert call.learning_rate is not None
@@ -406,7 +412,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, p: EmbeddingAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn, beside: ForwardCall,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the gradients of tables and per-sample weights. With an optimizer, update the tables instead."""
+        """Return the gradients of tables and per-sample weights. If the call has `update=`, update the tables instead, and
+        return no gradients of tables.
+        """
         values, offsets, per_sample_weights, *kept = saved
         # Tables that an optimizer updates are not tracked by autograd (`tracked`).
         is_short = len(wanted) == _TRACKED and beside.tables is not None

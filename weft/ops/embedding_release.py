@@ -31,7 +31,9 @@ def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
 
 
 def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the bytes of this rank's result buffers, for each executor of the plan `p`. Ranks do not communicate."""
+    """Return the bytes of this rank's result buffers for calls with the plan `p`: an entry for each group of calls that share
+    buffers. Ranks do not communicate.
+    """
     if (comm := symm.open_communicator(group, device.type)) is None:
         return []
     executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}

@@ -118,8 +118,11 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """The arguments of a call, with tensors as matrices. columns: True to concatenate columns, False for rows. outer: the
-    dimensions of x before it was reshaped to a matrix, which ranks compare (`outer_of`).
+    """The arguments of a call, with tensors as matrices.
+
+    columns: True to concatenate columns, False for rows.
+    outer: what the reshape of x to a matrix hides: gather_dim, and the sizes of the other dimensions except the last. Ranks
+        compare it. None if x is a matrix (`outer_of`).
     """
 
     x: torch.Tensor

@@ -182,7 +182,8 @@ class _Call(NamedTuple):
 
     norm, eps: the weight and the epsilon of the norm; None without a norm.
     average: True if the public function divides the sum by the number of ranks.
-    outer: the dimensions of x before it was reshaped to a matrix, which ranks compare (`outer_of`).
+    outer: [0, the sizes of the dimensions of x except the first and the last], which the reshape of x to a matrix hides. Ranks
+        compare it. None if x is a matrix (`outer_of`).
     """
 
     x: torch.Tensor
@@ -252,7 +253,9 @@ class _MatmulAllReduce(Operator[_Call]):
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Run the serial schedule, except that torch adds bias and residual, and rounds after each addition."""
+        """Run the call without overlap, if it has a bias, a residual or a norm: torch adds each, rounds after each addition,
+        and applies the norm. Return None for other calls, which run the steps of the serial schedule.
+        """
         following = [one for one in (call.bias, call.residual) if one is not None]
         if (not following and call.norm is None) or not p.m * p.n:
             return None

@@ -75,12 +75,12 @@ def matmul_all_to_all(
         ranks, as passed to `all_to_all_matmul`. The values of received and splits are checked on CPU only. On GPUs a
         check would wait for the device, and wrong values give wrong results.
     group: a process group, or its name (default: the default group of torch.distributed).
-    rows: the number of this rank's tokens, which is the sum of splits, or None. With a number, the CPU never waits, and
-        a CUDA graph can capture the call unless the schedule is "serial". With None, weft reuses the number if an
-        earlier call of `all_to_all_matmul` has read it for the same tensor object splits. Otherwise the CPU waits to
-        read the number from the GPU. Pass rows on all ranks or on none. The schedule "serial" needs all sizes on the CPU.
-        It has them if the tensor objects received and splits come from a call of `all_to_all_matmul` without max_rows,
-        outside of `torch.inference_mode`. Otherwise the CPU waits for them, also with a number of rows. On GPUs do not
+    rows: the number of this rank's tokens, which is the sum of splits, or None. With a number, the CPU never waits, and a CUDA
+        graph can capture the call unless the schedule is "serial". With None, weft reuses the number if an earlier call of
+        `all_to_all_matmul` has read it for the same tensor object splits. Otherwise the CPU waits to read the number from the
+        GPU. Pass rows on all ranks or on none. The schedule "serial" needs the values of received and splits on the CPU. weft
+        already has them there if a call of `all_to_all_matmul` without max_rows returned received for the same tensor object
+        splits, outside of `torch.inference_mode`. Otherwise the CPU waits for them, even if rows is a number. On GPUs do not
         overwrite these two objects by collectives or custom kernels, which torch does not notice: pass new tensors.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
@@ -140,7 +140,9 @@ def matmul_all_to_all(
 
 
 def _can_sum(splits: torch.Tensor) -> bool:
-    """True if the CPU can read the sum of `splits` without a wait: a usual tensor of int64 in the memory of the CPU."""
+    """True if the CPU can read the sum of `splits` without waiting: `splits` is an ordinary int64 tensor in CPU memory, not a
+    subclass.
+    """
     is_plain = type(splits) is torch.Tensor and splits.is_cpu and splits.dtype == torch.int64
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(splits)
 
@@ -250,8 +252,10 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem for `capacity` tokens on each rank. If the call has no capacity, use `most`, the largest
-        number of tokens of a rank, rounded up.
+        """Return the problem (the sizes for which buffers are allocated and a schedule is chosen), with `capacity` tokens on
+        each rank. If the call has no capacity, `most` is used instead, rounded up.
+
+        most: the largest number of tokens of any rank.
         """
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity

@@ -57,8 +57,8 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers. Make ranks
-    check that all have a bias, or none.
+    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers. Also record whether
+    there is a bias: ranks compare this at the next collective.
 
     of: the name of the function, for error texts.
     """

@@ -216,11 +216,11 @@ def shared(x: DTensor) -> DTensor:
 
 
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
-    """Return a key for the circumstances in which a layer is called with `x`. Layers with equal keys may use the same gathered
+    """Return a key for the circumstances in which a layer is called with `x`. Layers with equal keys may share one gathered
     `x`.
 
-    The key has the state of gradients (enabled or not), the autocast dtype, and the version of x, which in-place
-    operations change. It also tells recomputations of activation checkpointing apart.
+    The key changes if gradients are switched on or off, if the autocast dtype changes, and if an operation changes x in place.
+    It also differs between the forward pass and its recomputation by activation checkpointing.
     """
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -19,9 +19,9 @@ four ranks is
     ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
     schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
 
-One map describes all ranks, because ranks are expressions. If ranks differ by more than their position in the ring,
-write a map for each rank: `schedule_of([map_of(rank) for rank in range(4)], problem)`. The functions below return the
-paper's maps and some others.
+One map describes all ranks, because it names ranks by expressions such as (RANK + 3) % 4. If ranks differ by more than their
+position in the ring, write a map for each rank: `schedule_of([map_of(rank) for rank in range(4)], problem)`. The functions
+below return the paper's maps and some others.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
 (triggers) and 7.1 (other collectives).
@@ -90,10 +90,10 @@ class OutputMap:
 
     rows: the number of rows of the whole output, over all ranks.
     chunks: the number of chunks of these rows; a multiple of the world size.
-    order: for each chunk number, the chunk's place (position in the whole output). A rank computes its chunks in the
-        order of their numbers. The list also has the chunks that this rank does not compute. With n chunks per rank,
-        places 0 .. n - 1 are rank 0's rows, places n .. 2 n - 1 are rank 1's rows, and so on. Default: the staggered
-        order.
+    order: the chunks in the order in which a rank computes them, each given by its position in the whole output. With n chunks
+        per rank, positions 0 .. n - 1 are rank 0's rows, positions n .. 2 n - 1 are rank 1's rows, and so on. The index of a
+        chunk in this list is its number in the methods. The list has all chunks, also those that this rank does not compute.
+        Default: the staggered order.
     entries: the entries that earlier method calls have added.
 
     The methods and `schedule` raise `ValueError` for impossible maps, with the chunk, the value and the fix.
@@ -238,7 +238,7 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
-    """Return (the problem as a MatmulInto, the number of rows of the whole output)."""
+    """Return two values: the operator's problem as a `MatmulInto`, and the number of rows of the output of all ranks."""
     if isinstance(p, ScaledMatmulReduceScatter):
         raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
     if isinstance(p, MatmulReduceScatter):

@@ -93,8 +93,8 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return the credit signals for which `rank` waits before it fills a peer's slots again, as (index of the
-        signal, lane of the peer that sets it).
+        """Return the credit signals for which `rank` waits before it fills the slots on a peer again, as (index of the signal,
+        lane of the peer that sets it). With a credit signal, the peer allows `rank` to overwrite data that it has read.
 
         distance: the distance in the ring from `rank` to the peer.
         """
@@ -107,8 +107,10 @@ class SharedMemory:
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """True if the GEMM stores this chunk in the scratch buffer `made`; False if it stores the chunk in a slot of
-        `box` or in the result.
+        """True if the GEMM stores the chunk `node` in the buffer `made`, from which a later step sends or adds it. False if the
+        GEMM stores the chunk in a slot of `box` or in the result.
+
+        node: (rank, the chunk's position in the output of all ranks).
         """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
@@ -119,8 +121,10 @@ class SharedMemory:
         return by_engine and self.routes.collective == "all_to_all"
 
     def slot(self, rank: int, place: int, nth: int) -> int:
-        """Return the index of the slot for the chunk at `place` that `rank` receives from the source
-        `Routes.sources(rank, place)[nth]`.
+        """Return the index of the slot in `box` for a chunk that `rank` receives.
+
+        place: the chunk's position in the output of all ranks.
+        nth: the index of the sender among all ranks that send this chunk to `rank` (`Routes.sources`).
         """
         return self.slots[self.routes.representative(rank, place)] + nth
 
@@ -129,8 +133,9 @@ class SharedMemory:
         return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes of `rank` that read the slot `slot(rank, place, nth)` last. After these reads the slot may
-        be filled again.
+        """Return the lanes of `rank` that read a slot of `box` last. After these reads, another rank may fill the slot again.
+
+        place, nth: the chunk in the slot and the index of its sender, as for `slot`.
         """
         routes = self.routes
         engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
@@ -144,8 +149,10 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk gets a single update, which is copied into the result so that the GEMM can accumulate
-        there.
+        """True if the chunk at `place` gets only one update, with add=gemm, and nothing else is added to it. The update is then
+        copied into the result, and the chunk's GEMM accumulates there.
+
+        place: the chunk's position in the output of all ranks.
         """
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
@@ -155,12 +162,13 @@ class SharedMemory:
         return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Assign consecutive slots to the nodes (chunks as pairs (rank, place)) of each rank. A slot has `m` rows, as
-        many as a rank owns. So all chunks of one owner fit into a slot, and share it.
+        """Assign consecutive slots to the chunks of each rank. A slot has `m` rows, as many as a rank owns. So all chunks of
+        the rows that one rank owns fit into a slot, and share it.
 
-        Return ({node: its first slot}, the largest number of slots of a rank).
+        Return ({chunk: its first slot}, the largest number of slots of a rank). A chunk is given as (rank, its position in the
+        output of all ranks).
 
-        counts: the number of slots that each node needs.
+        counts: the number of slots that each chunk needs.
         """
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in routes.ranks:

@@ -65,8 +65,9 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """Evaluate `maps` for all ranks: a map (order, entries) for each rank, or one map for all. Raise `ValueError` for
-    impossible maps.
+    """Return the `Routes` of output maps: which rank sends each chunk to which rank. Raise `ValueError` for impossible maps.
+
+    maps: a map, as (order, entries), for each rank, or one map for all ranks.
 
     chunks: the number of chunks of the whole output.
     """
@@ -74,12 +75,14 @@ def routes_of(
 
 
 class Routes:
-    """The maps of all ranks, with ranks and places evaluated to numbers.
+    """The maps of all ranks, with numbers in place of expressions of the rank.
 
-    alike: True if the maps of all ranks are equal except for the ranks' positions in the ring. Then only rank 0's map
-        is evaluated.
-    order: for each evaluated rank, the places of its chunks (their positions in the output of all ranks), in the order
-        of computation.
+    A place is the position of a chunk in the output of all ranks: chunk i of the rows of rank `owner` has the place owner *
+    per_rank + i.
+
+    alike: True if the maps of all ranks are equal except for the ranks' positions in the ring. Then only rank 0's map is
+        evaluated.
+    order: for each evaluated rank, the places of its chunks, in the order of computation.
     number: for each evaluated rank, {place: index in its `order`}.
     """
 
@@ -137,29 +140,38 @@ class Routes:
         return self.collective != "all_gather" or self.owner(place) == rank
 
     def computed(self, rank: int) -> list[int]:
-        """Return the places of the chunks that a rank computes, in the order of computation."""
+        """Return the chunks that a rank computes, as positions in the output of all ranks, in the order of computation."""
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place at which the receiver stores a chunk that rank `source` sends.
+        """Return the place at which the receiver stores a chunk that rank `source` sends. A place is a position in the output
+        of all ranks.
 
         place: the chunk's place on the sender. The receiver's place differs from it only in an all-to-all.
         """
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
-        """Return (map method, target rank) of each send of the chunk at `place` by `rank`."""
+        """Return a `Send` (map method, target rank) for each rank to which `rank` sends a chunk.
+
+        place: the chunk's position in the output of all ranks.
+        """
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
 
     def sources(self, rank: int, place: int) -> list[int]:
-        """Return the ranks that send a chunk to (rank, place): the nearest rank before `rank` in the ring is first."""
+        """Return the ranks that send data for a chunk to `rank`. The nearest rank before `rank` in the ring is first.
+
+        place: the chunk's position in the output of all ranks.
+        """
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
 
     def nth(self, source: int, rank: int, place: int) -> int:
-        """Return the index of rank `source` in `sources(rank, place)`, which selects the receive buffer and the signal
-        for its chunk.
+        """Return the index of `source` among the ranks that send a chunk to `rank` (`sources`). This index selects the receive
+        buffer and the signal.
+
+        place: the chunk's position in the output of all ranks.
         """
         if self.alike:
             source = (source - rank) % self.world
@@ -173,26 +185,34 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks whose data for this chunk `rank` must await. In an all-gather it then forwards the chunk. In
-        a reduce-scatter it then adds the arrived sums to its own product.
+        """Return the ranks whose data for a chunk `rank` must await before it sends the chunk or completes its sum. In an
+        all-gather, `rank` forwards these data. In a reduce-scatter, it adds the arrived sums to its own product. In an
+        all-to-all, no chunk waits.
+
+        place: the chunk's position in the output of all ranks.
         """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the key (rank, place) under which the properties of this chunk are stored. If ranks are alike, this is
-        the corresponding chunk of rank 0.
+        """Return the key under which the properties of a chunk are stored: (rank, place). If ranks are alike, the key is that
+        of the corresponding chunk of rank 0.
+
+        place: the chunk's position in the output of all ranks.
         """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
     def _renumbered(self, rank: int, place: int) -> int:
-        """Return the new place of the chunk at `place` if ranks are renumbered so that `rank` becomes rank 0."""
+        """Return the position of a chunk in the output of all ranks after the ranks are renumbered so that `rank` becomes rank
+        0. place: the position before.
+        """
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """Return {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk.
+        """Return {chunk: the time at which it may be forwarded}, in units of the time to compute a chunk. A chunk is given as
+        (rank, its position in the output of all ranks).
 
-        in_turn: True if a GEMM waits for the arriving chunk into which it accumulates. The GEMM then also delays all
-            later GEMMs of its rank.
+        in_turn: True if a GEMM waits for the arriving chunk into which it accumulates. The GEMM then also delays all later
+            GEMMs of its rank.
 
         Raise `ValueError` if chunks wait for each other.
         """
@@ -255,7 +275,9 @@ class Routes:
         return places
 
     def _evaluated(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place: entries of the map for the chunk at this place}, with targets evaluated for `rank`."""
+        """Return {place: the entries of the map for the chunk at this place}. A place is a position in the output of all ranks.
+        Targets in entries are rank numbers, evaluated for `rank`.
+        """
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -293,7 +315,10 @@ class Routes:
             self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return the error text if the entry `e`, for the chunk at `place`, is invalid; "" if it is valid."""
+        """Return the error text if the map of `rank` must not have the entry `e`; "" if the entry is valid.
+
+        place: the position, in the output of all ranks, of the chunk to which the entry belongs.
+        """
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
@@ -374,9 +399,10 @@ class Routes:
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
-        """Raise `ValueError` for a cycle of waits.
+        """Raise `ValueError` for chunks that wait for each other.
 
-        waiting: {node: the nodes that it waits for}, for the nodes that wait forever.
+        waiting: {chunk: the chunks that it waits for}, for the chunks that wait forever. A chunk is given as (rank, its
+            position in the output of all ranks).
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
@@ -400,9 +426,10 @@ class Routes:
         return self.number[0][self._renumbered(rank, place)] if self.alike else self.number[rank][place]
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, place, i, source) for each chunk that a rank receives: `source` is `sources(rank, place)[i]`.
+        """Yield (rank, place, i, source) for each chunk that arrives at a rank: `source`, the i-th of the chunk's senders
+        (`sources`), sends it to `rank`. place: the chunk's position in the output of all ranks.
 
-        If ranks are alike, yield only the chunks that rank 0 receives.
+        If ranks are alike, yield only the chunks that arrive at rank 0.
         """
         for (rank, place), sources in self._sources.items():
             for nth, source in enumerate(sources):
@@ -414,11 +441,12 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return {node: its earliest possible time}. Nodes in cycles are omitted.
+    """Return {chunk: the earliest time at which it may be forwarded}, in units of the time to compute a chunk. Chunks that wait
+    for each other are omitted.
 
-    before: {node: the nodes that it waits for}. A node's time is later than theirs.
-    least: {node: the earliest time at which its rank has computed the chunk}: the chunk's index in the order of
-        computation. 0 if the rank does not compute the chunk.
+    before: {chunk: the chunks that it waits for}. The chunk's time is later than their times.
+    least: {chunk: the earliest time at which its rank has computed it}: the chunk's index in the order of computation; 0 if the
+        rank does not compute it.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
@@ -445,13 +473,13 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return the distance from this rank's own number to `number`, in a ring of `count` numbers.
+    """Return how far the rank or chunk `number` is after this rank, or after this rank's first chunk, in a ring of `count`
+    ranks or chunks.
 
     Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 
-    number: a rank or a chunk's place, as an expression of `rank`.
-    count: the world size if `number` is a rank, the number of all chunks if `number` is a place. A rank's own number is
-        the rank itself, or the place of its first chunk.
+    number: a rank, or a chunk's position in the output of all ranks, as an expression of `rank`.
+    count: the number of ranks if `number` is a rank, otherwise the number of all chunks.
     """
     ranks = np.arange(world)
     try:

@@ -105,7 +105,9 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Return {first chunk: chunks} for each group of this rank's own chunks that one GEMM computes."""
+        """Return {first chunk: all chunks} for each group of this rank's own chunks that one GEMM computes. A chunk is given by
+        its position in the output of all ranks.
+        """
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
@@ -137,8 +139,10 @@ class _RankLanes:
         self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
-        """Append the GEMM of an all-gather's chunk. For each `remote_map` entry of the chunk, also append a copy to the
-        peer by kernel.
+        """Append the GEMM of a chunk of an all-gather. For each entry `remote_map` that the output map has for the chunk, also
+        append a copy by kernel to the peer.
+
+        place: the chunk's position in the output of all ranks.
         """
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
@@ -149,7 +153,10 @@ class _RankLanes:
                 self._sent(compute.copy(self._result(place), self._slot_at(place, send), "kernel"), place, send)
 
     def _compute_sent(self, place: int, send: Send) -> None:
-        """Append the GEMM of a chunk that is sent to another rank."""
+        """Append the GEMM of a chunk that is then sent to another rank.
+
+        place: the chunk's position in the output of all ranks. send: the map's method, and the target rank.
+        """
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
         # Copy engines that also send to rank `send.to` wait for this GEMM, and not for the credit.
         if send.to in self._sent_by_gemm:
@@ -167,8 +174,8 @@ class _RankLanes:
         compute.set(plan.signals("computed"), self._number(place))
 
     def _compute_tracked(self, kernel: TrackedMatmul) -> None:
-        """Append one tracked GEMM for all chunks, which stores each chunk in a peer's slot, in the result, or in
-        `made`.
+        """Append one tracked GEMM, which computes all chunks of this rank and signals finished tiles. It stores each chunk in a
+        peer's slot, in the result, or in `made`, the buffer of chunks that later steps send or add.
         """
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends(rank, p) if s.how == "remote_map"), None) for p in self._computed]
@@ -199,9 +206,9 @@ class _RankLanes:
         compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
     def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
-        """Return the rank of tile t's chunk as an expression of t.
+        """Return, as an expression of the tile's index t, the rank that `ranks` gives for the chunk of tile t.
 
-        ranks: the rank of each chunk, in the order of computation.
+        ranks: a rank for each chunk, such as its owner or its destination, in the order of computation.
         """
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
@@ -212,8 +219,11 @@ class _RankLanes:
         return tiles.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Chunk) -> None:
-        """Append the GEMM of chunks that stay on this rank. With add=gemm, the GEMM adds its product to the sum of the
-        other ranks' updates.
+        """Append one GEMM for adjacent chunks that stay on this rank. With add=gemm, the GEMM adds its product to the sum of
+        the other ranks' updates.
+
+        place: the position of the first chunk in the output of all ranks. rows: (first, count) of the rows to compute, counted
+            from this rank's first row.
         """
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
@@ -230,15 +240,17 @@ class _RankLanes:
         self._summed(place)
 
     def _summed(self, place: int) -> None:
-        """Append the signals that tell all ranks that a chunk of this rank's sums is complete, if an all-gather follows
-        (`fetched`).
+        """Append the signals that tell all ranks that a chunk of this rank's sums is complete, if an all-gather (`fetched`)
+        follows.
+
+        place: the chunk's position in the output of all ranks.
         """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
-        """Append the reductions of arrived updates. The lane `sums` reduces the chunks that this rank forwards, so that
-        no GEMM waits for these reductions.
+        """Append the kernels that add the updates from other ranks to this rank's products. For chunks that this rank forwards,
+        these kernels are in the separate lane `sums`, so that no GEMM waits for them.
         """
         plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
@@ -257,7 +269,10 @@ class _RankLanes:
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
-        """Append the copies that send a chunk by copy engine when it is complete."""
+        """Append the copies by which copy engines send a chunk when it is complete.
+
+        place: the chunk's position in the output of all ranks.
+        """
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends(self.rank, place):
@@ -308,11 +323,11 @@ class _RankLanes:
                 self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Append a wait until this rank may fill the slots on rank `to`, once per lane.
+        """Append to `lane` a wait until rank `to` allows this rank to fill its slots. Each lane waits only once.
 
-        Only one lane waits for a credit signal. If GEMMs fill some of the slots, it is the lane `compute`. Lanes that
-        forward chunks then wait for the signal `opened`, which `compute` sets after its wait. Lanes that send output of
-        GEMMs need no further wait.
+        Only one lane waits for the signal `credit` of rank `to` itself. If GEMMs fill some of the slots, it is the lane
+        `compute`. Then lanes that forward chunks wait for the signal `opened`, which `compute` sets after its wait. Lanes that
+        send the output of a GEMM need no wait for `opened`, because they wait for that GEMM.
         """
         if (lane.name, to) in self._opened:
             return
@@ -339,8 +354,10 @@ class _RankLanes:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
-        """Append waits until adjacent chunks have arrived from all their sources. Return a region with these chunks for
-        each source.
+        """Append waits until adjacent chunks have arrived from all ranks that send them. Return a region for each of these
+        ranks, with the chunks that it sent.
+
+        places: the positions of the chunks in the output of all ranks.
         """
         slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
@@ -349,7 +366,10 @@ class _RankLanes:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """Append a wait until the chunk at `place` has arrived from the source `Routes.sources(rank, place)[nth]`."""
+        """Append a wait until a chunk has arrived from one of its senders.
+
+        place: the chunk's position in the output of all ranks. nth: the index of the sender in `Routes.sources(rank, place)`.
+        """
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
         sends = routes.sends(source, routes.landing(self.rank, place))
@@ -359,7 +379,10 @@ class _RankLanes:
             lane.wait(plan.signals("there"), number)
 
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
-        """Append to lane `name` a wait until the GEMM has stored this chunk. Return the lane."""
+        """Append to lane `name` a wait until the GEMM of a chunk has stored the chunk. Return the lane.
+
+        place: the chunk's position in the output of all ranks.
+        """
         lane, plan = self.lane(name), self.plan
         if plan.tiles:
             count = plan.tiles.counts[place % self.routes.per_rank]
@@ -373,13 +396,17 @@ class _RankLanes:
         return self.routes.number[self.rank][place]
 
     def _rows(self, places: Sequence[int]) -> Chunk:
-        """Return (first, count) of the rows of adjacent chunks, counted from the first row of their owner."""
+        """Return (first, count) of the rows of adjacent chunks, counted from the first row of the rank that owns them.
+
+        places: the positions of the chunks in the output of all ranks.
+        """
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
-        """Return the index of the signal that tells `rank` that the chunk at `place` has arrived from the source
-        `Routes.sources(rank, place)[nth]`.
+        """Return the index of the signal that tells `rank` that a chunk has arrived from one of its senders.
+
+        place: the chunk's position in the output of all ranks. nth: the index of the sender in `Routes.sources(rank, place)`.
         """
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
@@ -395,7 +422,11 @@ class _RankLanes:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Return (the place of a sent chunk on its receiver, this rank's index among the sources of that place)."""
+        """Return two values for a chunk that this rank sends: the position at which the receiver stores it, and this rank's
+        index among the ranks that send to it.
+
+        place: the chunk's position on this rank. Both positions are in the output of all ranks.
+        """
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.nth(self.rank, send.to, landing)
 
@@ -407,7 +438,10 @@ class _RankLanes:
         return plan.o.part(plan.made, number, self._owner(place), rows)
 
     def _complete(self, place: int) -> Region:
-        """Return the region in which this rank completes a chunk that a copy engine then sends."""
+        """Return the region from which a copy engine sends a chunk when it is complete.
+
+        place: the chunk's position in the output of all ranks.
+        """
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)

@@ -145,7 +145,7 @@ class AllGatherMatmul(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem without M, the size is the number of rows of a shard.
+        """Two values: a key that is equal for problems that differ only in M, and the number of rows of a shard.
 
         A problem with uneven shards is its own family.
         """
@@ -155,8 +155,8 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem without M, with a mark if shards are uneven. The size is the number of
-        rows of the largest shard.
+        """Two values: a key, and the number of rows of the largest shard. Problems have equal keys if they differ only in the
+        rows of their shards, and all have even shards or all have uneven shards.
         """
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 

@@ -28,7 +28,7 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(key, size): the key is the problem without M, the size is the number of rows of a part, rounded up."""
+        """Two values: a key that is equal for problems that differ only in M, and the number of rows of a part, rounded up."""
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 
     def resized(self, size: float) -> Self:
