@@ -189,7 +189,10 @@ def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, worl
         assert found[:2] == [(rows, rows), (columns, columns)]
         assert all(name.startswith(("serial", "gather", "shard")) for names in found[2:] for name in names)
         wanted, uneven = warned  # measured once each, although the shape is called twice
-        assert f"FiCCO's heuristic is not followed, it picks {columns}, which does not support this problem: " in wanted
+        assert (
+            f"FiCCO's heuristic is not followed, because it picks {columns}, which does not support this problem: "
+            in wanted
+        )
         assert "of the gathered input" in wanted
         assert f"{tuple(range(3, 3 + world))} rows cannot be cut into equal chunks" in uneven
 

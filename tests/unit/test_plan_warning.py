@@ -81,7 +81,7 @@ def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch)
 def test_it_is_said_why_nothing_else_was_compared() -> None:
     few = frozenset({"serial", *(one.name for one in candidates(LARGE) if one.builder.startswith("ficco_2d"))})
     choice = decide(LARGE, H200, mode="queued", among=few)
-    assert choice.reason.endswith("predicted: all others round at every step")
+    assert choice.reason.endswith("predicted: all others have a larger rounding error")
     assert any(row.us is not None for row in choice.rows if row.rough)
 
 

@@ -72,8 +72,9 @@ class AcrossRanks:
         begun: this call, if it has a first part that needs no other rank (`weft.runtime.unfused.begun`); otherwise
             None. A CPU rank runs the first part while it waits for its peers.
 
-        If CPU ranks have synchronised in this method, return `Begun.number` of each rank, which the second part of the
-        call needs. For example, the number is 1 if the first part could not send a message. Otherwise return None.
+        If CPU ranks have synchronised in this method, return the number that each rank reports about the first part of
+        its call (`Begun.number`). For example, the number is 1 if a message was too large to be sent. Otherwise return
+        None.
         """
         self.note()
         numbers = None
@@ -95,8 +96,8 @@ class AcrossRanks:
         """Compare the tables of counts (`Operator.pairs`) of all ranks. Raise `RefusedError` on every rank if they do
         not agree.
 
-        Return `Begun.number` of each rank: what it reports about the first part of its call. Return zeros if `begun` is
-        None.
+        Return the number that each rank reports about the first part of its call (`Begun.number`). Return zeros if
+        `begun` is None.
         """
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
@@ -145,26 +146,29 @@ def number_of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return the 64-bit number of a call (`AcrossRanks.fingerprint`), computed from its problem family and its number
-    of rows (`size`).
+    """Return a 64-bit number that represents a call of a new size when ranks compare their calls
+    (`AcrossRanks.fingerprint`).
 
-    Use this number for a call of a new size if ranks have already compared a call of the same family. Ranks
-    then do not compare the full description of the new call.
-
-    operator: the operator's name, which also enters the number.
+    The number is computed from the operator's name, the problem family (all that does not depend on the size) and the
+    size, a number of rows. Ranks compare this number in place of a full description, which they have compared for
+    another size of the family.
     """
     return of_size(number_of_family(operator, family), size)
 
 
 def of_size(of_family: int, size: int) -> int:
-    """Return `passing_fingerprint`, from the result of `number_of_family`."""
+    """Return the number that represents a call with `size` rows (`passing_fingerprint`).
+
+    of_family: the result of `number_of_family` for the call's problem family.
+    """
     return of_family * (2 * size + 1) & _MASK
 
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random 64-bit weights for both tables of `rank`: for the rows that it sends, [receiver, width], and for the rows
-    that it expects, [sender, width]. All ranks use the same weight for the same sender, receiver and position.
+    that it expects, [sender, width]. The count that a sender sends and the count that its receiver expects have the same
+    weight.
 
     width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.
     """

@@ -46,8 +46,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The base class of the two protocols by which ranks agree on a call, or refuse it. It checks only this rank's call, so it
-    also serves devices without communication, such as meta.
+    """The base class of the two protocols by which ranks agree on a call, or refuse it. The base class compares nothing
+    between ranks. It is used for devices without communication, such as meta.
     """
 
     meets = False
@@ -58,8 +58,9 @@ class Agreement:
     ) -> list[int]:  # fmt: skip
         """Run `check` on every rank, and compare the descriptions that the checks return (`Check`).
 
-        Return the number that each rank's `check` returned; this number may differ between ranks. hint: advice to
-        append to the error text if the ranks' calls differ.
+        Return a list with one number for each rank: the number that the rank's `check` returned. The numbers may differ.
+
+        hint: advice to append to the error text if the ranks' calls differ.
         """
         return [check()[2]]
 
@@ -69,12 +70,12 @@ class Agreement:
     ) -> bool:  # fmt: skip
         """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError` in place of `error`.
 
-        Return False if it is too late to refuse the call, or if this error cannot be refused: the group then has to
-        fail. For a memory error, which users catch to retry, return True after peers are notified: the caller must then
-        raise `error` again.
+        Return False if the call cannot be refused any more, or not for this error: the caller must then make the group
+        fail. Return True if `error` is a memory error and the peers have been notified. The caller must then raise
+        `error` itself, because users catch memory errors and retry.
 
-        text: the reason, for the peers. has_published: True if this rank has already told its peers that it takes part
-            in the call.
+        text: the reason, which the peers show.
+        has_published: True if this rank has already told its peers that it takes part in the call.
         """
         return False
 
@@ -88,17 +89,19 @@ class Agreement:
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
         meanwhile: Iterator[None], cargo: Cargo | None = None,
     ) -> list[tuple[int, int]]:  # fmt: skip
-        """Send two numbers to all ranks, and return the two numbers of every rank. All ranks must make this call.
+        """Send two numbers about this rank's call to all ranks. Return the two numbers of every rank. All ranks must make
+        this call.
 
         topic: the description of the exchange, which must be equal on all ranks.
         meanwhile: an iterator whose steps do local work. A protocol may advance it while it waits for other ranks.
-        cargo: a collective whose data travel with the exchange, on CPU ranks in rails (`weft.runtime.rails`).
+        cargo: a small collective whose data travel with the exchange, between CPU ranks of several hosts
+            (`weft.runtime.rails`); None if there is no such collective.
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
     def count_refusal(self, comm: Communicator) -> None:
-        """Count a refused call. Use this method if every rank refuses a call after the ranks have synchronised for it, because
-        messages of this call may be unread (`weft.runtime.unfused.begun`).
+        """Count a call that every rank refuses after the ranks have synchronised for it. The next call sees from the count
+        that messages of the refused call may be unread (`weft.runtime.unfused.begun`).
         """
 
 

@@ -1,10 +1,11 @@
 """The choice of a schedule for a group whose ranks are on several hosts.
 
 A rank cannot address the memory of a peer on another host. So only schedules that send data by collectives, or on CPU
-by messages, run there. The first call of a problem family times the candidates in `Problem.between_hosts`, except those
-that, at the measured rates of the links, cannot be clearly faster than serial (`worth_timing`). Candidates are timed
-again for a size that differs by more than a factor of two from all timed sizes. If no candidate is clearly faster than
-serial, calls run unfused.
+by messages, run there. The candidates are the schedules in `Problem.between_hosts`. From the measured rates of the
+links, weft predicts which candidates may be clearly faster than the serial schedule (`worth_timing`). The first call
+times these candidates. If none of them is clearly faster than serial, calls run unfused. Other sizes of the same
+problem use the same choice, except sizes that differ by more than a factor of two from all timed sizes. They are timed
+too.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> 
 
     The prediction includes only collectives and messages. It assumes the best case: the schedule's GEMMs hide all of
     its transfers except the shortest, while serial hides none. If serial's collectives are small, weft sends their data
-    with the messages by which ranks synchronise (`weft.runtime.rails`). Serial then needs a round trip less, so this
-    time is added to the schedule's.
+    with the messages by which ranks synchronise (`weft.runtime.rails`). A call of the schedule then takes one round trip
+    between hosts more than a call of serial, so this time is added to the schedule's time.
     """
     has_rails = network.library == "gloo" and ranks_per_host(network.hosts) > 0
     rides = has_rails and largest_collective_bytes(serial) <= MOST_BYTES
@@ -123,8 +124,7 @@ def _collectives_us(schedule: Schedule, network: HostNetwork, rides: bool) -> li
     """Return the predicted time of each collective of rank 0 in microseconds.
 
     network: the measured rates between hosts.
-    rides: True if the data are sent with the messages by which ranks synchronise, first within each host and then between
-        hosts.
+    rides: True if the messages by which ranks synchronise also carry the data of the collectives (`weft.runtime.rails`).
     """
     item = {buffer.name: ITEM_BYTES[buffer.dtype] for buffer in schedule.buffers}
     steps = [step for lane in schedule.of_rank(0) for step in of_kind(lane.steps, Collective)]
@@ -150,9 +150,10 @@ def _sends_us(schedule: Schedule, network: HostNetwork) -> list[float]:
 
 
 def _fault(schedule: Schedule, comm: Communicator) -> str:
-    """Return an error text if `schedule` cannot run on ranks of several hosts, else "". The text names the first step of any
-    rank that needs a peer's memory on another host, which is not mapped. On GPUs, also return a text if the group does not use
-    NCCL.
+    """Return an error text if `schedule` cannot run on ranks of several hosts, else "".
+
+    A step cannot run if it needs the memory of a rank on another host. The text names the first such step. On GPUs, also
+    return a text if the group does not use NCCL.
     """
     on_gpus = comm.device.type != "cpu"
     if on_gpus and not uses_nccl(comm):

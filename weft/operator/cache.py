@@ -69,9 +69,9 @@ class Known(NamedTuple, Generic[E]):
     """The compiled operator for calls with one signature: they differ only in the contents and addresses of their
     tensors.
 
-    places: where to find each input buffer among the call's tensors: (buffer name, index of the call's field, index in the
-        field's list or None). None if an input buffer is not one of the call's tensors; then `Operator.inputs` must make the
-        buffers.
+    places: for each input buffer, its place among the tensors of the call: (buffer name, index of the field, index in the
+        field's list). The last is None if the field is a single tensor. `places` is None if an input buffer is not a
+        tensor of the call, so that `Operator.inputs` must make the buffers.
     differentiated: True if gradients are wanted.
     """
 
@@ -101,8 +101,11 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 class Family(Generic[E]):
     """The sizes of a problem family that a group has called.
 
-    typical: the operator that was compiled last. once: the number of compiled sizes that have not recurred. served: the
-    sizes that ran unfused once, and have not recurred. count_call: as for `_OfGroup`.
+    typical: the operator that was compiled last, for any of these sizes.
+    once: the number of sizes that have been compiled, but called only once.
+    served: the sizes that have been called only once, and ran unfused, without compilation.
+    count_call: a function that is called after each count. Its argument is a function that undoes the count, and runs if
+        ranks refuse the call.
     """
 
     def __init__(self, typical: E, count_call: Callable[[Callable[[], None]], None]) -> None:
@@ -133,8 +136,8 @@ class _OfGroup(Generic[E]):
     reached `PASSING` (16), a new size first runs unfused, without compilation and without the agreement of a first
     call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective.
 
-    All ranks must count alike. If a call is refused, some ranks have counted it and others have not, so `count_call`
-    takes functions that undo the counts.
+    All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So after each
+    count, this class calls `count_call` with a function that undoes the count, and runs if ranks refuse the call.
     """
 
     def __init__(self, count_call: Callable[[Callable[[], None]], None] = lambda undo: None) -> None:
@@ -167,7 +170,7 @@ class _OfGroup(Generic[E]):
         return known.typical
 
     def family(self, family: Hashable) -> Family[E]:
-        """Return the sizes of a problem family of which a size has been compiled."""
+        """Return the record of the sizes of a problem family. At least one of these sizes must have been compiled."""
         return self._families[family]
 
     def called(self, prepared: E) -> E:

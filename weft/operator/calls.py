@@ -182,8 +182,8 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if `call`, made inside another call of weft, would run with overlap, or if its schedule has not been chosen yet.
-    False if it would run the serial schedule.
+    """True if `call`, made inside another call of weft, would run a schedule with overlap. Also True if no schedule has been
+    chosen for it yet. False if it would run unfused.
     """
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))

@@ -148,8 +148,8 @@ class CompiledOperator:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """Raise `TypeError` unless `tensors` have the names and shapes of the operator's input or output buffers. The serial
-        schedule gives them, because all schedules of an operator have the same inputs and outputs.
+        """Raise `TypeError` unless `tensors` have the names and shapes of the operator's input or output buffers. These are
+        read from the serial schedule, because all schedules of an operator have the same inputs and outputs.
 
         of: the spec's method that returned `tensors`, for the error text. role: "input" or "output".
         """
@@ -271,10 +271,11 @@ class CompiledOperator:
         return made
 
     def topic_on_cpu(self, number: int, call: Any, wanted: tuple[bool, ...], fingerprint: int) -> Topic:
-        """Return the description that CPU ranks compare before a collective of an unfused call with another size than that of
-        this operator. It is the description of the operator that `for_one_call` returns.
+        """Return the description that CPU ranks compare before a collective of an unfused call. The size of the call differs
+        from the size for which this operator was compiled.
 
-        number: the number of the collective in the call. fingerprint: the number of the call (`passing_fingerprint`).
+        number: the index of the collective among the collectives of the call.
+        fingerprint: the 64-bit number that represents the call in the comparison (`passing_fingerprint`).
         """
         op = self.op
         p = op.problem(call, self.p.world_size, 0)
@@ -284,11 +285,12 @@ class CompiledOperator:
     def run_on_cpu(
         self, p: Any, call: Any, wanted: tuple[bool, ...], fingerprint: int, deadline_s: float | None
     ) -> list[torch.Tensor]:
-        """Run one unfused call of CPU ranks with another size than that of this operator. The results are those of the operator
-        that `for_one_call` returns, but this method makes no such copy.
+        """Run one unfused call on CPU, whose size differs from the size for which this operator was compiled. Return its
+        results. This takes less time than a call of the copy that `for_one_call` makes.
 
-        p: the problem of the call, from this operator's problem family. wanted: the gradients that the call wants.
-        fingerprint: the number of the call (`passing_fingerprint`).
+        p: the problem of the call, from this operator's problem family.
+        wanted: for each differentiable field of the call, True if its gradient is wanted.
+        fingerprint: the 64-bit number that represents the call when ranks compare calls (`passing_fingerprint`).
         """
         op = self.op
         turn = Turn(self._turns_of(*self._described(p, call, op.given(call)), wanted, fingerprint), deadline_s)
@@ -302,8 +304,8 @@ class CompiledOperator:
         return joined(said, given), joined(p.text if said == full else said, given)
 
     def _turns_of(self, said: str, shown: str, wanted: tuple[bool, ...], fingerprint: int) -> Turns:
-        """Return the rendezvous of a call of another size. It compares the fingerprint of the call, because ranks have not
-        agreed on this size.
+        """Return the object that runs the rendezvous before each collective of a call on CPU, whose size differs from the size
+        for which this operator was compiled. In the rendezvous, ranks compare `fingerprint`, which represents the call.
         """
         assert self.comm is not None
         op = self.op
@@ -312,13 +314,13 @@ class CompiledOperator:
 
     @property
     def turns(self) -> Turns:
-        """The rendezvous before the collectives of an unfused call on CPU."""
+        """The object that runs the rendezvous before each collective of an unfused call on CPU."""
         assert self._turns is not None
         return self._turns
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the object that compares this call between ranks. Ranks must have compared a call with the same
-        options before, which `agree` records.
+        """Return the object that compares this call between ranks. Before, `agree` must have recorded a first call with the
+        same options.
         """
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 

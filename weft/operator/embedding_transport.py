@@ -101,8 +101,8 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
     """Return this rank's choice for `p`: by cached times if every transport has one, otherwise by this machine's model.
 
     A prediction takes milliseconds, many times as long as a call. So a size bucket between two planned buckets with the
-    same choice uses this choice without a prediction. To have such neighbours for every size, the smallest and the
-    largest bucket are planned together with the second bucket that calls use.
+    same choice uses this choice without a prediction. When calls use a second bucket, the smallest and the largest
+    possible bucket are planned too. Every later bucket then lies between two planned buckets.
     """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:

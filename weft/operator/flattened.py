@@ -53,8 +53,8 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return how many rows one index of `gather_dim` has in the tensor flattened to a matrix: the product of all sizes except
-    the last and that of `gather_dim`.
+    """Return the number of matrix rows for each index of `gather_dim`, if a tensor of this shape is flattened to a matrix.
+    This is the product of all sizes except the last and that of `gather_dim`.
     """
     rows = 1
     for d, extent in enumerate(shape[:-1]):
@@ -121,11 +121,10 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """Return each result in the form of a shard: reshape the matrix [gathered * others, N] to [gathered, others ...,
-    N], and move the gathered dimension to `gather_dim`.
+    """Reshape each result from a matrix [rows, N] to the dimensions that the shard had before it was flattened. The size of
+    `gather_dim` is now the sum of its sizes on all ranks, and the last size is N.
 
-    shape: the shape of a shard, which gives the other sizes. rows: the sizes of `gather_dim` on all ranks, if they
-        differ.
+    shape: the shape of a shard. rows: the size of `gather_dim` on each rank, if the sizes differ.
     """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:

@@ -74,7 +74,8 @@ _SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path, recorded for replay.
 
-    call: the call after `Operator.checked`; on CPU the call before, because replays on CPU check every call.
+    call: the result of `Operator.checked`. On CPU the argument of `Operator.checked`, because replays on CPU check every
+        call.
     results: the results in the order of the output buffers.
     inputs: the tensor of each input buffer; None if gradients are wanted.
     apply: if gradients are wanted, the method `apply` of the operator's `torch.autograd.Function`; otherwise None.
@@ -245,7 +246,8 @@ class _Short:
     def failed(self, error: BaseException, group: dist.ProcessGroup, published: int | None) -> NoReturn:
         """Notify peers of `error`. Raise it, or the `RefusedError` that replaces it.
 
-        published: on CPU, the number of calls that this rank had published before this call (`Meeting.calls`).
+        published: on CPU, the number of calls that this rank had announced to its peers before this call (`Meeting.calls`);
+            None on GPUs.
         """
         try:
             raise error
@@ -265,8 +267,8 @@ class _OnCpu(_Short):
     """
 
     def can_be_native(self) -> bool:
-        """True if native code can make this call on CPU: its steps are plain, it has collectives, and all ranks are on this
-        host.
+        """True if native code can make this call on CPU. All ranks must be on one host, the call must have collectives, and
+        native code must support all of its steps.
         """
         prepared, op = self.prepared, type(self.op)
         if not prepared.in_steps or prepared.comm is None or op.finished is not Operator.finished:
@@ -285,32 +287,42 @@ class _OnCpu(_Short):
         self.timeout = timedelta(seconds=self.patience_s)
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
-        """Return the description that ranks compare before a collective. number: the number of the collective in the call.
-        fingerprint: the number of the call; 0 for a call of a known size. arguments: those of the public function.
+        """Return the description that ranks compare before a collective.
+
+        number: the index of the collective among the collectives of the call.
+        fingerprint: the 64-bit number that represents the call in the comparison; 0 for a call of a known size.
+        arguments: the arguments of the public function.
         """
         return self.prepared.turns.topic(self.prepared.steps().collectives[number])
 
     def meet(self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any]) -> None:
-        """Wait until all ranks have reached a collective. Arguments as of `topic`."""
+        """Wait until all ranks have reached a collective. `number` and `fingerprint` are as for `topic`; p and k are the
+        positional and the keyword arguments of the public function.
+        """
         self.meeting.meet(self.topic(number, fingerprint, (p, k)), deadline_s=self._deadline_s)
 
     def settle(
         self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any], payload: bytes, is_complete: bool
     ) -> None:
-        """Complete a rendezvous that native code has begun (`Meeting.settle`). The other arguments are those of `topic`."""
+        """Complete a rendezvous that native code has begun. payload, is_complete: as for `Meeting.settle`. The other arguments
+        are those of `meet`.
+        """
         topic = self.topic(number, fingerprint, (p, k))
         self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())
 
     def known_on_cpu(self, given: Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
-        """Return the call as an object that native code replays. Arguments as of `_native_call`."""
+        """Return the call as an object that native code replays.
+
+        given, inputs, written: the arguments `given`, `inputs` and `returned` of `_native_call`.
+        """
         try:
             return _native_call(self, self.prepared.steps(), given, inputs, written, [True, False])
         except UnlikeError:  # an input buffer is a copy of an argument
             return _native_call(self, None, given, inputs, written, [False, False])
 
     def finish(self, number: int, work: dist.Work, tensors: list[torch.Tensor]) -> None:
-        """Wait for the end of a collective that takes long, or has failed. number: its number in the call. tensors: all tensors
-        of the call.
+        """Wait for the end of a collective that takes long, or has failed. number: its index among the collectives of the call.
+        tensors: all tensors of the call.
         """
         name = f"{self.prepared.steps().collectives[number]} of {self.op.title}"
         finish(work, self._comm, name, self._deadline_s or env.deadline_s(), tensors, self._comm.group, work)
@@ -405,8 +417,8 @@ class Replay(_OnCpu):
 
 
 class AnyRows(Replay):
-    """A recorded call on CPU for any number of rows, of an operator whose `key` omits this number. So calls of all numbers
-    use the same compiled operator.
+    """A recorded call on CPU, which can be replayed for any number of rows. Its operator leaves the number of rows out of
+    `Operator.key`, so that one compiled operator serves all numbers.
     """
 
     any_rows = True

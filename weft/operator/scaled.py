@@ -22,10 +22,10 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return the scale of B as a matrix, so that equivalent scales have the same shape on all ranks: [1, columns of B] if
-    `by_row`, otherwise [1, 1]. A scale with several elements is returned unchanged.
+    """Return the scale of B as a matrix. A scale with one element may have any shape, so this function gives it a standard
+    shape: [1, columns of B] if `by_row`, otherwise [1, 1]. A scale with several elements is returned unchanged.
 
-    by_row: True if the call has row-wise scales.
+    by_row: True if the call has a scale for each row of A and each column of B.
     """
     if scale.numel() != 1:
         return scale

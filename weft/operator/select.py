@@ -17,10 +17,10 @@ the slowest rank's times. If ranks have different models of GPUs, all use the pl
 
 On a known machine "autotune" measures the time that the planner predicts: the mean of several calls in a row, while the
 CPU is ahead of the GPU (mode "queued"). Under CUDA graphs the CPU does not delay the GPU either, so these times are
-also used for graphs. But in a graph a collective takes longer than in these measurements. The serial schedule loses
-most by this, so for graphs the measured times make it look faster than it is. weft does not capture graphs to measure
-them: after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine single calls
-are timed, including CPU time.
+also used for graphs. But collectives take longer in a graph than in these measurements. So for graphs, the measured
+times of schedules with collectives are too short, most of all the time of serial. weft does not capture graphs to
+measure them: after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine
+single calls are timed, including CPU time.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> s
     """
     mine = plan.pick_here(p, this_machine.device_name(comm.device))
     picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
-    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; weft uses its default choice'
+    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, because {why}; weft uses its default choice'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
         caller.warn(text)
@@ -263,8 +263,8 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the two schedules, for usual and for captured calls, that sizes similar to that of `p` (its size
-    bucket) use. The first call for a bucket chooses these schedules, and all ranks must make it together.
+    """Return the names of the schedules for a call of `p`: one for usual calls, one for captured calls. Sizes of the same
+    size bucket share these schedules. The first call for a bucket chooses them, and all ranks must make it together.
 
     itself: True to choose for exactly this size.
     """

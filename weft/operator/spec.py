@@ -123,7 +123,7 @@ class Operator(ABC, Generic[C]):
     def given(self, call: C) -> str:
         """Return further arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
 
-        Include the arguments that only the public function uses, before or after it calls the operator. Examples are
+        Include arguments that the public function uses itself, and does not pass to the operator. Examples are
         dimensions, shapes before flattening, and the kind of reduction.
         """
         return ""

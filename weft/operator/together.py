@@ -145,7 +145,8 @@ def failed(
 ) -> None:  # fmt: skip
     """Notify peers of an error in a call that native code has replayed. May raise `RefusedError` in place of `error`.
 
-    published: on CPU, the result of `published_on` at the beginning of the call; None on GPUs.
+    published: on CPU, the number of calls that this rank had announced to its peers before this call (`published_on`);
+        None on GPUs.
     """
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._published = calls_of(group), published_on(group) if published is None else published
@@ -176,7 +177,7 @@ def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: Bas
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank between two calls of operators.
 
-    This rank counts a refused call in place of the layer's next call. The peers' next call pairs with it and raises
+    This rank then does not make the layer's next call, and refuses it instead. So the peers' next call raises
     `RefusedError` with the text of `error`. On CPU the group stays usable. On GPUs the group fails if a peer has
     already made its next call.
 

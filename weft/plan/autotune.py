@@ -36,10 +36,10 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the candidates to run: the `count` with the shortest predicted times, and always those of the builders
-    serial and gather.
+    """Return the candidates to run: the `count` candidates with the shortest predicted times, and all candidates of the
+    builders serial and gather.
 
-    Candidates that round at every step (`Row.rough`) do not count among the fastest. In mode "graph", neither do
+    Candidates that round partial sums (`Row.rough`) do not count among the fastest. In mode "graph", neither do
     candidates that cannot be captured.
     """
     timed = [row for row in choice.rows if row.predicted_us is not None]

@@ -108,7 +108,7 @@ def choose(
             schedule of FiCCO's heuristic, if it supports `problem`. "autotune" pins nothing.
         measured: {candidate: time in us}, including serial. Only these candidates are considered.
         among: the names of the candidates to consider. Default: all.
-        near: True if the choice also applies to nearby sizes, which the warning (see below) then says.
+        near: True if the choice also applies to nearby sizes. The warning (see below) then mentions them.
 
     Warn (`NoOverlapWarning`), once per process, if serial is chosen although there are other candidates. Raise
     `ValueError` for an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not
@@ -247,12 +247,12 @@ def _clearly(row: Row) -> float:
 
 
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
-    """Return by how many us `row` must be faster than serial to be chosen.
+    """Return by how many us `row` must be predicted to be faster than serial to be chosen.
 
-    Usually this is a fraction of serial's time (`_clearly`). If serial makes the CPU wait for sizes, the device is idle
-    after the wait until the CPU has issued more work. This idle time was 7% of serial's time on H100s
-    (1204x14336x30336, 32 experts). If `row` has no such wait, it avoids this idle time, which its predicted time does
-    not show. The idle time is estimated by serial's CPU time, and subtracted. The result is at least `CLEARLY_US`.
+    Usually this is a fraction of serial's time (`_clearly`), but at least `CLEARLY_US`. It is less if serial makes the
+    CPU wait for sizes, and `row` does not. After such a wait the device is idle until the CPU has issued more work.
+    The predicted time of serial does not contain this idle time, which was 7% of serial's time on H100s
+    (1204x14336x30336, 32 experts). So the idle time, estimated by serial's CPU time, is subtracted from the result.
     """
     needed_us = _clearly(row) * (serial.us or 0.0)
     if mode == "queued" and serial.stops_host and not row.stops_host:
@@ -269,7 +269,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
         return "no other candidate was measured"
     reasons = {
         "certainly take longer": any(row.why_not.startswith(AT_LEAST) for row in rows),
-        "round at every step": any(row.rough for row in rows),
+        "have a larger rounding error": any(row.rough for row in rows),
         "keep the CPU busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
         "cannot be captured": mode == "graph" and any(row.reads_on_host for row in rows if row is not serial),
     }
@@ -306,9 +306,9 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
 
-    Return False if a wrong prediction could cost much. This is so if serial is short: an error of `CLEARLY_US` would then
-    be more than the fraction `SPARED` of its time. It is also so if weft's kernels compute the GEMMs, and serial's CPU
-    time is at most half of its device time.
+    Return False in two cases in which a wrong prediction could cost much:
+    - Serial is so short that `CLEARLY_US` is more than the fraction `SPARED` of its time.
+    - weft's kernels compute the GEMMs, and serial's CPU time is at most half of its device time.
     """
     assert row.us is not None
     assert serial.us is not None
@@ -317,9 +317,11 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Return (row, reason). If times are measured, the row is `fastest`. Predicted times are less exact. So the row is
-    then the simplest of those that are predicted to be about as fast as `fastest`. A schedule is simpler if it does not
-    stop the CPU, or else if it has fewer GEMMs, steps and so on (`_simplicity`).
+    """Return (row, reason): the row of the schedule to prefer among the fastest, and why.
+
+    With measured times, the row is `fastest`. Predicted times are less exact, so with these it is the simplest of the
+    rows that are about as fast as `fastest`. Rows without a CPU wait for sizes are the simplest. After that, fewer GEMMs
+    and fewer steps are simpler (`_simplicity` has the full order).
     """
     if measured:
         return fastest, "is the fastest"

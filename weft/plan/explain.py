@@ -273,7 +273,8 @@ def problem_on_machine(
 ) -> tuple[Machine, Model, tuple[str, ...], Problem]:  # fmt: skip
     """Return (machine, its model, notes on the sources of the model's numbers, problem). Raise the errors of `explain`.
 
-    most: the largest number of ranks to allow. More than `MOST_RANKS` ranks are possible only if all ranks do the same.
+    most: the largest number of ranks to allow. More than `MOST_RANKS` ranks are possible only if all
+        ranks do the same work, so that one rank can represent them in the simulation.
     """
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")

@@ -1,7 +1,7 @@
 """Measured links between hosts (`weft.sim.between_hosts.Measured`), saved for later processes on the same hosts.
 
 `weft.operator.know_links` measures them. A file is valid only for the same ranks on the same hosts, and for the same
-versions.
+versions of packages and driver.
 """
 
 from __future__ import annotations

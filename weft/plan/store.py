@@ -58,8 +58,8 @@ def any_of(what: str) -> bool:
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
     """Return the kinds of the files in `folder`: the first word of each name, such as "calibration".
 
-    changed_ns: the folder's modification time. As a part of the key of this function's cache, it makes the cache notice
-        new files.
+    changed_ns: the folder's modification time. The results of this function are cached by its arguments, so a folder with
+        new files is read again.
     """
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)

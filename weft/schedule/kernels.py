@@ -119,16 +119,19 @@ class ReturningMatmul(TileKernel):
     """Grouped GEMM over rows sorted by expert, then by source rank. It stores the products grouped by the rank that
     sent the rows.
 
-    The products then return to these ranks, so this kernel is the counterpart of `GroupedMatmul`
-    (`weft.kernels.grouped_matmul`). It always multiplies over all of k, and never accumulates. If it multiplies the
-    rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several source ranks share a tile.
+    This is the GEMM before MoE combine, which sends the products to these ranks. `GroupedMatmul` is the GEMM after MoE
+    dispatch (`weft.kernels.grouped_matmul` runs both). This kernel always multiplies over all of k, and never
+    accumulates. If it multiplies the rows of all source ranks, and each sends few rows (`FEW_ROWS`), rows of several
+    source ranks share a tile.
 
     counts: the name of a buffer `[2 * ranks, experts]`. Its row r has the number of rows from rank r for each local expert. Its
         row `ranks + r` has the number of rows that this rank sent to each expert of rank r.
     h, weights: the names of the buffers of the rows, and of the experts' weights.
     y: the name of the buffer in which products for this rank are stored.
-    outbox, at: the name and rank of the buffer in which products for peers are stored, with a slot of `slot_rows` rows
-        for each peer. The other fields are as in `GroupedMatmul`.
+    outbox: the name of the buffer in which products for peers are stored, with `slot_rows` rows for each peer.
+    at: the rank whose `outbox` is written.
+
+    The other fields are as in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"

@@ -12,9 +12,8 @@ program is a thread block of the kernel):
     body         one copy, or several copies of two kinds: copies of the same source, between which there may be sets
                  (`_fixed`), or consecutive copies that read parts of the same buffer (`_joins`)
     sets         sets after a copy. The last program of the copy to finish performs them
-    waits_after  waits after the sets. The last program polls for them. The CPU issues a launch with such waits only when the
-                 lane reaches the last wait, which delays the sets. So a launch includes them only if the delay cannot
-                 cause a deadlock
+    waits_after  waits after the sets. The last program polls for them. Without these waits, the CPU would issue the launch
+                 earlier, so they delay the sets. They are included only if the delay cannot cause a deadlock
 
 Elsewhere, adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is a
 launch of its own.
@@ -198,9 +197,9 @@ def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collect
     """Return True if one kernel may run both `first`, a copy by kernel, and `step`.
 
     Both copies must read the same columns of one buffer. They must write buffers with equal row pitches: symmetric or scratch
-    buffers, or one tensor of the caller. They must not accumulate, and must not write the buffer that they read. Their sizes
-    must be fixed and equal, or both sizes must depend on buffers in `held`, whose contents are known only at run time. In the
-    second case, the buffers that the copies write must have equal numbers of rows.
+    buffers, or one output of the caller. They must not accumulate, and must not write the buffer that they read. Their
+    sizes must be fixed and equal, or both sizes must depend on buffers in `held`, whose contents are known only at run
+    time. In the second case, the buffers that the copies write must have equal numbers of rows.
     """
     if step.copies_by != "kernel":
         return False
@@ -296,9 +295,9 @@ def launches_of_rank(
     order: the rank's steps as (lane, step), in the order of issue (`weft.schedule.verify.issue_order`).
     awaited: the counters of this rank that another rank or a tile kernel sets: this rank's entry of `setters`.
 
-    A launch is issued at its last wait, so waits after its sets delay the sets. It includes these waits only if, in
-    `order`, no other lane waits for a peer between the sets and these waits. Otherwise the delayed sets could be stuck
-    behind that wait on a shared hardware queue.
+    The CPU issues a launch when `order` reaches the launch's last wait. So if a launch has sets, and then waits, it sets
+    the signals later than in `order`. If another lane waits for a peer in the meantime, this wait could block the sets
+    on a shared hardware queue. In this case the waits after the sets become a launch of their own.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # the positions of each lane's steps in `order`

@@ -5,7 +5,7 @@
 | size, offset, extent, count | 0 to 2^40 |
 | ranks | at most 4096 |
 | steps of one rank after unrolling loops; a `Tiles` step of any extent is one step | at most 100,000 |
-| if steps or sizes depend on the rank: steps of all ranks, plus ranks x buffers whose rows are an expression | at most 2^19 |
+| steps and buffer sizes that depend on the rank, counted over all ranks | at most 2^19 together |
 """
 
 from __future__ import annotations

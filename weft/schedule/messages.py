@@ -46,7 +46,7 @@ class Message(Step):
 
     @property
     def channel(self) -> tuple[int, int, int]:
-        """(sender, number of its lane, receiver). Messages of a channel arrive in order."""
+        """The channel of the message: (sender, number of the sending lane, receiver). Messages of a channel arrive in order."""
         return self.source, self.lane, self.to
 
     @property

@@ -125,8 +125,8 @@ class Step:
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The indices in `accesses()` of some regions, by default those that the step writes. If one of these regions
-        has no elements, the step does nothing (`is_empty`).
+        """The indices, in `accesses()`, of the regions that decide if the step has work to do. If one of these regions has no
+        elements, the step does nothing (`is_empty`). By default, they are the regions that the step writes.
         """
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 

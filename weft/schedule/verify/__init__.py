@@ -268,8 +268,8 @@ def _parts(steps: Sequence[Step], rank: int) -> Iterator[dict[int, Copy]]:
 
 
 def _source(step: Step) -> tuple[str, Index] | None:
-    """Return (buffer, its rank) from which `step` reads, if it is a copy by kernel that does not accumulate; otherwise
-    None.
+    """Return the source of `step`, a copy by kernel: (name of the buffer, rank whose buffer it is). Return None for other
+    steps, and for a copy that accumulates.
     """
     if not isinstance(step, Copy) or step.by != "kernel" or step.accumulate:
         return None

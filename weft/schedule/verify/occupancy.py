@@ -3,9 +3,9 @@ a unit.
 
 On GPUs most waits are stream waits, which hold no compute unit. Two kinds of launches poll:
 
-    copies by kernel    for the waits between ranks around them (`weft.schedule.launches`). All programs poll for the waits
-                        before the copy, on up to COPY_UNITS compute units. The last program polls for the waits after the sets
-    NCCL's collectives  until all ranks have reached them
+    copies by kernel    The kernel also runs the waits before and after the copy (`weft.schedule.launches`). All programs poll for
+                        the waits before the copy, on up to COPY_UNITS compute units. One program polls for the waits after it
+    NCCL's collectives  They poll until all ranks have reached the collective
 
 Below, such a launch is called open from the end of the previous step of its lane until its waits have ended. Computing
 steps, copies by kernel and collectives need a unit. A step gets a unit if the open launches of its rank do not hold all
@@ -47,7 +47,7 @@ class _Polling(NamedTuple):
     """A launch that polls.
 
     units: the number of compute units that the launch holds.
-    before: the number of the event before the launch on its lane; None if the launch is the first of the run.
+    before: the number of the event that precedes the launch on its lane; None if the launch is the lane's first in the run.
     last: the number of the launch's last event.
     """
 

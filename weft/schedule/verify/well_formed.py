@@ -40,9 +40,10 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
 
 
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
-    """Yield an error for each step of `rank` whose sizes depend on a buffer that its lane has not read before.
+    """Yield an error for each step of `rank` whose sizes depend on the contents of a buffer, if no earlier step of the lane
+    reads this buffer (`Read`).
 
-    For a copy by copy engine, the CPU must have read the buffer.
+    For a copy by copy engine, the CPU must read the buffer.
     """
     held = {contents.buffer for contents in schedule.contents}
     if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
