@@ -8,12 +8,11 @@ With both, a rank gets the pooled vectors of all tables for its own samples, wit
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,8 @@ from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, collected
 from weft.nn.embedding_table import Table, first_values, weights_of
 from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
-from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
+from weft.nn.making import agree_on_module, check_input_options, check_table_names, device_for, fill_together
 from weft.nn.prefetching import Prefetched
-from weft.nn.table_marks import mark_table
 from weft.nn.table_parts import check_full
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
@@ -45,13 +43,6 @@ from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in
 from weft.ops.embedding_release import buffer_bytes, release
 from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
-
-
-def mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the tables' parameters so that DDP ignores them. torch calls this hook after `load_state_dict`, because
-    `assign=True` replaces the parameters.
-    """
-    module._mark_tables()
 
 
 class ShardedEmbeddingBagCollection(TrainedTables):
@@ -116,7 +107,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         GPUs. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
     """
 
-    _container = "embedding_bags"
+    _container, _name = "embedding_bags", "ShardedEmbeddingBagCollection"
+    _of_one_module: ClassVar[dict[str, Any]] = {**TrainedTables._of_one_module, "_prefetched": None}
+    embedding_bags: nn.ModuleDict
     _of_parts: ClassVar[type[Any] | None] = None
     """The subclass for column-wise, row-wise and data-parallel tables. `weft.nn.partitioned_embedding` imports this module
     and sets the attribute.
@@ -146,19 +139,11 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         max_ids: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        super().__init__()
-        self.rank = rank_in(group)
-        self.group = group
+        super().__init__(group, optimizer, sparse)
         self.input = input
-        self.deadline_s: float | None = None
-        self._is_weighted = is_weighted
-        self._optimizer, self._sparse, self._factor, self._deterministic = optimizer, sparse, 1.0, deterministic
-        self._update, self._fused_optimizer = None, None
+        self._is_weighted, self._deterministic = is_weighted, deterministic
         self._batches = BatchesInFlight()
         self._prefetched: Prefetched | None = None
-        self._is_frozen = False
-        self._is_trained = optimizer is None  # tables require gradients, on ranks without tables too
-        self.embedding_bags = nn.ModuleDict()
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
@@ -167,8 +152,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
-            if dotted := [table.name for table in sharding.tables if "." in table.name]:
-                raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
+            check_table_names(sharding.tables)
             # Check options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
         except (ValueError, TypeError) as error:
@@ -178,15 +162,12 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         said["deterministic"] = deterministic
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
-        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, type(self).__name__)
+        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, self._name)
         self._options, self._max_ids = cast(EmbeddingOptions, options), max_ids
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
-        for parameter in self.parameters():
-            parameter.requires_grad_(self._is_trained)
-        self._mark_tables()
-        self.register_load_state_dict_post_hook(mark_again)
+        self._ready()
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
@@ -233,7 +214,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 raise refusal
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
-        with together(type(self).__name__, self.group, self._exchange_device, self.deadline_s):
+        with together(self._name, self.group, self._exchange_device, self.deadline_s):
             # The call has several collectives, but counts as one call across ranks.
             if self._prefetched is not None:
                 if refusal is not None:
@@ -263,7 +244,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         Raises `ValueError` with input="global_batch", or if another prefetched batch has not been passed to the module
         yet.
         """
-        with together(f"prefetch of {type(self).__name__}", self.group, self._exchange_device, self.deadline_s):
+        with together(f"prefetch of {self._name}", self.group, self._exchange_device, self.deadline_s):
             if self.input != "local_batch":
                 raise ValueError(
                     f"prefetch has no effect with input={self.input!r}, because ranks exchange no ids: "
@@ -420,11 +401,6 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             for name, weight in local.items():
                 weight.copy_(weights[name])
 
-    def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, for use after `to_empty`. Ranks do not communicate."""
-        for table in self.embedding_bags.children():
-            cast(Table, table).reset_parameters()
-
     def _make_tables(self, seed: int) -> None:
         """Make this rank's tables, and fill them with their initial values. seed: the random seed, equal on all ranks. All
         ranks must make this call.
@@ -439,11 +415,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
-        """Mark the tables so that `ignore_tables` and DDP find them. Also make the optimizer's states, or move them to the
-        tables' device.
-        """
-        for bag in self.embedding_bags.children():
-            mark_table(bag.weight)
+        """Mark the tables. Also make the optimizer's states, or move them to the tables' device."""
+        super()._mark_tables()
         if self._optimizer is None:
             return
         if self._update is None:
@@ -493,27 +466,10 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             raise ValueError(no_tables_on(after.device))
         return after.dtype, after.device
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = self.__new__(type(self))
-        memo[id(self.group)] = self.group  # a process group cannot be copied
-        # The copy makes a new optimizer object, which writes the learning rate to the copied states.
-        own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
-        own["_prefetched"] = None
-        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
-        copied._mark_tables()
-        return copied
-
     def __copy__(self) -> Self:
         copied = self.__new__(type(self))
         copied.__dict__.update(self.__dict__, _prefetched=None)
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it belongs to a process group, and rank {self.rank} of "
-            f"{self.sharding.world_size} has a part of the tables. Save module.state_dict() on every rank, make a "
-            f"new module with the same arguments where it is needed, and load_state_dict() there"
-        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of all tables on all ranks, in the order of the output's columns."""

@@ -9,12 +9,11 @@ A call returns a row for each id, without pooling.
 from __future__ import annotations
 
 import contextlib
-import copy
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -30,20 +29,18 @@ from weft.embedding.options import BoundsCheck, EmbeddingOptions
 from weft.embedding.partition import Partition, TablePart, TableSharding, partition_tables
 from weft.embedding.placement import place_tables
 from weft.embedding.plan import EmbeddingPlan
-from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.tables import EmbeddingBagConfig
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of, rows_workspace
-from weft.nn.embedding_table import Table, filler_of, weights_of
+from weft.nn.embedding_table import Table, filler_of
 from weft.nn.id_bound import check_max_ids
-from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
-from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm, rows_or_zero
+from weft.nn.making import agree_on_parts, check_table_names, device_for, fill_together
+from weft.nn.replicated_tables import require_sharded_norm, rows_or_zero
 from weft.nn.row_dist import RowDist, RowRoute
 from weft.nn.row_ids import RowIds
-from weft.nn.table_marks import mark_table
-from weft.nn.table_parts import load_full, parts_of_rank
-from weft.nn.trained_tables import TrainedTables
+from weft.nn.table_parts import PartitionedTables, parts_of_rank
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
@@ -56,7 +53,7 @@ from weft.words import counted
 NAME = "ShardedEmbeddingCollection"
 
 
-class ShardedEmbeddingCollection(TrainedTables):
+class ShardedEmbeddingCollection(PartitionedTables):
     """Embedding tables that are sharded over `group`. On each rank, a call returns a row for each id of that rank's
     samples.
 
@@ -92,7 +89,8 @@ class ShardedEmbeddingCollection(TrainedTables):
     Memory: a call needs its ids, and the rows that this rank sends and receives. Backward needs the same for gradients.
     """
 
-    _container = "embeddings"
+    _container, _name = "embeddings", NAME
+    embeddings: nn.ModuleDict
 
     def __init__(
         self,
@@ -111,24 +109,18 @@ class ShardedEmbeddingCollection(TrainedTables):
         bounds_check: BoundsCheck = "warning",
         deadline_s: float | None = None,
     ) -> None:
-        super().__init__()
-        self.rank, self.group = rank_in(group), group
-        self._optimizer, self._sparse, self._bounds_check = optimizer, sparse, bounds_check
-        self._is_trained, self._is_frozen = optimizer is None, False
-        self._update, self._fused_optimizer = None, None
+        super().__init__(group, optimizer, sparse)
+        self._bounds_check = bounds_check
         self._collected: list[_Received] | None = None
-        self._dist: RowDist | None
-        self._update_of_parts: FusedUpdate | None
-        self._replicated: ReplicatedTables | None
-        self.embeddings = nn.ModuleDict()
+        self._dist: RowDist | None = None
+        self._update_of_parts: FusedUpdate | None = None
         partition, refusal = None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
             check_module_options(optimizer, sparse, gradients)
             EmbeddingOptions(bounds_check=bounds_check, hash=hash)
-            for name, value in (("dedup", dedup),):
-                if not isinstance(value, bool):
-                    raise ValueError(f"{name}={value!r} must be True or False")
+            if not isinstance(dedup, bool):
+                raise ValueError(f"dedup={dedup!r} must be True or False")
             check_max_ids(max_ids)
             device = device_for(group, device)
             configs = [config_of(table) for table in tables]
@@ -146,7 +138,6 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._keys = [slot.key for slot in self.partition.slots]
         self._own = [part for part in self.partition.parts if part.rank == self.rank]
         fill_together(lambda: self._make_tables(seed), group, self.device, self.deadline_s)
-        self._dist, self._update_of_parts, self._replicated = None, None, None
         self._batches, self._exchanged = BatchesInFlight(), (0, 0)
         if (sharding := self.partition.sharding) is not None:
             self._of_said = EmbeddingPlan(sharding, EmbeddingOptions(hash=hash))
@@ -154,18 +145,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             if optimizer is not None:
                 weights = self._weights()
                 self._update_of_parts = FusedUpdate(optimizer, weights, factor=self._factor, device=self.device)
-        if (replicated := self.partition.replicated) is not None:
-            fuses = self.partition.fuses_replicated
-            self._replicated = ReplicatedTables(
-                replicated, group, EmbeddingOptions(hash=hash), optimizer if fuses else None, self._replicated_weights,
-                self._factor if fuses else 1 / group.size(), sparse, self.deadline_s, NAME,
-            )  # fmt: skip
-        self._update = joint_update(self._update_of_parts, self._replicated)
-        for parameter in self.parameters():
-            parameter.requires_grad_(self._is_trained)
-        self._require_gradients(True)
-        self._mark_tables()
-        self.register_load_state_dict_post_hook(_mark_again)
+        self._make_updates(EmbeddingOptions(hash=hash))
+        self._ready()
 
     def _make_tables(self, seed: int) -> None:
         for part in parts_of_rank(self.partition, self.rank):
@@ -176,29 +157,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             )  # fmt: skip
             self.embeddings._modules[config.name] = Table(config, self.device, seed)
 
-    def _mark_tables(self) -> None:
-        for weight in self._all_weights():
-            mark_table(weight)
-
-    def _all_weights(self) -> list[torch.Tensor]:
-        """Return the weights of this rank's parts, followed by those of the data-parallel tables."""
-        return weights_of(self.embeddings.children())
-
     def _weights(self) -> list[torch.Tensor]:
         return self._all_weights()[: len(self._own)]
-
-    def _replicated_weights(self) -> list[torch.Tensor]:
-        return self._all_weights()[len(self._own) :]
-
-    def _require_gradients(self, requires_grad: bool) -> None:
-        """Set `requires_grad` of data-parallel tables that the optimizer does not update."""
-        if self._replicated is not None and not self.partition.fuses_replicated:
-            for weight in self._replicated_weights():
-                weight.requires_grad_(requires_grad)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        self._require_gradients(requires_grad)
-        return super().requires_grad_(requires_grad)
 
     # --- calls ---
 
@@ -236,8 +196,7 @@ class ShardedEmbeddingCollection(TrainedTables):
                 inputs = weights if self._update_of_parts is None else [weight.detach() for weight in weights]
                 rows = _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-untyped-call]
             if self._replicated is not None:
-                step = None if self._update_of_parts is None else self._update_of_parts.step
-                rows, of_replicated = self._replicated.looked_up(ids.of_replicated, rows, trains, step)
+                rows, of_replicated = self._replicated.looked_up(ids.of_replicated, rows, trains, self._step)
             blocks = ids.split(rows, of_replicated)
             bags = zip(self._keys, blocks, ids.offsets, ids.weights, strict=True)
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
@@ -320,26 +279,16 @@ class ShardedEmbeddingCollection(TrainedTables):
         return replace(table, num_embeddings=part.rows, embedding_dim=part.columns, name=name, init_fn=None)
 
     @contextlib.contextmanager
-    def _collecting(self) -> Iterator[list[Any]]:
+    def _collecting_parts(self) -> Iterator[list[Any]]:
         if self._collected is not None:
             raise ValueError("accumulate() was called inside accumulate() of the same module: remove the inner call")
         self._collected = collected = list[Any]()
-        if self._replicated is not None:
-            self._replicated.collected = []
         try:
             yield collected
-        except BaseException:
-            if self._replicated is not None:
-                self._replicated.collected = None
-            raise
         finally:
             self._collected = None
 
-    def _update_collected(self, collected: list[Any]) -> None:
-        if self._replicated is not None:  # before the update of the parts, which counts updates
-            self._replicated.end_accumulation(None if self._update_of_parts is None else self._update_of_parts.step)
-        if self._update_of_parts is None:
-            return
+    def _update_collected_parts(self, collected: list[Any]) -> None:
         of = self._record()
         self._compare(of, "the end of accumulate()")
         if collected:
@@ -349,10 +298,6 @@ class ShardedEmbeddingCollection(TrainedTables):
         return self.device
 
     # --- parameters and conversions ---
-
-    def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts and their weights, in the order of the submodules of `embeddings`."""
-        return list(zip(parts_of_rank(self.partition, self.rank), self._all_weights(), strict=True))
 
     def memory(self) -> EmbeddingMemory:
         """Return the memory of this module on this rank, in bytes. `print` shows the result as text, with a line for
@@ -373,57 +318,20 @@ class ShardedEmbeddingCollection(TrainedTables):
         self._batches.keep([*arrived, route.to_sent, route.order])
         self._exchanged = sum(route.out), sum(route.into)
 
-    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts from whole tables, by table name. Values are converted to the tables' dtype.
-
-        If the collection has data-parallel tables, all ranks must call this method with equal values for these tables.
-        Otherwise ranks do not communicate.
-
-        Raises `ValueError` for missing, unknown or misshapen tables, and `DisagreementError` on every rank if values of a
-        data-parallel table differ between ranks, before anything is copied. With data-parallel tables, a rank that calls
-        this method alone raises `DeadlineError`.
-        """
-        load_full(self.partition, self.parts(), weights, self.group, self.device, self.deadline_s)
-
-    def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values, for use after `to_empty`. Ranks do not communicate."""
-        for table in self.embeddings.children():
-            cast(Table, table).reset_parameters()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         after = fn(torch.empty(0, 1, dtype=self._dtype, device=self.device))
-        if recurse and (after.dtype != self._dtype or after.device != self.device):
+        if recurse:
             if after.device != self.device and self.device.type != "meta":
                 raise ValueError(
                     f"the tables are on {self.device} and cannot move to {after.device}: construct "
                     f"the module with device={after.device}"
                 )
-            tables = tuple(replace(table, dtype=after.dtype) for table in self.partition.tables)
-            self.partition = replace(self.partition, tables=tables)
+            self._set_dtype(after.dtype)
         super()._apply(fn, recurse)
         if self._update_of_parts is not None and self._update_of_parts.step.device != after.device:
             self._update_of_parts.move(after.device)
-        if after.device != self.device:
-            self._fused_optimizer = None
-        if self._replicated is not None:
-            self._replicated.settle(cast(EmbeddingSharding, self.partition.replicated))
-        self.device = after.device
-        self._mark_tables()
+        self._converted(after.device)
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = self.__new__(type(self))
-        memo[id(self.group)] = self.group  # a process group cannot be copied
-        own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
-        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
-        copied._mark_tables()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a {NAME} cannot be pickled: it belongs to a process group. Save module.state_dict() on every rank, make a new module "
-            "with the same arguments, and load_state_dict() there"
-        )
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of all tables on all ranks."""
@@ -505,10 +413,9 @@ def config_of(table: Any) -> EmbeddingBagConfig:
 
 def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
     """Raise `ValueError` for shardings and tables that this module does not support."""
+    check_table_names(partition.tables)
     first = partition.tables[0]
     for table in partition.tables:
-        if "." in table.name:
-            raise ValueError(f"table {table.name!r}: torch allows no dot in a parameter's name: choose another name")
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
                 f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
@@ -521,10 +428,3 @@ def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
             f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {NAME} must have equally "
             "many columns: divide its tables into such parts, or make a collection for each number of columns"
         )
-
-
-def _mark_again(module: Any, incompatible_keys: Any) -> None:
-    """Mark the tables' parameters so that DDP ignores them. torch calls this hook after `load_state_dict`, because
-    `assign=True` replaces the parameters.
-    """
-    module._mark_tables()

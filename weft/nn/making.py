@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.embedding.check import DEVICE_TYPES
 from weft.embedding.partition import Partition
-from weft.embedding.tables import EmbeddingSharding
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.embedding_table import first_values
 from weft.nn.id_bound import check_max_ids
@@ -61,6 +61,13 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
             f"max_ids={max_ids} works only with input='local_batch', because no ids are sent for a "
             "global batch: do not pass max_ids"
         )
+
+
+def check_table_names(tables: Iterable[EmbeddingBagConfig]) -> None:
+    """Raise `ValueError` for a name that a parameter cannot have."""
+    for table in tables:
+        if "." in table.name:
+            raise ValueError(f"table {table.name!r}: torch allows no dot in a parameter's name: choose another name")
 
 
 def agree_on_module(

@@ -12,14 +12,14 @@ The inner collection does all communication, except for the all-reduce of data-p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from weft.arguments import checked_deadline
 from weft.embedding.check import CheckedInput, no_tables_on
@@ -29,24 +29,22 @@ from weft.embedding.options import EmbeddingOptions
 from weft.embedding.partition import Partition, RowWise, TablePart, partition_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
-from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
+from weft.embedding.update import FusedUpdate
+from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_memory import EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
-from weft.nn.embedding_table import Table, filler_of, weights_of
-from weft.nn.fused_optimizer import FusedOptimizer
-from weft.nn.making import agree_on_parts, check_input_options, device_for, fill_together, rank_in
+from weft.nn.embedding_table import Table, filler_of
+from weft.nn.making import agree_on_parts, check_input_options, check_table_names, device_for, fill_together
 from weft.nn.partitioned_input import Arranged, PartitionedInput
-from weft.nn.replicated_tables import ReplicatedTables, joint_update, require_sharded_norm
-from weft.nn.table_marks import mark_table
-from weft.nn.table_parts import load_full, parts_of_rank
+from weft.nn.replicated_tables import require_sharded_norm
+from weft.nn.table_parts import PartitionedTables
+from weft.nn.trained_tables import TrainedTables
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import plan_in
 from weft.ops.embedding_release import buffer_bytes
 from weft.runtime.opaque import opaque
 
-NAME = "ShardedEmbeddingBagCollection"
 
-
-class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCollection):
     """A `ShardedEmbeddingBagCollection` in which at least one table is column-wise, row-wise or data-parallel.
 
     Do not construct it: the constructor of `ShardedEmbeddingBagCollection` returns it if `placement` contains a
@@ -60,13 +58,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, gradients: Literal["mean", "sum"] = "mean",
         deterministic: bool = True, hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        nn.Module.__init__(self)
-        self.rank, self.group, self.input = rank_in(group), group, input
-        self._is_weighted, self._optimizer, self._sparse = is_weighted, optimizer, sparse
-        self._fused_optimizer: FusedOptimizer | None = None
+        TrainedTables.__init__(self, group, optimizer, sparse)
+        self.input, self._is_weighted = input, is_weighted
         self._prefetched: Any = None
-        self._is_trained, self._is_frozen = optimizer is None, False
-        self.embedding_bags = nn.ModuleDict()
         partition, refusal = None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
@@ -94,21 +88,16 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, "deterministic": deterministic}
         if refusal is None:
             said |= asdict(self._options)  # also the options that this rank has left out
-        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, self._name)
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self.device = cast(torch.device, device)
         self._make(gradients, {**options, "max_ids": max_ids, "deterministic": deterministic})
-        for parameter in self.parameters():
-            parameter.requires_grad_(self._is_trained)
-        self._require_gradients(True)
-        self._mark_tables()
-        self.register_load_state_dict_post_hook(mark_again)
+        self._ready()
 
     def _check(self, partition: Partition) -> None:
         """Raise `ValueError` for options that the shardings do not support."""
-        if dotted := [table.name for table in partition.tables if "." in table.name]:
-            raise ValueError(f"table {dotted[0]!r}: torch allows no dot in a parameter's name: choose another name")
+        check_table_names(partition.tables)
         local = partition.replicated_tables or [
             number for number, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)
         ]
@@ -141,40 +130,26 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self.embedding_bags._modules.update(parts.embedding_bags._modules)
         # Stored without registering a submodule, since its tables would then have two names.
         self.__dict__["_parts"] = parts
-        self._replicated: ReplicatedTables | None = None
         if partition.replicated is not None:
-            self._make_replicated(partition.replicated)
-        self._update = joint_update(None if parts is None else parts._update, self._replicated)
+            fill_together(self._make_replicated, self.group, self.device, self.deadline_s)
+        self._make_updates(self._options)
 
     def _filler(self, part: TablePart) -> Any:
         """Return a function that fills `part` with the values of the same elements in the whole table."""
         return filler_of(self.partition.tables[part.table], self._seed + part.table, part.row, part.column)
 
-    def _make_replicated(self, sharding: EmbeddingSharding) -> None:
-        def make() -> None:
-            for number, table in zip(self.partition.replicated_tables, sharding.tables, strict=True):
-                self.embedding_bags._modules[table.name] = Table(table, self.device, self._seed + number)
+    def _make_replicated(self) -> None:
+        for number in self.partition.replicated_tables:
+            table = self.partition.tables[number]
+            self.embedding_bags._modules[table.name] = Table(table, self.device, self._seed + number)
 
-        fill_together(make, self.group, self.device, self.deadline_s)
-        fuses = self.partition.fuses_replicated
-        self._replicated = ReplicatedTables(
-            sharding, self.group, self._options, self._optimizer if fuses else None, self._replicated_weights,
-            self._factor if fuses else 1 / self.group.size(), self._sparse, self.deadline_s, NAME,
-        )  # fmt: skip
+    @property
+    def _update_of_parts(self) -> FusedUpdate | None:  # type: ignore[override]
+        return None if self._parts is None else self._parts._update
 
     @property
     def _parts(self) -> ShardedEmbeddingBagCollection | None:
         return self.__dict__["_parts"]  # type: ignore[no-any-return]
-
-    def _require_gradients(self, requires_grad: bool) -> None:
-        """Set `requires_grad` of data-parallel tables that the optimizer does not update."""
-        if self._replicated is not None and not self.partition.fuses_replicated:
-            for weight in self._replicated_weights():
-                weight.requires_grad_(requires_grad)
-
-    def _replicated_weights(self) -> list[torch.Tensor]:
-        bags, tables = self.embedding_bags._modules, self.partition.tables
-        return weights_of([bags[tables[n].name] for n in self.partition.replicated_tables])
 
     # --- calls ---
 
@@ -182,7 +157,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if torch.compiler.is_compiling():
             return self._opaque(features, batch_sizes)  # the graph breaks here
         parts = self._parts
-        with together(NAME, self.group, self._exchange_device, self.deadline_s):
+        with together(self._name, self.group, self._exchange_device, self.deadline_s):
             if self._replicated is not None:
                 self._replicated.count(self._trains)
             if self.device.type == "meta":
@@ -210,10 +185,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
         vectors: the pooled vectors of the parts of sharded tables. given, checked: the results of `_arranged`.
         """
-        parts, replicated, of_replicated = self._parts, self._replicated, None
+        replicated, of_replicated = self._replicated, None
         if replicated is not None and checked is not None:
-            step = None if parts is None or parts._update is None else parts._update.step
-            vectors, of_replicated = replicated.pooled(given.replicated, checked, vectors, self._trains, step)
+            vectors, of_replicated = replicated.pooled(given.replicated, checked, vectors, self._trains, self._step)
         return self._output(vectors, of_replicated, given.lengths)
 
     @property
@@ -312,28 +286,11 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             found.append(own or [place[-1 - slot.table, slot.feature]])
         return found
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        replicated, parts = self._replicated, self._parts
-        if self._update is None:
-            yield
-            return
-        if replicated is not None:
-            if replicated.collected is not None:
-                raise ValueError(
-                    "accumulate() was called inside accumulate() of the same module: remove the inner call"
-                )
-            replicated.collected = []
-        try:
-            with contextlib.nullcontext() if parts is None else parts.accumulate():
-                yield
-                if replicated is not None:  # before the update of the parts, which counts updates
-                    with together(f"accumulate() of {NAME}", self.group, self._exchange_device, self.deadline_s):
-                        step = None if parts is None or parts._update is None else parts._update.step
-                        replicated.end_accumulation(step)
-        finally:
-            if replicated is not None:
-                replicated.collected = None
+    def _collecting_parts(self) -> AbstractContextManager[list[Any]]:
+        return contextlib.nullcontext([]) if self._parts is None else self._parts._collecting()
+
+    def _update_collected_parts(self, collected: list[Any]) -> None:
+        cast(ShardedEmbeddingBagCollection, self._parts)._update_collected(collected)
 
     # --- parameters, memory and conversions ---
 
@@ -341,7 +298,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Return the memory of this module on this rank, in bytes. `workspace` does not include the gradients of
         data-parallel tables.
         """
-        weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
+        weights = dict(zip(self.embedding_bags, self._all_weights(), strict=True))
         in_flight = 0 if self._replicated is None else self._replicated.bytes_in_flight
         workspace, buffers = 0, list[int]()
         if (parts := self._parts) is not None:
@@ -353,7 +310,6 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if self._parts is not None:
             self._parts.requires_grad_(requires_grad)
-        self._require_gradients(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def close(self) -> None:
@@ -362,20 +318,6 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _exchange_device(self) -> torch.device:
         return device_for(self.group, None) if self.device.type == "meta" else self.device
-
-    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        load_full(self.partition, self.parts(), weights, self.group, self.device, self.deadline_s)
-
-    def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
-        """Return this rank's parts and their weights, in the order of `embedding_bags`. The part of a data-parallel
-        table is the whole table.
-        """
-        weights = [cast(nn.EmbeddingBag, bag).weight for bag in self.embedding_bags.children()]
-        return list(zip(parts_of_rank(self.partition, self.rank), weights, strict=True))
-
-    def _mark_tables(self) -> None:
-        for bag in self.embedding_bags.children():
-            mark_table(bag.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         if not recurse:
@@ -386,15 +328,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._replicated is not None:
             for number in self.partition.replicated_tables:
                 self.embedding_bags[self.partition.tables[number].name]._apply(fn)
-        if dtype != self.partition.tables[0].dtype:
-            tables = tuple(replace(table, dtype=dtype) for table in self.partition.tables)
-            self.partition = replace(self.partition, tables=tables)
-        if device != self.device:
-            self.device, self._fused_optimizer = device, None
+        self._set_dtype(dtype)
+        self._converted(device)
         self.sharding = cast(EmbeddingSharding, self.partition.sharding or self.partition.replicated)
-        if self._replicated is not None and self.partition.replicated is not None:
-            self._replicated.settle(self.partition.replicated)
-        self._mark_tables()
         return self
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
