@@ -65,8 +65,8 @@ def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
     """Divide the tables into groups with similar numbers of ids. One call then updates all tables of a group. Return the
     groups, as lists of indices into `given`.
 
-    A call allocates, for each of its tables, space for the number of ids of its largest table. So tables with very different
-    numbers of ids in one call would waste memory. With stochastic rounding each table is a group of its own, because its random
+    In one call, all tables get the space that the table with the most ids needs. So a call for tables with very different
+    numbers of ids would waste memory. With stochastic rounding each table is a group of its own, because its random
     bits must not depend on other tables.
     """
     groups: dict[int, list[int]] = {}

@@ -54,7 +54,7 @@ _LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which r
 _LAYERS_AT = _FORWARD_AT + _FORWARD.size
 _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 HEADER = _CALL + _NOTHING + _FORWARD.pack(0) + _LAYERS.pack(*NOTHING.records)
-"""The bytes that a rank publishes before `Topic.compared` in forward, if the call has no options of layers."""
+"""The first bytes that a rank publishes for a forward call, if no layer has recorded options. `Topic.compared` follows."""
 _DIGEST = 16
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
@@ -92,8 +92,9 @@ class Topic:
 class NumberedTopic(Topic):
     """A description of a call that ranks compare by a number. Its text and details are made only for errors.
 
-    collective: the result of `number_of_collective`. call: a 64-bit number of the call, which differs if any part of the call
-    differs that ranks compare. make: a function that returns the description.
+    collective: the result of `number_of_collective`.
+    call: a 64-bit hash of everything that ranks compare about the call, except the collective.
+    make: a function that returns the description.
     """
 
     def __init__(self, collective: bytes, call: int, make: Callable[[], Topic]) -> None:
@@ -184,8 +185,8 @@ class Meeting:
     def settle(
         self, native: _core.PayloadExchange, topic: Topic, payload: bytes, is_complete: bool, deadline_s: float
     ) -> None:
-        """Complete a rendezvous that native code has begun (`csrc/plain_steps.cpp`), whose payloads may differ. Raise the errors
-        of `meet`. The caller holds the lock `publishing`.
+        """Complete a rendezvous that native code has begun (`csrc/plain_steps.cpp`): wait for the other ranks, and compare their
+        calls. Raise the errors of `meet`. The caller holds the lock `publishing`.
 
         native: the exchange of this rendezvous. payload: the bytes that this rank has published. is_complete: True if all
             ranks have arrived.
@@ -202,8 +203,10 @@ class Meeting:
     def _require_equal(self, mine: bytes, payloads: list[bytes], topic: Topic, noted: Noted, of_topic: bytes) -> None:
         """Raise the errors of `meet`, unless all ranks are about to make the same call.
 
-        mine: the bytes that this rank has published. of_topic: the part that describes the call. noted: the options of layers
-            that `mine` represents.
+        mine: the bytes that this rank has published.
+        payloads: the bytes that each rank has published.
+        of_topic: the part of `mine` that describes the call.
+        noted: the options of layers whose hashes are in `mine`.
         """
         if refusals := _refusals(payloads):
             self.refused += 1
@@ -272,7 +275,7 @@ class Meeting:
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
             other = topic.difference() if topic.difference else ""
-            calls = other or f"{calls}, with other details"
+            calls = other or f"{calls}, with different options"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
         hint = topic.hint * sizes_differ
         if 0 < sum(_ACCUMULATE in text for text in texts) < len(texts):
@@ -310,8 +313,8 @@ def _forward_of(payload: bytes) -> int:
 def _one_forward(payloads: list[bytes], mine: bytes) -> bool:
     """True if all ranks run forward, or if all ranks run backward of the same forward call.
 
-    payloads: the bytes that each rank has published. mine: the part of this rank's bytes with the number of the forward call
-        whose backward it runs; 0 in forward.
+    payloads: the bytes that each rank has published.
+    mine: the part of this rank's bytes that contains a number: 0 in forward, and in backward the number of its forward call.
     """
     if all(payload[_FORWARD_AT:_LAYERS_AT] == mine for payload in payloads):
         return True

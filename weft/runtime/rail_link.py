@@ -100,7 +100,7 @@ def _connected(comm: Communicator, peers: Sequence[int], deadline_s: float) -> d
                 if rank > comm.rank:
                     ports[rank] = ControlPort(comm.rank, comm.secret_of(rank), 2)
         except OSError as failed:
-            error = f"rank {comm.rank} cannot listen for its rail: {failed}"
+            error = f"rank {comm.rank} cannot listen on a TCP port for ranks of other hosts: {failed}"
         found = comm.all_gather(({rank: port.port for rank, port in ports.items()}, error), what="ports of rails")
         error = next((text for _, text in found if text), "")
         while not error and len(made) < len(peers):
@@ -111,8 +111,8 @@ def _connected(comm: Communicator, peers: Sequence[int], deadline_s: float) -> d
             comm.check()
             if time.monotonic() >= until and (missing := [rank for rank in peers if rank not in made]):
                 error = (
-                    f"rank {comm.rank} could not connect to {comm.name(missing[0])}, of its rail, within {deadline_s:g} s: check "
-                    "that WEFT_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) names an interface that reaches the other hosts"
+                    f"rank {comm.rank} could not connect to {comm.name(missing[0])} within {deadline_s:g} s: check that "
+                    " WEFT_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) names an interface that reaches the other hosts"
                 )
         errors = [text for text in comm.all_gather(error, what="connections of rails") if text]
     finally:

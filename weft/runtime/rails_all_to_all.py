@@ -1,9 +1,9 @@
 """An all-to-all of rows in two levels, whose data travel with the rendezvous of CPU ranks on several hosts
 (`weft.runtime.rails`). A rail consists of the ranks with the same index on their hosts.
 
-    1   each rank writes its rows, and their numbers, to shared memory
-    2   rank i of each host sends to rank i of every other host the rows of all ranks of its host for that rank
-    3   meanwhile, each rank reads the rows from ranks of its host in shared memory
+    1   each rank writes its rows, and the number of rows for each rank, to memory that the ranks of its host share
+    2   rank i of each host sends a message to rank i of every other host: the rows of all ranks of its host for this rank
+    3   meanwhile, each rank copies the rows that ranks of its host have for it from the shared memory
 
 So a rank sends one message to each other host, and needs no separate rendezvous. gloo would send a message to each rank.
 
@@ -31,14 +31,14 @@ class AllToAll:
 
     like: a tensor with the dtype and the number of columns of the rows, [any, columns].
     counts: the number of rows for each rank and expert, int64 [W, experts].
-    write: a function that writes this rank's rows, ordered by the rank that receives them and then by expert, to its argument
-        [n, columns], which is shared memory. It is not called if the rows are too many.
-    place: a function that takes the number of rows from the ranks of this host, and a table of them [ranks of this host,
-        experts]. It returns the memory to copy these rows to, or None to leave them.
-    by_expert: True if `write` writes rows ordered by expert and then by rank. The messages then contain them in the order of
-        ranks.
+    write: a function that writes this rank's rows to its argument [n, columns], which is shared memory. It is not called if
+        there are too many rows.
+    by_expert: the order in which `write` writes rows. True: by expert, then by the rank that receives them. False: by the
+        rank that receives them, then by expert. In messages, rows are always ordered by the sending rank, then by expert.
+    place: a function that returns the memory for the rows from ranks of this host, or None to leave them in shared memory. Its
+        arguments are their number, and a table with the number from each rank for each expert, [ranks of this host, experts].
     meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from the ranks of
-        this host, which have been copied, and their table.
+        this host, in the memory that `place` returned, and the table that `place` got.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ class GroupCalls(_core.CallCounts):
         super().__init__()
         self.misused = ""  # an error that was found before a communicator could notify the peers
         self.met = 0
-        """The number of this rank's call in which CPU ranks last refused a call together. The number may differ between
-        ranks: a forward without communication is no call for a rank that refuses it, and its peers refuse the backward.
+        """The value of `begun` on this rank at the last call that all CPU ranks refused. It may differ between ranks: one rank
+        may refuse a forward without communication, while its peers refuse the backward of this forward.
         """
         self.prefetches = False  # True once a module has prefetched a batch, for advice in error texts
         self.made = MadeCalls()
@@ -64,15 +64,17 @@ class GroupCalls(_core.CallCounts):
         self._undo: list[tuple[int, Callable[[], None]]] = []
 
     def undo_if_refused(self, undo: Callable[[], None]) -> None:
-        """Call `undo` if the current call raises an error. Ranks of a refused call have reached different places in it, and
-        must not remember it differently.
+        """Register the function `undo`, which runs if the current call raises an error.
+
+        If ranks refuse a call, some of them have stored data about the call, and others have not. So all must undo what they
+        have stored.
         """
         if self._undo and self._undo[-1][0] != self.begun:
             self._undo.clear()
         self._undo.append((self.begun, undo))
 
     def undo(self) -> None:
-        """Call the functions that `undo_if_refused` has got in the current call."""
+        """Call the functions that were registered with `undo_if_refused` during the current call."""
         for number, undo in reversed(self._undo):
             if number == self.begun:
                 undo()

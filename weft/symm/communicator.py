@@ -243,7 +243,7 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks that have left, if this rank now waits in vain: no remaining rank can set the signal.
+        """Return the ranks that have left the group, if no remaining rank can set the signal for which this rank waits.
         Otherwise return [].
 
         peer: the rank that sets the signal; None if any rank may set it.

@@ -80,8 +80,8 @@ class Exchange:
     ) -> None:
         """Wait until all ranks have begun the exchange that `native` has begun. Raises the errors of `Communicator.wait`.
 
-        native: the object that the attribute of this name had when the exchange began. The other arguments are those of
-            `Communicator.wait`.
+        native: the native object that has begun the exchange: the value of the attribute `native` at that time.
+        The other arguments are those of `Communicator.wait`.
         """
         text = name if isinstance(name, str) else name()
         try:

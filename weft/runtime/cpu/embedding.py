@@ -282,8 +282,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """Return the rank that sets flag number `flag` in this rank's memory, when a slice has arrived. `_flag_blocks` defines
-        the order of flags.
+        """Return the rank that sets flag number `flag` in this rank's memory. A rank sets the flag of a slice after it has sent
+        the slice. `_flag_blocks` defines the order of flags.
         """
         ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))

@@ -143,7 +143,9 @@ class Places:
         return self._setters[wait.signal, value(wait.index)]
 
     def senders(self, wait: Wait) -> tuple[int, ...]:
-        """Return the ranks whose messages, when they arrive, increase the counter for which the step `wait` waits."""
+        """Return the ranks that send messages for the counter of the step `wait`. Such a message increases the counter when it
+        arrives.
+        """
         return self._senders.get((wait.signal, value(wait.index)), ())
 
     def is_updated_elsewhere(self, region: Region) -> bool:

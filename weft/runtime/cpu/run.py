@@ -107,7 +107,8 @@ class Run:
 
         address, number: the counter's address, and its index among the counters of this rank.
         name: the signal, for error texts.
-        peer: the rank that sets the counter; None if several ranks set it; this rank itself if arriving messages set it.
+        peer: the rank that sets the counter; None if several ranks set it. If arriving messages set it, this rank, which
+            receives them.
         sources: the ranks that send these messages.
         """
         wanted = self._sets[number] + offset

@@ -81,8 +81,9 @@ def has_own_kernel(step: Step) -> bool:
 
 
 def inherited_kernel(step: Step) -> str:
-    """Return the name (`kind`) of the base class if the kernel of `step` would run by an implementation that is registered for
-    its base class. Otherwise return "". Such a kernel is refused, because the base class's implementation may be wrong for it.
+    """Return "" if the kernel of `step` has an implementation of its own, or none at all. If only a base class of the kernel
+    has an implementation, return the base class's name (`kind`). The executor refuses such a kernel, because the base
+    class's implementation may be wrong for it.
     """
     if step.tile_kernel is None or type(step.tile_kernel) in run_tiles.registry or not has_own_kernel(step):
         return ""

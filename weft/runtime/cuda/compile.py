@@ -154,8 +154,9 @@ class Compiler:
         """True if the stream operation in which `launch` waits can also write the mark that shows the watching thread that a
         run has begun.
 
-        Two conditions must hold. The launch is the first of a copy lane, and waits only for flags of the previous run. After
-        the launch, the lane has only copies up to the step that clears one of these flags.
+        Two conditions must hold:
+        - The launch is the first of a copy lane, and waits only for flags of the previous run.
+        - A later step of the lane clears one of these flags, and the lane has only copies between the launch and this step.
         """
         if self._computes[launch.lane] or launch.copies or launch.first:
             return False

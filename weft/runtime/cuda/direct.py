@@ -87,7 +87,7 @@ def _compiled(
 
 
 class Kernel(NamedTuple):
-    """A Triton kernel to launch by `launch_all`, with its number of warps and its constants."""
+    """A Triton kernel that `launch_all` launches, with its number of warps and its constants."""
 
     kernel: Any
     warps: int

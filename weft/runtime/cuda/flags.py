@@ -140,8 +140,8 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
     Waits for signals of the previous run are listed only if there are no others.
 
     words: the contents of the rank's signal words, which include the flags.
-    standing: the contents of the standing word (`RankSchedule.standing_word`). With 0, no run is blocked if the flags of
-        all waits for the previous run are still raised.
+    standing: the contents of the standing word (`RankSchedule.standing_word`). A run clears the flags of its
+        waits for the previous run at its beginning. So if the word is 0 and all these flags are raised, no run is blocked.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):

@@ -77,9 +77,9 @@ def multiply(
     """Multiply the rows of each expert in `x` by the expert's weights, and write the products to `out`. Yield after each
     expert.
 
-    counts: the number of rows of each rank for each expert, [ranks, experts].
     w: the weights of the experts.
-    x_at, out_at: the index of the first of these rows in x and in `out`, [ranks, experts].
+    counts: the number of rows of each rank for each expert, [ranks, experts].
+    x_at, out_at: the index, in x and in `out`, of the first row of each rank for each expert, [ranks, experts].
     """
     tables = (table.T.tolist() for table in (x_at, counts, out_at))
     for weights, starts, of, to in zip(w, *tables, strict=True):

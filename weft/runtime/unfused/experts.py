@@ -168,7 +168,8 @@ def begin_matmul_all_to_all(
 
 
 def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
-    """True if ranks in rails send rows with the rendezvous, and never far first. Equal on all ranks.
+    """True if the rows of a call are so few that ranks send them with the messages of the rendezvous, without a measurement
+    of other implementations. Equal on all ranks.
 
     nbytes: the bytes of the rows of any rank in typical calls.
     """
@@ -178,7 +179,8 @@ def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
 class _Combined:
     """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results.
 
-    riding: the same call, whose results travel with the rendezvous if they are small enough; None to exchange them afterwards.
+    riding: an implementation of the same call that sends the results with the messages of the rendezvous, if they are small
+        enough. None: the results are always exchanged after the rendezvous.
     """
 
     def __init__(

@@ -156,16 +156,16 @@ class FarFirst:
         return Combine(self, h, w, sizes, rows, turn, ended, name, key)
 
     def early(self, key: Hashable) -> Early | None:
-        """Return the exchanges that may begin before a rendezvous has ended. Return None if they do not exist yet, or if
-        messages of calls with this key are too large for them. The choice is equal on all ranks.
+        """Return the object by which a call may exchange rows before its rendezvous has ended. Return None if it does not exist
+        yet, or if calls with this key have messages that are too large for it. The choice is equal on all ranks.
 
         key: the kind of the call, and its largest number of rows.
         """
         return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
 
     def make_early(self, key: Hashable) -> None:
-        """Construct the exchanges that may begin before a rendezvous has ended (see `early`), unless messages of calls with
-        this key are too large for them. All ranks must make this call.
+        """Construct the object that `early` returns. Do nothing if calls with this key have messages that are too large for it.
+        All ranks must make this call.
 
         key: the kind of the call, and its largest number of rows.
         """
