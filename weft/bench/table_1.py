@@ -60,7 +60,10 @@ class GatheredGemm:
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
-        """Return the GEMM on one block of A, where A is cut into `rows` x `columns` equal blocks."""
+        """Return the GEMM that multiplies one block of A, if A is cut into equal blocks.
+
+        rows, columns: the number of blocks in each direction.
+        """
         return replace(self, m=self.m // rows, k=self.k // columns)
 
     def __str__(self) -> str:
@@ -106,10 +109,10 @@ def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, mos
     """Return the GEMM of one of `ranks` ranks, reduced to at most `most_ops` operations and `most_bytes` (`run_bytes`)
     bytes.
 
-    scale: the factor by which M, N and K are multiplied first. If this is not enough, the larger of M and K is halved,
-    but only as long as it stays the larger one: FiCCO's heuristic depends on which is larger. After that, M, N and K
-    are halved together. M and K stay multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM
-    cannot be reduced further.
+    scale: the factor by which M, N and K are multiplied first. If this is not enough, the larger of M and K is halved as long
+        as it stays larger than the other, because FiCCO's heuristic depends on which is larger. Then M, N and K are halved
+        together. M and K stay multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced
+        further.
     """
     all_by, large_by = 1 / scale, 1
     while True:

@@ -381,7 +381,9 @@ class Sending(_Dispatch):
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens from rank `source`."""
+        """Return the first row of the output buffer `x` (the arrived tokens, sorted by source rank) for the tokens from rank
+        `source`.
+        """
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)

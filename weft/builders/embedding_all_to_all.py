@@ -235,8 +235,8 @@ class _Slices(Draft):
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """Return the mean number of table rows that a bag of slice `unit` reads, at least 1. The mean over the slice's
-        tables is weighted by their numbers of columns.
+        """Return the number of table rows that a bag of slice `unit` reads, on average over the slice's tables, at least 1. A
+        table counts in proportion to its number of columns.
         """
         if not self.p.rows_read:
             return 1

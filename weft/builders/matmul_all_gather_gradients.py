@@ -51,7 +51,9 @@ class _ProductGradients:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """Return the part of the result's gradient g at `rows` and `cols` of rank `owner`'s product."""
+        """Return the region of g, the gradient of the gathered products, that belongs to one block of rank `owner`'s product.
+        rows, cols: (first, count) of the block in that product.
+        """
         if self.p.columns:
             return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
         return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)

@@ -82,7 +82,7 @@ def builder(
 
 
 def unregister(problem: type, name: str) -> None:
-    """Remove a registered builder. Tests use it."""
+    """Remove a registered builder, for tests."""
     del _builders[problem][name]
 
 
@@ -122,8 +122,8 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 def named(problem: Problem, name: str) -> Candidate:
     """Return the candidate with this name, such as "shard[chunks=2,send=in_turn,by=dma]".
 
-    The name may have values that the planner does not try. A number may be any number that is at least the smallest
-    registered number. If a proportion such as "2:1:1" is registered, any proportion is allowed.
+    The name may have values that the planner does not try: any number that is at least the smallest registered number. If a
+    proportion such as "2:1:1" is registered, any proportion is allowed.
 
     Each candidate has exactly one spelling, because ranks compare names. A name lists parameters in the order of
     registration, and omits parameters that have the default value. Raise `ValueError` for any other spelling or an
@@ -158,7 +158,9 @@ def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any
 
 
 def _named_otherwise(problem: Problem, name: str) -> Candidate:
-    """Return the candidate for a name that `candidates` does not list. Raise `ValueError` if the name is invalid."""
+    """Return the candidate for a valid name that is not among the planner's candidates. Raise `ValueError` if the name is
+    invalid.
+    """
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
         return known[name]

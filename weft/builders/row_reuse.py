@@ -1,9 +1,9 @@
 """Cache hit rates of a pooling kernel's reads of table rows, if the distribution of ids is known.
 
-A cache is assumed to hold exactly the rows that were read in the last T samples. Suppose that a bag reads n rows, and
-that each read is of row r with probability p. Then row r is in the cache with probability 1 - exp(-n p T). Multiplied
-by the row's bytes, this is the average space that the row takes. T is the number of samples after which the cache is
-full. Ids, offsets and pooled vectors also take space, but are used only once.
+A cache is assumed to hold exactly the rows that were read in the last T samples. Suppose that a bag reads n rows, and that each
+read is of row r with probability p. Then row r is in the cache with probability 1 - exp(-n p T). This probability times the
+row's bytes is the space that the row takes in the cache on average. Ids, offsets and pooled vectors also take space, but are
+used only once. T is chosen so that all of this fills the cache.
 
     found(T)    = sum over rows of p (1 - exp(-n p T)), weighted by the bytes that bags read from each table
     occupied(T) = sum over rows of bytes (1 - exp(-n p T)) + T x (other bytes of a sample)

@@ -18,8 +18,8 @@ class TrackedTiles:
     The GEMM computes one or more parts of shape [m, n], such as the rows of each rank. Each part is cut by rows into
     `chunks` chunks.
 
-    order: for each chunk, in the order of computation, its index within its part. Default: the chunks of one part, in
-        order.
+    order: the chunks of all parts in the order of computation. Each is given by its index within its part. Default: the chunks
+        of one part, in order.
     pieces: (first row, number of rows) of each chunk of a part.
     counts: the number of tiles of each chunk of a part.
     extent: the number of tiles of all parts.

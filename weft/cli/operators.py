@@ -80,9 +80,9 @@ def _layers(command_name: str) -> Any:
 
 
 def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
-    """Return the command of operator `name`. Its help has the first paragraph of the docstring of the operator's `problem`
-    class, and the docstring of the class's method `sized`, with examples of this operator. The keyword arguments of `sized`
-    after dtype are the names that `--option` accepts.
+    """Return the command of operator `name`. Its help consists of three texts: the first paragraph of the docstring of the
+    `problem` class; the docstring of the class's method `sized`; and examples of this operator. `--option` accepts the keyword
+    arguments of `sized` after dtype.
     """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem

@@ -110,8 +110,8 @@ def run_sums_kernel(
     starts, long_runs, first_segment, counters, partials,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all segments of a long run, in order. The sum of each segment is a row of `partials`. Write the result to
-    the row of the run's first segment.
+    """Add the sums of all segments of each long run, in order. A run is all occurrences of one table row in the batch.
+    `partials` has a row for the sum of each segment; the total replaces the row of the run's first segment.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for number in range(tl.program_id(0), tl.load(counters + _LONG_RUNS), tl.num_programs(0)):
@@ -160,12 +160,11 @@ def _at_random(x, random, DTYPE: tl.constexpr):
 def _gradient(
     places, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Return the gradients of one occurrence of each of GROUP runs, fp32 `[GROUP, BLOCK_D]`.
+    """Return one gradient for each of GROUP runs, fp32 `[GROUP, BLOCK_D]`: the gradient of one occurrence of the run. A run is
+    all occurrences of one table row in the batch.
 
-    A run is all occurrences of one table row in the batch.
-
-    at: for each run, the index of the occurrence. there: False for runs without an occurrence at this index; their gradient is
-        0.
+    at: for each run, the index of the occurrence among all sorted occurrences. there: False for runs without an occurrence at
+        this index; their gradient is 0.
     """
     place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)

@@ -54,10 +54,10 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 @triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return (start, end, cut) for the bag of `sample` and feature `slot`: the bag's bounds in the tensor of ids, clamped to
-    its size `n_values`, and the updated counter `cut`.
+    """Return (start, end, cut) for the bag of feature `slot` and `sample`: where the bag begins and ends in the tensor of ids,
+    and the updated counter `cut`. Both positions are clamped to 0 .. `n_values`, the number of ids.
 
-    cut: the number of bags whose bounds had to be clamped. valid: False for lanes without a bag.
+    cut: the number of bags so far whose positions had to be clamped. valid: False for elements of the vectors without a bag.
     """
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
@@ -78,11 +78,13 @@ def load_ids(values, start, end, lanes):
 def rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Return (rows, bad, bad_at) for a block of ids of one bag. rows: the table row of each id; -1 for a lane past the end of
+    """Return (rows, bad, bad_at) for a block of ids of one bag. rows: the table row of each id; -1 for elements past the end of
     the bag, and for an id out of range.
 
-    bad, bad_at: counters to update: for each lane, the number of ids out of range so far, and the position of the first of
-        them. counts: 0 if bad ids of this slot must not be counted.
+    at, end: the position of each id in the tensor of ids, and the end of the bag.
+    bad, bad_at: for each element, the number of ids out of range so far, and the position of the first of them. Both are
+        updated.
+    counts: 0 if ids out of range must not be counted for this feature.
     """
     inside = at < end
     row = row_of(ids, rows_in_table, HASH)
@@ -100,11 +102,11 @@ def load_rows(
     weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
     WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the table rows `rows[first : first + ROWS]` as float32 `[ROWS, BLOCK_D]`, times their per-sample weights.
-    Row -1 gives zeros.
+    """Return ROWS table rows as float32 `[ROWS, BLOCK_D]`, times their per-sample weights: the rows whose numbers are
+    `rows[first : first + ROWS]`. Number -1 gives zeros.
 
     weight: the table.
-    at: the index of the first id of the block, for the per-sample weights.
+    at: the position, in the tensor of ids, of the id that belongs to `rows[0]`. Its per-sample weight has the same position.
     stride, width: the row pitch of the table, and its columns; with UNIFORM, both are BLOCK_D.
     """
     row = tl.gather(rows, first + lanes, 0)

@@ -66,8 +66,8 @@ def occurrences_kernel(
     """Write the sort key, the gradient's place and the gradient's factor (`scales`) of each occurrence (id of a bag). Grid:
     (blocks, layers).
 
-    The slots are divided into layers. A layer has at most one slot for each key of the input, so slots that read the same key
-    are in different layers. Results have the occurrences of the first layer first.
+    A slot is a feature of one table. The slots are divided into layers, so that no two slots of a layer read the same key of
+    the input. So each id has at most one occurrence in a layer. Results have the occurrences of the first layer first.
 
     values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot that reads a
         key of the input in this layer, or -1.

@@ -76,8 +76,10 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of the product y, which earlier launches have stored, and convert it to fp32. Return zeros for rows from
-    `left` on.
+    """Return the tile of y that earlier launches have stored, as fp32 `[BLOCK_M, BLOCK_N]`, so that this launch can add to it.
+
+    y_row, column: the tile's first row and first column in y. left: the number of rows of the tile that are in y; further rows
+        are zero.
     """
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)

@@ -37,12 +37,12 @@ def tiled_rows(table, sources, rank, most, MERGED: tl.constexpr):
 
 @triton.jit
 def rows_of_sources(table, expert, experts, block_first):
-    """Return two vectors, (ends, places), with which to find the rows of an expert. Each source rank has a block with its rows
-    for all experts. Both vectors have an entry for each source. They refer to the list of all rows of the expert, ordered by
-    source.
+    """Return two vectors, (ends, places), with which to find the rows of an expert. Both have an entry for each source rank s:
 
-    In this list, the rows of source s end at index ends[s]. The row of source s at index i of this list is row i + places[s] of
-    the source's block.
+    - ends[s]: the number of the expert's rows from ranks 0 to s. If all rows of the expert are listed in the order of their
+      sources, the rows of s end at this index.
+    - places[s]: add it to the index of a row of s in this list, to get the number of the row in the matrix that stores the rows
+      of s (`own` or `slots`).
     """
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
@@ -77,7 +77,7 @@ def expert_of_tile(
 
     - segment_first, segment_end: the source's first row tile of this expert, and the end of its row tiles.
     - by_source: the tile's first row in the source's block is by_source + row_tile * BLOCK_M.
-    - in_whole: the tile's first row in `whole` is in_whole + row_tile * BLOCK_M.
+    - in_whole: the tile's first row in the matrix `whole` of `grouped_matmul_kernel` is in_whole + row_tile * BLOCK_M.
     - left_of: from the tile's first row on, the source has left_of - row_tile * BLOCK_M rows of this expert.
     - row_ends, places: see `rows_of_sources`; zeros unless MERGED and BACK.
     """

@@ -49,10 +49,12 @@ def store_to_sources(
     N: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile with rows of several sources, each row into the block of its source.
+    """Store a tile whose rows belong to several source ranks: each row into the block of its source, in this rank's result
+    `own` or in the outbox `slots`.
 
-    row: the index of the tile's first row among the rows of its expert. left: the number of rows to store. row_ends, places:
-    see `rows_of_sources`.
+    turn: the position of each source after this rank, `(source - rank) % W`. sources: the numbers of the source ranks.
+    row: the index of the tile's first row among the rows of its expert. left: the number of rows to store.
+    row_ends, places: see `rows_of_sources`.
     """
     in_tile = tl.arange(0, BLOCK_M)
     at = row + in_tile

@@ -228,8 +228,8 @@ class ShardedEmbeddingCollection(PartitionedTables):
         return self.partition.tables[0].dtype
 
     def _record(self) -> ForwardCall:
-        """Return what backward needs to know about a forward call: the text that ranks compare, and the tables and states to
-        update.
+        """Return what backward needs to know about a forward call: the tables and states to update, and a description of the
+        call. Ranks compare the descriptions before they exchange gradients.
         """
         tables, update = None, self._update_of_parts
         if update is not None:
@@ -412,7 +412,7 @@ def config_of(table: Any) -> EmbeddingBagConfig:
 
 
 def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
-    """Raise `ValueError` for shardings and tables that this module does not support."""
+    """Raise `ValueError` for tables or shardings that `ShardedEmbeddingCollection` does not support."""
     check_table_names(partition.tables)
     first = partition.tables[0]
     for table in partition.tables:

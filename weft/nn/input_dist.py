@@ -47,9 +47,9 @@ class _Layout:
     """The order in which ranks send features to each other, for inputs with the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: how to make the headers for all ranks from this rank's full header. The full header has the numbers of ids of
-        all features, and the header for a rank only those of the rank's own features. For each number in the headers for all
-        ranks, header_index has its index in the full header.
+    header_index: which numbers of this rank's own header to copy into the headers for other ranks. The own header has the
+        number of ids of every feature; the header for a rank has only the features that the rank needs. `header_index` has an
+        entry for each number of all these headers, one header after the other: the number's index in the own header.
     """
 
     keys: tuple[str, ...]
@@ -150,8 +150,8 @@ class InputDist:
     All ranks must make every call. `begin`, `send` and `arrive` are the three stages of a call. Other work may run
     between the stages.
 
-    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
-        timeout applies instead, except while ranks exchange the texts of their errors.
+    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's timeout
+        applies instead. Exception: if a rank refuses its input, ranks exchange their error texts with this deadline.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return the features of this rank's tables for the global batch, and every rank's batch size.
 
-        Keys without a table are dropped. The bags must hold all values. On GPUs, values before the first offset and
-        after the last offset are not noticed, and dropped. Raises `RefusedError` (a `ValueError`) on every rank, with
-        the reason, if any rank's input is bad. Raises `DisagreementError` if ids are int32 on one rank and int64 on
+        Keys without a table are dropped. The bags must hold all ids: on CPU, other bags are refused. On GPUs, ids before the
+        first offset and after the last offset are dropped without an error. Raises `RefusedError` (a `ValueError`) on every
+        rank, with the reason, if any rank's input is bad. Raises `DisagreementError` if ids are int32 on one rank and int64 on
         another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch

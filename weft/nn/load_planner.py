@@ -35,9 +35,9 @@ class LoadPlanner(DefaultLoadPlanner):
     TorchRec's checkpoints have no learning rates and no numbers of updates: the model keeps its own, and a warning says
     so. They also lack the class and hyperparameters of the optimizer, so only its states are compared.
 
-    folder: the folder of the checkpoint, to find damaged data, such as a flipped bit. Each rank then compares the CRC-32
-        of all data that it will read, before anything is written. So the data are read twice. (torch stores these
-        checksums, but does not compare them.) The check needs torch's default format. Default: None, no check.
+    folder: the folder of the checkpoint, to find damaged data, such as a flipped bit. Each rank then compares the CRC-32 of all
+        data that it will read with the checksums in the files, before anything is written. So the data are read twice. (torch
+        stores these checksums, but does not compare them.) The check needs torch's default format. Default: None, no check.
 
     Raises `TypeError` if `folder` is neither a path nor None.
     """

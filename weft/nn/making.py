@@ -151,12 +151,11 @@ def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) ->
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return the deadline for waits while a module is constructed: `deadline_s`, or if it is None, `WEFT_DEADLINE_S`.
-    The deadline of other set-up waits (`WEFT_SETUP_DEADLINE_S`) is shorter, and peers may need more time to fill their
-    tables.
+    """Return the deadline for waits while a module is constructed: `deadline_s`, or if it is None, `WEFT_DEADLINE_S`. Other
+    set-up waits have the shorter `WEFT_SETUP_DEADLINE_S`, but peers may need longer to fill their tables.
 
-    If an environment variable of weft is invalid, return the default of `WEFT_SETUP_DEADLINE_S`. Every rank then gets
-    as far as the comparison of arguments, where all ranks raise an error.
+    If an environment variable of weft is invalid, return the default of `WEFT_SETUP_DEADLINE_S`. The rank then continues to the
+    comparison of arguments, in which all ranks raise an error.
     """
     if deadline_s is None:
         return env.SETUP_S if env.faults() else env.deadline_s()

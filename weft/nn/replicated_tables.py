@@ -96,8 +96,8 @@ class ReplicatedTables:
 
         Ranks communicate only in backward, which all ranks must run.
 
-        parts: the vectors of sharded tables. They pass through this autograd node so that its backward runs before
-            theirs.
+        parts: the vectors of sharded tables, which are returned unchanged. They pass through the same autograd node, so that on
+            all ranks the backward of data-parallel tables runs before that of sharded tables.
         trains: True if backward must compute gradients or update tables.
         step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
             tables continue. None: they count their own updates.
@@ -294,7 +294,9 @@ def rows_or_zero(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class JointUpdate(FusedUpdate):
-    """The optimizers and states of a collection's sharded tables and data-parallel tables, as one object for `fused_optimizer`."""
+    """The optimizers and states of a collection's sharded tables and data-parallel tables, as one `FusedUpdate`. The module's
+    `fused_optimizer` wraps it.
+    """
 
     def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
         self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor

@@ -49,7 +49,8 @@ def _watch_ddp() -> None:
 
 
 def _ignore_in_ddp(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Add the tables in `model` to the parameters that `wrapper` ignores, if `wrapper` is a DDP that is being made.
+    """Add the tables in `model` to the parameters that `wrapper` ignores. Do nothing unless `wrapper` is a
+    DistributedDataParallel module under construction.
 
     Raise `ValueError` if no other parameters are left, or if DDP has no such list.
     """

@@ -8,8 +8,8 @@
               of a host copy, because they share its cores and its memory bandwidth
     fresh     the part of the copied bytes that is written to new memory, whose pages Linux has to map first
 
-For W ranks, L on each host, H hosts, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists
-of all ranks' shards. In an all-to-all, S is the number of bytes of one rank's input:
+There are W ranks on H hosts, L on each, and a matrix of S bytes. In an all-gather or a reduce-scatter, the matrix consists of
+all ranks' shards. In an all-to-all, S is the number of bytes of one rank's input:
 
     collective      by gloo: far, rounds, copied, fresh                    in two levels: far, rounds, copied
     all_gather      crossings * (W - 1) S / W, W - 1, S + S / W, S / W     (H - 1) S / H, H - 1, (1 + 1 / L) S

@@ -7,7 +7,7 @@
     sent        the sum of the times of all collectives except all-to-alls. The time of each is the maximum, over ranks and
                 hosts, of (bytes that must leave or enter) / (bandwidth of the links by which routes leave or enter)
     exchanged   for all all-to-alls together: the time that the link with the most bytes needs. This is a bound for all
-                schedules, because all use the same routes
+                schedules: all send these bytes over the same routes
 
 Latencies, launches and memory traffic are not included.
 """
@@ -36,12 +36,12 @@ class Bound:
 
 
 def bound(problem: Problem, model: Model) -> Bound:
-    """Return the lower bound for all schedules of `problem` on `model`."""
+    """Return a lower bound on the time of every schedule of `problem` on `model`."""
     return bound_of(lower(serial_of(problem), model), gemms_us(problem, model, launches=False))
 
 
 def bound_of(serial: LoweredSchedule, gemms_us: float = 0.0) -> Bound:
-    """Return the lower bound for all schedules of a problem.
+    """Return a lower bound on the time of every schedule of a problem.
 
     serial: the problem's serial schedule, lowered by `weft.sim.lower`.
     gemms_us: the time of its GEMMs if nothing else runs; 0 if it has no GEMMs.

@@ -59,9 +59,9 @@ class _Node:
 
 @dataclass
 class _Event:
-    """An increment of a signal's counter. `rank` makes it when the node `node` of its graph ends.
+    """An increment of a signal's counter by `rank`. It happens when the graph node `node` of `rank` ends.
 
-    arrived: if the counter is on a peer, the peer's receive nodes for the copies that `rank` sent before the increment.
+    arrived: if the counter is on a peer: the peer's nodes that receive the copies which `rank` sent before the increment.
     """
 
     rank: int
@@ -167,13 +167,12 @@ class _Export:
     def _work(
         self, lane: LaneProgram, number: int, task: Work, copied: dict[int, list[_Node]]
     ) -> tuple[_Node, tuple[int, _Node] | None]:
-        """Add the nodes of a step. Return (node on the lane's rank, send node on a peer).
-
-        The send node is (rank of the peer, node) if the step copies data from a peer, otherwise None.
+        """Add the nodes of a step to the trace. Return two values: the node on the lane's rank, and for a copy from a peer the
+        pair (rank of the peer, its send node), otherwise None.
 
         number: the index of the step's `task` in the lane.
-        copied: {peer: receive nodes of the copies sent to it since the last signal}. If the step copies to a peer, this
-            method adds the copy's receive node.
+        copied: {peer: the peer's receive nodes for copies that this lane has sent since its last signal to the peer}. If the
+            step copies to a peer, this method adds the copy's receive node.
         """
         rank, origin, name = lane.rank, lane.origins[number], self._program.name_of(lane, number)
         values = {**dict(origin.turn), **self._values[rank]}
@@ -207,7 +206,9 @@ class _Export:
         self._events[counter].append(_Event(rank, node, arrived, bool(arrived) and node.type == _SEND))
 
     def _arrivals(self, event: _Event, rank: int) -> Iterable[int]:
-        """Return the nodes of `rank` that must end before a wait for the event ends."""
+        """Return the ids of the nodes of `rank` on which a wait for the signal's increment `event` depends. If the increment
+        needs a message of its own, add the message to the trace.
+        """
         if event.rank == rank:
             return [event.node.id]
         if not event.copied_last:
@@ -233,7 +234,9 @@ class _Export:
 
 
 def _network(wiring: Wiring, ranks: int, scale: int) -> tuple[str, list[str]]:
-    """Return (contents of network.yml, kind of each dimension)."""
+    """Return two values: the contents of network.yml, and for each dimension of the topology its kind in ASTRA-sim, such as
+    "Ring".
+    """
     numbers = wiring.numbers
     dimensions: list[tuple[Any, ...]]
     if wiring.builder is switch:

@@ -79,15 +79,15 @@ Stage: TypeAlias = tuple[Phase, ...]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The cost of an algorithm on a topology whose links are otherwise idle. "Per byte" means per byte of all ranks'
+    """The cost of a collective algorithm on a topology whose links are otherwise idle. "Per byte" means per byte of all ranks'
     shards together.
 
     latency_us: the sum of the latencies of all rounds.
     us_per_byte: the time in us per byte, in addition to the latency.
-    links: for each rank of the topology's first period, the links that carry its data. A link is (kind, distance, time
-        in us per byte for which the data occupy the link). Each link belongs to a rank (`Link.at`), at this distance
-        from the rank that sends.
-    sent: the bytes that a rank sends per byte.
+    links: for each rank of the topology's first period, the links that carry the data which this rank sends. A link is given as
+        (its kind, distance, time in us per byte for which it is busy). The distance leads from the sending rank to the rank to
+        which the link belongs (`Link.at`).
+    sent: the number of bytes that a rank sends, per byte.
     """
 
     name: str

@@ -33,10 +33,10 @@ class Use(NamedTuple):
     """The use of one resource by a step.
 
     amount: the fraction of the resource that the step uses at full speed.
-    how:
+    how: how steps share the resource:
 
         share    concurrent steps divide the resource max-min fairly
-        hold     the step has this fraction for itself, even if other resources slow the step down
+        hold     the step occupies this fraction until it ends, even if other resources slow it down
         disturb  the other steps on this resource share only the rest of the resource, but do not slow this step down
     """
 
@@ -287,7 +287,8 @@ def _all_to_all(model: Model, links: Links, source: Operand, target: Operand) ->
 def _exchange(model: Model, links: Links, known: bool, source: Operand, target: Operand, *parts: Operand) -> Cost:
     """Return the cost of an exchange: an all-to-all with parts of different sizes.
 
-    known: False if the CPU reads the sizes before it launches the exchange, so that the CPU is not ahead of the device.
+    known: True if the CPU knows the sizes. False if it must first read them from the device, and so cannot launch the exchange
+        ahead of time.
     parts: the part that is sent to the rank at distance 0, 1, ...; empty if all parts have equal sizes.
     """
     if not parts:
@@ -337,7 +338,9 @@ def _library_call(
     """Return the cost of a call of NCCL or RCCL.
 
     latency_us: the latency in addition to the model's `collective_latency_us`.
+    us: the time of the call after its latency, if nothing else runs.
     memory: the bytes read and written.
+    uses: the links that the call uses.
     """
     own = [
         _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),

@@ -102,9 +102,11 @@ adding entries.
 
 
 class _Meeting:
-    """A running collective.
+    """The state of a collective that is running: the number of ranks on which it has not ended yet (`open`), and a lower bound
+    of its end.
 
-    least_end: the earliest time in us at which the links can have carried all its bytes. An earlier end is an error.
+    least_end: the earliest time in us at which the links can have carried all its bytes. If the collective ends earlier, the
+        simulation raises an error.
     """
 
     __slots__ = ("least_end", "open")

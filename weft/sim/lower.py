@@ -70,7 +70,7 @@ _lowered = _LastLowered(schedules=256, tasks=1 << 20)
 
 
 class _Evaluated:
-    """The evaluated steps of a schedule, which do not depend on the model.
+    """The steps of a schedule with evaluated expressions. They do not depend on the model.
 
     items: the steps of each lane.
     """
@@ -249,11 +249,12 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return (owner, setter) for a signal from `rank` to the peer at `distance`.
+        """Return (owner, setter) for a signal from `rank` to the peer at `distance`. Only some ranks are simulated, and
+        represent all others.
 
         owner: the simulated rank that represents the peer.
-        setter: the rank that sends the same signal to the owner, over the same distance. It is `rank` itself if the
-            peer is simulated.
+        setter: the rank that sends this signal to `owner`, over the same distance. It is `rank` itself if the peer is
+            simulated.
         """
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world

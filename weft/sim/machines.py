@@ -181,8 +181,8 @@ def _gaps(machine: Machine) -> list[str]:
 
 @lru_cache(maxsize=256)  # the same few machines, again and again
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate of full tiles with which the model's formula predicts the measured time of an 8192 x 8192 x 8192
-    matmul.
+    """Return the compute rate of full tiles, in FLOP/us, with which the model's formula gives the measured time of an 8192 x
+    8192 x 8192 matmul.
 
     flops_per_us: the measured rate of this matmul.
     """

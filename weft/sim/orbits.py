@@ -174,8 +174,9 @@ class _Orbit:
         return LoweredSchedule(schedule, (0,), [program], list(self._loads), len(self._counters), self._places)
 
     def _task(self, item: NumberedStep, peer: int) -> Task:
-        """Return the task of rank 0 for the evaluated step `item`, in which rank 0 communicates with rank `peer`. The
-        number of a rank is also its displacement from rank 0.
+        """Return the simulator's task for a step of rank 0, in which rank 0 communicates with rank `peer`.
+
+        item: the step, with evaluated expressions.
         """
         if item.distance is not None:
             return Raise(self._counter(item.signal, self._behind(peer)), self._delay_us(item, peer), True)
@@ -231,7 +232,9 @@ class _Orbit:
         return us + self._topology.paths(0, peer).latency_us
 
     def _behind(self, peer: int) -> int:
-        """Return the rank at the opposite displacement of rank `peer`. From this rank, rank 0 has the displacement of `peer`."""
+        """Return the rank r from which rank 0 has the same displacement on the torus as rank `peer` has from rank 0. When rank
+        0 sends to `peer`, rank r sends to rank 0.
+        """
         return sum(-(peer // stride) % size * stride for _, stride, size in lines(self._dims))
 
     def _counter(self, signal: str, source: int) -> int:

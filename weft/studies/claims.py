@@ -62,7 +62,9 @@ class Claim:
 
     @property
     def said(self) -> str:
-        """The verdict on a claim with its own limit: "yes" if it is reproduced, else "no". It is "" for the default limit."""
+        """The verdict on a claim with its own limit: "yes" if it is reproduced, else "no". It is "" for claims with the default
+        limit, whose verdict follows from the deviation.
+        """
         return "" if self.limit is None else "yes" if self.reproduced else "no"
 
     def number(self, value: float | str) -> str:

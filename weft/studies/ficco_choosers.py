@@ -162,7 +162,8 @@ def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, 
 
     near: the result of `_near`, which says for each schedule and GEMM if the schedule is about as fast as the fastest.
     border: the largest M / K for which the tree picks the 2D schedule.
-    low, high: the FLOPs at which it changes between three 1D schedules.
+    low, high: for all other GEMMs, the limits in FLOPs between which the tree picks the second of three 1D schedules. Below
+        `low` it picks the first, above `high` the third.
     """
     ratio, flop = (np.array(values) for values in zip(*((r.gemm.m / r.gemm.k, r.gemm.ops) for r in rows), strict=True))
     by_columns = ratio <= border

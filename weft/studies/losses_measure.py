@@ -424,10 +424,11 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Change the numbers of calls so that both lanes take equally long: the time of the slower lane, times `longer`.
-    All ranks must make this call.
+    """Change the numbers of calls in two lanes, so that both lanes take equally long: `longer` times the time of the slower
+    lane. All ranks must make this call.
 
     marks: for each lane, the timestamps in seconds of its last run, as returned by `play`.
+    longer: the factor by which the time of both lanes grows.
     """
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])

@@ -15,10 +15,10 @@ import weft.nn
 class FusedOptimizer(fused.FusedOptimizer):
     """A TorchRec `KeyedOptimizer` of this rank's tables, which backward updates.
 
-    `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` applies to the next
-    update. States have TorchRec's names, such as "<table>.momentum1", and are ShardedTensors that share memory with the
-    optimizer. As in TorchRec, `state_dict()` contains neither the learning rate nor the number of updates, on which
-    Adam depends. After loading a state dict, set that number with `set_optimizer_step`.
+    `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` applies to the next update. States
+    have TorchRec's names, such as "<table>.momentum1", and are ShardedTensors that share memory with the optimizer. As in
+    TorchRec, `state_dict()` contains neither the learning rate nor the number of updates. Adam's bias correction needs the
+    number of updates: after loading a state dict, set it with `set_optimizer_step`.
     """
 
     def __init__(

@@ -110,9 +110,9 @@ class Ranks:
 class Timing:
     """The time of one call in ms, of the slowest rank: median and 20th and 80th percentiles over repetitions.
 
-    skew_ms: the slowest rank's time minus the fastest rank's time, the median over repetitions. calls: the number of
-        calls in a repetition. host_us: microseconds for which a call keeps the CPU busy (GPUs only). each_ms: the time
-        in each repetition.
+    skew_ms: the slowest rank's time minus the fastest rank's time, as the median over repetitions. calls: the number of calls
+        in a repetition. host_us: microseconds for which a call keeps the CPU busy (GPUs only). each_ms: the time in each
+        repetition.
     """
 
     p20_ms: float
@@ -179,7 +179,7 @@ def time_variants(
         variants: {name: function of the number of an input set}. In mode "graph" the function must replay a graph.
         input_sets: the number of input sets (different inputs of one configuration). Calls cycle through them.
         seconds: the approximate time in which to measure the slowest variant.
-        repetitions: (least, most); all variants get the same number.
+        repetitions: the smallest and the largest number of repetitions. All variants get the same number.
         waiting: the names of variants that synchronise with the device in each call. In mode "queued" they are timed
             without the sleep kernel (see the module), because the synchronisation would also wait for the end of the
             sleep.

@@ -93,7 +93,7 @@ class BenchOptions:
 
     @property
     def repetitions(self) -> tuple[int, int]:
-        """The smallest and the largest number of repetitions."""
+        """The smallest and the largest number of times that each variant is measured."""
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
 
 

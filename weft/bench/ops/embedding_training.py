@@ -195,8 +195,8 @@ class TrainingWorkload(TrainingData, Variants):
         return 1e-4 if self.dtype == torch.float32 else 1e-2
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the error limit: the dtype's epsilon times 2 L, but at least times 16. L is the mean bag length of the
-        table with the longest bags.
+        """Return the error limit: the dtype's epsilon times 2 L or times 16, whichever is larger. L is the mean bag length of
+        the table with the longest bags.
         """
         return torch.finfo(self.dtype).eps * max(16.0, *(2 * bag.mean for bag in self.config.bags))
 

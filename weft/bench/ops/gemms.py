@@ -165,8 +165,8 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
     """Return (the pinned variants whose names begin with one of `names`, notes). All ranks must make this call.
 
-    Schedules that do not support the shape, or do not fit into memory, are left out with a note. Of equal schedules,
-    only the first is kept.
+    Schedules that do not support the shape, or do not fit into memory, are left out with a note. If several names stand for
+    equal schedules, only the first name is kept.
     """
     free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
@@ -199,7 +199,8 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError unless each of `names` is the prefix of a pinned variant that supports one of `shapes`.
+    """Raise ValueError if one of `names` selects no variant with a pinned schedule. A name selects all variants whose names
+    begin with it, and which support at least one of `shapes`.
 
     fixed: the names of variants without a pinned schedule, for the error text.
     """

@@ -127,11 +127,12 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def found_in_cache(self) -> tuple[float, ...]:
-        """Cache hit rates of reads of table rows, one for each cache size (`weft.builders.row_reuse`); () if ids are
+        """Cache hit rates of reads of table rows, one for each cache size in `weft.builders.row_reuse.CACHES`; () if ids are
         unknown.
 
-        All ranks get equal rates, chosen so that the predicted time is that of the slowest rank. The rates are 1 -
-        (most bytes that any rank reads from memory) / (most bytes that any rank reads).
+        All ranks get the same rate, with which the simulator predicts the time of the slowest rank:
+
+            1 - (most bytes that any rank reads from memory) / (most bytes that any rank reads)
         """
         if not self.ids:
             return ()
@@ -184,8 +185,8 @@ class EmbeddingAllToAll(Problem):
 
     @staticmethod
     def size_of(batch_sizes: tuple[int, ...]) -> float:
-        """Return the size by which `family` orders problems: the largest number of samples of a rank, but at most 1024.
-        So all larger batches get the schedule that is chosen for 1024 samples.
+        """Return the size in which problems of a family differ (`family`): the largest number of samples of a rank, but at most
+        1024. So all larger batches get the schedule that is chosen for 1024 samples.
         """
         return float(min(max(batch_sizes), _MOST_SAMPLES))
 

@@ -44,7 +44,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
         """matmul_reduce_scatter with fp8 operands, and one scale for x and one for w.
 
-        dtype: the dtype of the result; "fp8" means bf16.
+        dtype: the dtype of the result. An fp8 result is not supported, so "fp8" stands for bf16 results.
 
             weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """

@@ -32,12 +32,11 @@ class Shape:
     """A registered topology, with the name of its builder.
 
     keys: the keys, in machine and topology files, of the numbers that the builder takes after `ranks`.
-    sizes: the meaning of each size in a name such as `clique:8x4`, as a word ("cliques") or one of `keys`. In the
-        second case, the builder gets the size as the number of this key. The product of the sizes is the number of
-        ranks.
-    given: default numbers by key, for users who pass only the name of the topology.
-    more: True if a name may have more sizes, such as `torus:8x8x8`. The builder gets the sizes between `sizes[0]` and the last
-        size as further arguments.
+    sizes: a word for each size in the topology's name. In `clique:8x4` they are "cliques" and "clique.gpus". A word that is in
+        `keys` names the builder's argument for this size. The product of the sizes is the number of ranks.
+    given: {key: default number}, for users who pass the topology's name without sizes.
+    more: True if a name may have more sizes than `sizes`, such as `torus:8x8x8`. Then the sizes between the first and the last
+        are further arguments of the builder.
     """
 
     builder: Callable[..., Topology]

@@ -194,8 +194,8 @@ def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_
     """Write the destinations of a rank's tiles into `setup`, and return `setup`.
 
     routes: the destinations of all ranks' tiles.
-    one_for_all: True if only this rank is simulated. Its own sends then also stand for what it receives from an
-        identical peer.
+    one_for_all: True if only this rank is simulated. Then each of its sends is also counted as a receive, from an identical
+        peer.
     """
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
