@@ -41,8 +41,8 @@ def rows_of_sources(table, expert, experts, block_first):
 
     - ends[s]: the number of the expert's rows from ranks 0 to s. If all rows of the expert are listed in the order of their
       sources, the rows of s end at this index.
-    - places[s]: add it to the index of a row of s in this list, to get the number of the row in the matrix that stores the rows
-      of s (`own` or `slots`).
+    - places[s]: add it to the index of a row of s in this list. The result is the row's number in the matrix that stores it
+      (`own` or `slots`).
     """
     rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
     earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
