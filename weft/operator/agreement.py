@@ -94,7 +94,7 @@ class Agreement:
 
         topic: the description of the exchange, which must be equal on all ranks.
         meanwhile: an iterator whose steps do local work. A protocol may advance it while it waits for other ranks.
-        cargo: a small collective whose data travel with the exchange, between CPU ranks of several hosts
+        cargo: a small collective whose data are sent with the messages of this exchange, between CPU ranks of several hosts
             (`weft.runtime.rails`); None if there is no such collective.
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)

@@ -100,7 +100,7 @@ def _fastest(
 
 
 def needed_us(serial_us: float) -> float:
-    """Return the least gain, in microseconds, with which a schedule is chosen instead of serial."""
+    """Return by how many microseconds a schedule must be faster than serial to be chosen. serial_us: the time of serial."""
     return max(_CLEARLY * serial_us, _CLEARLY_US)
 
 

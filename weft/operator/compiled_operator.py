@@ -251,7 +251,8 @@ class CompiledOperator:
             across.begin_backward()
 
     def for_one_call(self, p: Any, rows: int, call: Any, wanted: tuple[bool, ...]) -> CompiledOperator:
-        """Return a copy of this operator for one unfused call of another size. The copy is not cached.
+        """Return a copy of this operator for one unfused call, whose size differs from the size for which this operator was
+        compiled. The copy is not cached.
 
         p: the problem of the call, from this operator's problem family.
         rows: the number of rows of the call's first tensor.
@@ -298,7 +299,9 @@ class CompiledOperator:
         return [made[name] for name in self.results]
 
     def _described(self, p: Any, call: Any, given: str) -> tuple[str, str]:
-        """Return the full and the short description of a call of another size."""
+        """Return the full and the short description of a call, whose size differs from the size for which this operator was
+        compiled.
+        """
         op, full = self.op, str(p)
         said = full if type(op).said is Operator.said else op.said(call, p.world_size)
         return joined(said, given), joined(p.text if said == full else said, given)

@@ -19,7 +19,8 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Give all ranks the same self-calibration, if their GPUs need one. All ranks must make this call.
+    """Give all ranks the same measured rates of their GPUs (`weft.plan.self_calibration`), unless a calibration or a machine
+    file already has them. All ranks must make this call.
 
     Either all ranks measure, or all use numbers that the first rank already has.
     """

@@ -86,7 +86,9 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return {candidate: time in us} of all cached times for `problem` on this machine, with the installed versions."""
+    """Return {candidate: time in us} of all times for `problem` that were measured on this machine and cached, with the
+    versions of packages and driver that are installed now.
+    """
     if not _known and not store.any_of("autotune"):  # the common case is fast: without cached times, no key is computed
         return {}
     key = _key(problem, machine, mode)

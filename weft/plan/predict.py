@@ -206,7 +206,7 @@ def predicted_rows(
     *,
     every: bool = False,
 ) -> tuple[list[Row], dict[str, Schedule]]:
-    """Return (a row for each candidate, {name: schedule}).
+    """Return the results for each candidate, as a list of `Row`, and the schedules of the candidates, by name.
 
     needed: the names of candidates to simulate in any case.
     among: the names of candidates to consider. Default: all.

@@ -132,7 +132,7 @@ def _measuring(shape: MatmulShape, us: float | None) -> Callable[[Model], Model]
 
 
 def sizes_for(base: Model) -> ProbeSizes:
-    """Return the sizes to measure: copies of up to 3 ms and GEMMs of up to 2 ms, as the derived numbers predict."""
+    """Return the sizes to measure. On the model `base`, the copies take up to 3 ms, and the GEMMs up to 2 ms."""
     rate = min(base.copy_bytes_per_us, *(rates[-1][1] for rates in (base.put_bytes_per_us, base.get_bytes_per_us)))
     count = next((count for count in _COPIES if count <= _COPY_US * rate), _COPIES[-1])
     cube = next((c for c in _CUBES if base.matmul_us(c, c, c, _DTYPE) <= _GEMM_US), _CUBES[-1])

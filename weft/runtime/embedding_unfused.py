@@ -164,8 +164,8 @@ class EmbeddingAllToAllUnfused(Executor):
         return self._unpacked(parts, sizes, turn), warn
 
     def _rides(self, global_batch: int) -> bool:
-        """True if the vectors are few enough to be sent with the messages by which ranks synchronise. Equal on all ranks with
-        equal batch sizes.
+        """True if the vectors are few enough to be sent with the messages by which ranks synchronise. The result is equal on all
+        ranks if their batch sizes are equal.
         """
         rails = None if self._turns is None else self._turns.rails
         most = global_batch * max(self._columns) * self.plan.output_dtype.itemsize

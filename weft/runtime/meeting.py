@@ -133,7 +133,7 @@ class Meeting:
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
         self.publishing = threading.Lock()  # held from the publication of a call until all ranks' payloads are read
         self.rails = rails_for(comm, _BYTES)
-        """The rendezvous of ranks in rails, whose messages may also carry data. None if ranks form no rails: on one
+        """The rendezvous of CPU ranks on several hosts, whose messages may also carry data. None if ranks form no rails: on one
         host, or if hosts do not have the same number of consecutive ranks, at least two.
         """
         self.exchange = Exchange(comm, _BYTES) if self.rails is None else None
@@ -154,8 +154,8 @@ class Meeting:
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
         extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
-        cargo: a collective whose data travel with this rendezvous (`weft.runtime.rails`). The collective is complete on return.
-            Pass it only if the attribute `rails` is not None, as between several hosts.
+        cargo: a collective whose data are sent with the messages of this rendezvous (`weft.runtime.rails`). The collective is
+            complete on return. Pass it only if the attribute `rails` is not None, as between several hosts.
         meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute `rails`
             is not None, all steps are done on return; otherwise no step is done.
 

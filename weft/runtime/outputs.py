@@ -30,8 +30,8 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """The owner of the storage of a result that was lent to the user. It keeps the memory mapped. When torch frees the storage,
-    it appends `slot`, the index of the result's buffer, to the list `free`.
+    """The owner of the storage of a result that was lent to the user. This object keeps the memory mapped. It is deleted when
+    torch frees the storage, and then appends `slot`, the index of the result's buffer, to the list `free`.
     """
 
     __slots__ = ("free", "memory", "slot")
@@ -92,7 +92,7 @@ class OutputPool:
         return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:
-        """Release the memory. No result may be lent, on any rank. `reserve` allocates memory again."""
+        """Release the memory. Call this method only if no rank has lent results. `reserve` allocates memory again."""
         for region in (self._region, *self._of_graphs):
             if region is not None:
                 region.give_back()
@@ -120,7 +120,8 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """Return the result in buffer number `slot` to lend it to the user, as a tensor of this shape over the buffer's memory.
+        """Return a tensor of this shape over the memory of buffer number `slot`, which contains the result of a call. The tensor
+        is for the user.
 
         The buffer becomes free when the user has dropped the tensor and all its views, unless a graph has `captured` the
         call. If this was the last free buffer, return a copy instead, unless `count` is 1.

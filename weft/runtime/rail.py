@@ -43,7 +43,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 class Rail:
-    """This rank's rail, the ranks with the same index on their hosts, one on each host, and its connections
+    """This rank's rail (the ranks with the same index on their hosts, one on each host), with connections to these ranks
     (`weft.runtime.rail_link`).
 
     per_host: the result of `ranks_per_host`. deadline_s: the longest wait for connections along the rail, in seconds.

@@ -56,9 +56,9 @@ class RailLink:
         return self._native.number
 
     def begin(self, sent: torch.Tensor, starts: Sequence[int], sizes: Sequence[int], received: torch.Tensor) -> None:
-        """Begin to send a message to each peer, and to receive one from each.
+        """Begin to send a message to each peer, and to receive a message from each peer.
 
-        sent: the memory of the messages: that of peer number i has sizes[i] bytes from byte starts[i] on.
+        sent: a tensor that contains the messages. The message to peer number i has sizes[i] bytes, from byte starts[i] on.
         received: the memory for the messages of all peers, divided equally.
         """
         self._memory = sent, received  # keep it until the messages are sent

@@ -404,8 +404,8 @@ class _AllReduceSmall(_Sum):
 
 
 def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return an all-gather whose data travel with a rendezvous. It gathers src [n, columns] of W ranks into whole [W n,
-    columns]. Both are contiguous.
+    """Return an all-gather whose data are sent with the messages of a rendezvous. It gathers src [n, columns] of W ranks
+    into whole [W n, columns]. Both are contiguous.
     """
     return (
         _GatherSmall(rails, src, whole)
@@ -415,8 +415,8 @@ def gather(rails: Rails, src: torch.Tensor, whole: torch.Tensor, deadline_s: flo
 
 
 def all_reduce(rails: Rails, whole: torch.Tensor, deadline_s: float, name: str) -> Cargo:
-    """Return an all-reduce whose data travel with a rendezvous. It replaces `whole`, a contiguous tensor, by its sum over
-    ranks. All ranks get the same bits.
+    """Return an all-reduce whose data are sent with the messages of a rendezvous. It replaces `whole`, a contiguous tensor,
+    by its sum over ranks. All ranks get the same bits.
     """
     return _AllReduceSmall(rails, whole) if whole.nbytes <= _SMALL_BYTES else _AllReduce(rails, whole, deadline_s, name)
 

@@ -1,5 +1,5 @@
-"""An all-to-all of rows in two levels, whose data travel with the rendezvous of CPU ranks on several hosts
-(`weft.runtime.rails`). A rail consists of the ranks with the same index on their hosts.
+"""An all-to-all of rows in two levels, whose data are sent with the messages by which CPU ranks on several hosts
+synchronise (`weft.runtime.rails`). A rail consists of the ranks with the same index on their hosts.
 
     1   each rank writes its rows, and the number of rows for each rank, to memory that the ranks of its host share
     2   rank i of each host sends a message to rank i of every other host: the rows of all ranks of its host for this rank
@@ -8,7 +8,7 @@
 So a rank sends one message to each other host, and needs no separate rendezvous. gloo would send a message to each rank.
 
 A rank need not know the number of rows that it receives, because receive buffers have space for the largest message: each rank
-sends up to `Rails.rows_bytes` bytes. If a rank has more, only the numbers of rows travel, and the caller must exchange the rows
+sends up to `Rails.rows_bytes` bytes. If a rank has more, only the numbers of rows are sent, and the caller must exchange the rows
 afterwards. The caller sees this from the number of bytes of each rank, which the rendezvous exchanges too.
 """
 
@@ -27,7 +27,7 @@ Counts: TypeAlias = np.ndarray[Any, Any]
 
 
 class AllToAll:
-    """An all-to-all of rows whose data travel with the rendezvous of ranks (a `weft.runtime.rails.Cargo`).
+    """An all-to-all of rows whose data are sent with the messages by which ranks synchronise (`weft.runtime.rails.Cargo`).
 
     like: a tensor with the dtype and the number of columns of the rows, [any, columns].
     counts: the number of rows for each rank and expert, int64 [W, experts].

@@ -64,7 +64,7 @@ class WithinHost:
         return self.of(self._mine, like, *shape)
 
     def await_readers(self, deadline_s: float, what: str) -> None:
-        """Wait until no peer reads this rank's memory any more, which this rank may then write."""
+        """Wait until no peer reads this rank's memory any more, so that this rank may write to it."""
         self._await(deadline_s, what)
 
     def of(self, index: int, like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class WithinHost:
         _core.signal_set(self._counters[self._mine], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if a rank of this host has not begun the round (exchange) in which this rank is. The rank's counter shows it."""
+        """True if the counter of another rank of this host shows that the rank has not begun this rank's round (exchange)."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:

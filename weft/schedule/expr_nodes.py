@@ -115,7 +115,7 @@ def _name(node: ast.expr) -> str:
 
 
 def known_bound(node: ast.expr | None) -> ast.expr:
-    """Return `node`, the bound of a slice, typed as not None: `check` has refused slices without bounds."""
+    """Return `node`, the bound of a slice, with a type that excludes None. `check` has refused slices without bounds."""
     assert node is not None  # check refuses slices without both bounds
     return node
 

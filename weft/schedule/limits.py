@@ -27,7 +27,7 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """Raise `ValueError` for the first number beyond its limit.
+    """Raise `ValueError` for the first number of the schedule that exceeds its limit (see the top of this file).
 
     Expressions without a value are not checked here, because `verify` reports them.
     """

@@ -214,7 +214,8 @@ class Communicator:
         name: the name of the signal, for error texts.
         peer: the rank that sets the counter; None for any rank.
         deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
-        until: the end of the wait by `time.monotonic`, if a part of the wait is over; by default `deadline_s` from now.
+        until: the end of the wait, as a time of `time.monotonic()`, if the caller has already waited. Default: `deadline_s`
+            from now.
 
         Raises `DeadlineError` if the counter is not set in time, and poisons the group. Raises `PeerLostError` if `peer`
         has left or died, and `PoisonedGroupError` if the group fails for another reason.

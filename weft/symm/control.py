@@ -335,7 +335,7 @@ class Control:
         """Notify the peers that this rank leaves, and stop the watchdog. Return False if the control plane was already closed.
 
         why: the reason, which peers show in error texts.
-        until: the end of the wait for running callbacks, by `time.monotonic` (default: `CALLBACK_S` from now).
+        until: the end of the wait for running callbacks, as a time of `time.monotonic()`. Default: `CALLBACK_S` from now.
         """
         with self._lock:
             if self.closed:

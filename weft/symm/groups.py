@@ -95,7 +95,7 @@ def member_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return this rank's number in the group. It also works while torch.compile traces, for a group and for a name."""
+    """Return this rank's number in the group, which is given as a group or by name. Works also while torch.compile traces."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return _rank_by_name(group)
     return group_of(group).rank()
@@ -109,7 +109,7 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size. It also works while torch.compile traces, for a group and for a name."""
+    """Return the world size of the group, which is given as a group or by name. Works also while torch.compile traces."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()

@@ -21,8 +21,8 @@ _GRACE_S = 0.5  # time limit of queries after the deadline, or after an unanswer
 class PatientStore:
     """The store of a process group, queried by `rank`.
 
-    until: the deadline of all queries, by `time.monotonic`. Methods raise `DeadlineError` if the store has not answered by
-        then, and the store's own errors.
+    until: the deadline of all queries, as a time of `time.monotonic()`. Methods raise `DeadlineError` if the store has
+        not answered by then, and the store's own errors.
     """
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
@@ -44,7 +44,7 @@ class PatientStore:
         self._ask("set", key, value)
 
     def close(self) -> None:
-        """End the thread when the store has answered the last query."""
+        """End the thread that makes the queries, when the store has answered the last query."""
         self._asked.put(None)
 
     def _start(self) -> None:

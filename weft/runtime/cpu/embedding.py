@@ -126,8 +126,8 @@ def meet(
     every rank if a rank refuses the call, or if ranks make different calls.
 
     slot: the index of this rank's output buffer.
-    cargo: a small collective whose data travel with the rendezvous, between ranks on several hosts; None if there is no such
-        collective.
+    cargo: a small collective whose data are sent with the messages of the rendezvous, between ranks on several hosts; None if
+        there is no such collective.
     """
     meeting = meeting_of(comm)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)), cargo=cargo)

@@ -114,8 +114,8 @@ class ScheduleMemory:
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Make a run of `executor` on the current stream wait for the previous run, which may be on another stream. Enqueue the
-        barrier if it is needed (see the top of this file).
+        """Make a run of `executor` on the current stream wait for the previous run, which may be on another stream. Also
+        enqueue a barrier of all ranks if sizes have changed and runs therefore need one (see the top of this file).
 
         During the capture of a graph, do not wait: a capture cannot depend on work outside of the graph.
         """

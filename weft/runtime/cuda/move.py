@@ -162,7 +162,7 @@ def prepare(device: torch.device) -> None:
 
 
 class Stamps:
-    """Memory for time stamps, which kernels write by the device's clock in nanoseconds."""
+    """Memory into which kernels write time stamps: times of the device's clock, in nanoseconds."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.times = lasting(device, lambda: torch.zeros(count, dtype=torch.int64, device=device))

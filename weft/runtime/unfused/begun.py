@@ -42,7 +42,9 @@ class Begun(Protocol):
     number: int
     """A number that the rendezvous sends to all ranks, such as 1 if a message was too large to be sent."""
     cargo: Cargo | None
-    """Data that travel with the rendezvous (`weft.runtime.rails`), on ranks in rails. Otherwise None."""
+    """A small collective whose data are sent with the messages of the rendezvous (`weft.runtime.rails`). None if there is
+    no such collective.
+    """
 
     def alone(self) -> Iterator[None]:
         """Run the steps of the call that do not wait for other ranks: compute, and begin to send. Yield between steps."""
@@ -80,7 +82,9 @@ class Early:
 
     @property
     def is_stale(self) -> bool:
-        """True if a rank has refused a call since this object was constructed: messages may be unread. Equal on all ranks."""
+        """True if a rank has refused a call since this object was constructed. Receive buffers may then contain messages of the
+        refused call. Equal on all ranks.
+        """
         return meeting_of(self._comm).refused != self._refused
 
     def begin(self, exchange: int, sent: torch.Tensor, sizes: list[int], deadline_s: float, name: str) -> Pending:

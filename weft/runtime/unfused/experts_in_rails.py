@@ -1,9 +1,9 @@
-"""Expert parallelism on CPU ranks of several hosts, for small messages: tokens travel with the messages by which the ranks
-    synchronise.
+"""Expert parallelism on CPU ranks of several hosts, for small messages: tokens are sent with the messages of the rendezvous,
+in which ranks compare their calls.
 
-    dispatch   The numbers of tokens, and the tokens, travel with the rendezvous. While tokens for other hosts are in transit,
-               each rank multiplies the tokens from ranks of its host, if they are many
-    combine    Each rank multiplies its rows. Then the products travel with the rendezvous
+    dispatch   The messages of the rendezvous contain the tokens and their numbers. While tokens for other hosts are in
+               transit, each rank multiplies the tokens from ranks of its host, if they are many
+    combine    Each rank multiplies its rows. The messages of the rendezvous contain the products
 
 A call needs no other collective (`weft.runtime.rails_all_to_all`). GEMMs may be split by rows, so results may differ by
 rounding from those of a single GEMM per expert.
@@ -93,7 +93,8 @@ def dispatch_in_rails(
 
 
 class CombineInRails:
-    """A call of `experts.matmul_all_to_all`, with the same arguments, whose products travel with the rendezvous.
+    """A call of `experts.matmul_all_to_all`, with the same arguments, whose products are sent with the messages of the
+    rendezvous.
 
     name: the name of the exchange, for timelines.
     """

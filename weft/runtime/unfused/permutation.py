@@ -9,7 +9,8 @@ from weft import _core
 
 
 def in_expert_order(arrived: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """Return the rows `arrived`, which are in the order of arrival, sorted by expert, and then by source rank.
+    """Reorder the rows `arrived`: from the order of arrival (by source rank, then by expert) to the order of experts (by
+    expert, then by source rank). Return the reordered rows.
 
     received: the number of rows from each rank for each local expert, [ranks, experts].
     """
@@ -21,7 +22,8 @@ def in_expert_order(arrived: torch.Tensor, received: torch.Tensor) -> torch.Tens
 
 
 def in_order_of_arrival(rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """Return `rows`, which are sorted by expert and then by source rank, in the order of arrival: sorted by source rank.
+    """Reorder `rows`: from the order of experts (by expert, then by source rank) to the order of arrival (by source rank,
+    then by expert). Return the reordered rows.
 
     received: as for `in_expert_order`.
     """

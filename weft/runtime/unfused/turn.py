@@ -43,9 +43,9 @@ class Turns:
 
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
     described: a function that returns the text of `details` for errors, if `details` is a digest.
-    arguments: the user's argument for each buffer, by the buffer's name, for error texts. hint: advice for the error that
-    ranks raise if only their sizes differ. number: a 64-bit number of the call, for a call that ranks compare by a number
-    (`weft.runtime.meeting.NumberedTopic`).
+    arguments: the user's argument for each buffer, by the buffer's name, for error texts.
+    hint: advice for the error that ranks raise if only their sizes differ.
+    number: a 64-bit hash of the call, if ranks compare it in place of the texts (`weft.runtime.meeting.NumberedTopic`).
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class Turns:
         self._topics: dict[str, Topic] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for collectives of up to `nbytes` bytes whose data travel with a rendezvous (`weft.runtime.rails`).
-        All ranks must make this call. Do nothing if there is no such rendezvous (`rails` is None), or if `nbytes` is too large.
+        """Reserve memory for collectives of up to `nbytes` bytes whose data are sent with the messages of a rendezvous
+        (`weft.runtime.rails`). All ranks must make this call. Do nothing if there is no such rendezvous (`rails` is None), or
+        if `nbytes` is too large.
         """
         if self.rails is not None and nbytes <= MOST_BYTES:
             with contextlib.suppress(OutOfSharedMemoryError):  # raised on every rank
@@ -199,8 +200,8 @@ class Turn:
 
     def largest(self, collective: str, number: int) -> int:
         """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most tokens
-        of any rank. The caller then begins the collective by `begin` of the attribute `met`, which does not synchronise the
-        ranks again.
+        of any rank. The caller then begins the collective by `self.met.begin`, which does not synchronise the ranks
+        again.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)
