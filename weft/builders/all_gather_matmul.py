@@ -35,7 +35,7 @@ from typing import Literal
 
 from weft.builders.operands import Operands, Pieces, copy_rows, offsets, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Schedule
 
@@ -58,9 +58,8 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     by: "kernel" puts the shards with kernels, on the lane (stream) of the GEMM. "dma" uses copy engines, with a lane
         for each peer, so that the copies run concurrently.
     """
+    require_peers(p)
     world = p.world_size
-    if world == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, credit = d.signals("arrived", world), d.signals("credit", world)
@@ -104,9 +103,8 @@ def shard(
         sends to all peers concurrently, which uses all links of a mesh.
     by: copy with copy engines ("dma") or kernels ("kernel").
     """
+    require_peers(p)
     world = p.world_size
-    if world == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
         raise NotApplicableError(
             f"the ranks' shards have {p.rows} rows, but chunks={chunks} needs equal shards: use chunks=1"

@@ -19,7 +19,7 @@ from typing import Literal
 
 from weft.builders.operands import peer
 from weft.builders.problems.all_gather_matmul_gradients import AllGatherMatmulGradients
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import NotApplicableError, builder, require_products
 from weft.schedule.expr import RANK, Index
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Region
@@ -70,11 +70,8 @@ def serial(p: AllGatherMatmulGradients) -> Schedule:
 
 @builder(AllGatherMatmulGradients, add=("reduce", "gemm"))
 def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "reduce") -> Schedule:
+    require_products(p)
     world, m = p.world_size, p.rows
-    if world == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to send")
-    if not p.has_work:
-        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     if add == "gemm" and len(p.n) > 1:
         raise NotApplicableError(
             f"with {len(p.n)} weights, add=gemm would round the sum after each weight's GEMM: use add=reduce"

@@ -38,7 +38,7 @@ from typing import Literal, TypeAlias, get_args
 
 from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
 from weft.schedule.kernels import FEW_ROWS, GroupedMatmul, LibraryGroupedMatmul, Permute, SortedMatmul
 from weft.schedule.schedule import Buffer, Draft, LaneDraft, Schedule
@@ -245,9 +245,8 @@ class Sending(_Dispatch):
 
     def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
+        require_peers(p)
         world = p.world_size
-        if world == 1:
-            raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
                 "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"

@@ -31,7 +31,7 @@ from typing import Literal
 
 from weft.builders.operands import Operands, all_gather_matmul_operands, copy_rows, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Index
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Signals
@@ -210,8 +210,7 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
     Raise NotApplicableError if FiCCO does not support the problem.
     """
-    if p.world_size == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to gather")
+    require_peers(p)
     if len(set(p.rows)) > 1:
         nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
         raise NotApplicableError(

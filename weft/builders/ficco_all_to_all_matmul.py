@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 from weft.builders.all_to_all_matmul import Columns, Sending, dispatch_by_expert
 from weft.builders.operands import split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import builder, require_peers
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES, CopyBy
 
@@ -48,7 +48,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
         tries only 0. To use another number, pin a schedule with this number.
     start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
     """
-    _require_peers(p)
+    require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
     if (start, gemms) == ("uniform", "fused"):
         return dispatch_by_expert(p, by=by, chunks=len(pieces), send="at_once" if p.world_size > 2 else "in_turn")
@@ -62,16 +62,11 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     steps: the number of pieces; 0 stands for the number of ranks.
     start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
     """
-    _require_peers(p)
+    require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1
     pieces = split(p.k // unit, steps, what="columns of tokens")
     return _ficco(p, "2D", start, gemms, by, [(0, p.experts, (unit * a, unit * n)) for a, n in pieces])
-
-
-def _require_peers(p: AllToAllMatmul) -> None:
-    if p.world_size == 1:
-        raise NotApplicableError("there is only one rank, so there is no peer to send to")
 
 
 def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: CopyBy, pieces: list[Piece]) -> Schedule:

@@ -22,7 +22,7 @@ from weft.builders.fetched import Fetched
 from weft.builders.operands import split
 from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import builder, require_products
 from weft.builders.tracked_tiles import TrackedTiles
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.kernels import Unpack
@@ -73,10 +73,7 @@ class _Sent(_Product):
     """
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
-        if p.world_size == 1:
-            raise NotApplicableError("there is only one rank, so there is nothing to send")
-        if not p.has_work:
-            raise NotApplicableError("a size is 0, so there is nothing to multiply")
+        require_products(p)
         super().__init__(name, p)
         self.made = self.d.buffer("made", p.m, p.n, p.dtype, "symmetric")
         self.fetched, self.compute = Fetched(self.d, p.world_size, chunks), self.d.lane("compute")

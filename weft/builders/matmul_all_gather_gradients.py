@@ -31,7 +31,7 @@ from typing import Literal
 from weft.builders.operands import peer, split
 from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import builder, require_products
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.kernels import Unpack
 from weft.schedule.schedule import Draft, Schedule
@@ -82,10 +82,7 @@ def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "c
     chunks: the number of chunks of rows.
     last: "columns" to cut the last chunk into `chunks` blocks of columns, "rows" to leave it whole.
     """
-    if p.world_size == 1:
-        raise NotApplicableError("there is only one rank, so there is nothing to send")
-    if not p.has_work:
-        raise NotApplicableError("a size is 0, so there is nothing to multiply")
+    require_products(p)
     o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
     *before, tail = split(p.m, chunks, what="rows of a product")

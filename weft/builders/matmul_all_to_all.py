@@ -37,7 +37,7 @@ from typing import Literal
 from weft.builders.operands import peer, split
 from weft.builders.partial_products import By
 from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
-from weft.builders.registry import NotApplicableError, builder
+from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Expr, Index, total
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
@@ -184,8 +184,7 @@ class _Sending(_Combine):
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
-        if p.world_size == 1:
-            raise NotApplicableError("there is only one rank, so there is no peer to send to")
+        require_peers(p)
         if by == "dma" and not p.exact:
             raise NotApplicableError(
                 "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use "

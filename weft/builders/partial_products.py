@@ -23,7 +23,7 @@ from weft.builders.operands import peer, split
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
-from weft.builders.registry import NotApplicableError
+from weft.builders.registry import NotApplicableError, require_products
 from weft.builders.tracked_tiles import TrackedTiles
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Draft, LaneDraft
@@ -66,10 +66,7 @@ class PartialProducts:
 
     @classmethod
     def overlapped(cls, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> PartialProducts:
-        if p.world_size == 1:
-            raise NotApplicableError("there is only one rank, so there is nothing to send")
-        if not p.has_work:
-            raise NotApplicableError("a size is 0, so there is nothing to multiply")
+        require_products(p)
         return cls(name, p)
 
     def chunks(self, count: int) -> list[Chunk]:

@@ -28,6 +28,19 @@ class NotApplicableError(ValueError):
     """A builder has no schedule for the problem. The text is the reason, and is shown to users."""
 
 
+def require_peers(problem: Problem) -> None:
+    """Raise `NotApplicableError` if there is only one rank."""
+    if problem.world_size == 1:
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
+
+
+def require_products(problem: Any) -> None:
+    """Raise `NotApplicableError` if there is only one rank, or no product to send."""
+    require_peers(problem)
+    if not problem.has_work:
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
+
+
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
     """Return the error for a pinned schedule that does not support `problem`."""
     return NotApplicableError(

@@ -177,16 +177,7 @@ class Adagrad(EmbeddingOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(EmbeddingOptimizer):
-    """Adam that updates only the rows that a batch reads. States: 8 bytes per element.
-
-    beta1, beta2: the decay rates of the first and second moment.
-    eps: added to the square root (default: 1e-8, as in FBGEMM and torch). With eps=0, an element whose gradients were
-        all 0 becomes NaN, as in torch.
-    """
-
-    rule = 4
-    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "exp_avg_sq": "element"}
+class _Adam(EmbeddingOptimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -197,7 +188,20 @@ class Adam(EmbeddingOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialRowwiseAdam(EmbeddingOptimizer):
+class Adam(_Adam):
+    """Adam that updates only the rows that a batch reads. States: 8 bytes per element.
+
+    beta1, beta2: the decay rates of the first and second moment.
+    eps: added to the square root (default: 1e-8, as in FBGEMM and torch). With eps=0, an element whose gradients were
+        all 0 becomes NaN, as in torch.
+    """
+
+    rule = 4
+    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "exp_avg_sq": "element"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRowwiseAdam(_Adam):
     """Adam with one second moment per row. States: 4 bytes per element and 4 bytes per row.
 
     beta1, beta2: the decay rates of the first and second moment.
@@ -207,13 +211,6 @@ class PartialRowwiseAdam(EmbeddingOptimizer):
 
     rule = 5
     states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "exp_avg_sq": "row"}
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    @property
-    def counts(self) -> bool:
-        return True
 
 
 OPTIMIZERS: dict[str, type[EmbeddingOptimizer]] = {

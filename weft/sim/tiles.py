@@ -14,6 +14,7 @@ import numpy as np
 
 from weft.schedule import Expr, Index, Region, Set, Step, Tiles
 from weft.schedule.expr import Values
+from weft.schedule.steps.loops import occurring
 
 AT_ONCE = 1 << 18
 """The maximum of tiles x ranks that are evaluated at once, to limit memory."""
@@ -212,7 +213,7 @@ class Tables:
         for of_rank in np.moveaxis(table, 1, 0):
             key = of_rank.tobytes()
             if key not in found:
-                found[key] = _occurring(of_rank, tiles.times)
+                found[key] = occurring(of_rank, tiles.times)
             counted.append(found[key])
         return counted
 
@@ -301,18 +302,6 @@ def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
 
 
 NO_TILES = Tiled()
-
-
-def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return a sorted list of (distinct column of `table`, number of tiles with this column).
-
-    times: the number of tiles of each column.
-    """
-    order = np.lexsort(table[::-1])
-    table = table[:, order]
-    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
-    counts = np.add.reduceat(times[order], begins).tolist()
-    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), counts, strict=True)]
 
 
 def text_of(index: Index) -> int | str:

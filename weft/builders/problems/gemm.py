@@ -35,6 +35,12 @@ class RowsProblem(Problem):
         return replace(self, m=max(1, round(size)) * self.parts)
 
 
+def chunks_between_hosts(rails: int) -> tuple[str, ...]:
+    """Return the names of the schedules of collectives for ranks on several hosts (`Problem.between_hosts`)."""
+    name = f"two_levels[hosts={rails}," if rails else "collective["
+    return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
+
+
 @dataclass(frozen=True, slots=True)
 class GemmProblem(RowsProblem):
     """A GEMM on every rank, whose products are communicated."""

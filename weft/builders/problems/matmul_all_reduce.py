@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
 from weft.builders.problem import NEARLY
-from weft.builders.problems.gemm import GemmProblem
+from weft.builders.problems.gemm import GemmProblem, chunks_between_hosts
 from weft.schedule.regions import checked_eps
 from weft.words import counted
 
@@ -81,8 +81,7 @@ class MatmulAllReduce(GemmProblem):
         return candidate.builder != "collective"
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        name = f"two_levels[hosts={rails}," if rails else "collective["
-        return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
+        return chunks_between_hosts(rails)
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from weft.builders.candidate import Candidate
 from weft.builders.problem import require_even
-from weft.builders.problems.gemm import GemmProblem
+from weft.builders.problems.gemm import GemmProblem, chunks_between_hosts
 from weft.schedule.kernels import TrackedMatmul
 from weft.words import counted
 
@@ -47,8 +47,7 @@ class MatmulReduceScatter(GemmProblem):
         return candidate.builder not in ("pulled", "collective") and not short
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        name = f"two_levels[hosts={rails}," if rails else "collective["
-        return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
+        return chunks_between_hosts(rails)
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

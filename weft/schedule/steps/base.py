@@ -304,6 +304,14 @@ def totals_of(item: Any) -> list[Total]:
     return []
 
 
+def differing_regions(src: Region, dst: Region, where: Declared) -> Iterator[str]:
+    """Yield the faults of a copy from `src` to `dst` whose dtypes or shapes differ."""
+    yield from differing([where.dtype(src), where.dtype(dst)])
+    given, wanted = (src.rows, src.cols), (dst.rows, dst.cols)
+    if given != wanted:
+        yield f"src has shape {list(given)}, but dst has {list(wanted)}: both must be equal"
+
+
 def differing(dtypes: Sequence[str]) -> Iterator[str]:
     if len(set(dtypes)) > 1:
         yield f"dtypes differ: {', '.join(dtypes)}; they must be equal"

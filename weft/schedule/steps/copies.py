@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from weft.schedule.expr import Index
 from weft.schedule.regions import SUMMED, Access, Declared, Region, read, written
-from weft.schedule.steps.base import Step, differing
+from weft.schedule.steps.base import Step, differing_regions
 
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
@@ -57,10 +57,7 @@ class Copy(Step):
         return self.by == "kernel"
 
     def faults(self, where: Declared) -> Iterator[str]:
-        yield from differing([where.dtype(self.src), where.dtype(self.dst)])
-        given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
-        if given != wanted:
-            yield f"src has shape {list(given)}, but dst has {list(wanted)}: both must be equal"
+        yield from differing_regions(self.src, self.dst, where)
         if self.accumulate and where.dtype(self.dst) not in SUMMED:
             yield f"{where.dtype(self.dst)} cannot be accumulated: use one of {', '.join(SUMMED)}"
 

@@ -155,12 +155,19 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
     at = np.arange(min(period, extent) or extent)
     turns = extent // len(at) + (at < extent % len(at))
     columns = [n.evaluated_over({**(values or {}), tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
-    table = np.stack([np.broadcast_to(column, at.shape) for column in columns])
+    return occurring(np.stack([np.broadcast_to(column, at.shape) for column in columns]), turns)
+
+
+def occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
+    """Return a sorted list of (distinct column of `table`, number of tiles with this column).
+
+    times: the number of tiles of each column.
+    """
     order = np.lexsort(table[::-1])
     table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
-    times = np.add.reduceat(turns[order], begins)
-    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), times.tolist(), strict=True)]
+    counts = np.add.reduceat(times[order], begins).tolist()
+    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), counts, strict=True)]
 
 
 def _inside(body: tuple[Step, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from weft.schedule.expr import Index
 from weft.schedule.regions import Access, Declared, Region, read, written
-from weft.schedule.steps.base import Step, differing
+from weft.schedule.steps.base import Step, differing_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,7 @@ class Send(Step):
             yield f"it reads memory of rank {self.src.at}, but a rank can only send its own: let rank {self.src.at} send"
         if self.dst.at == where.rank:
             yield "it sends to its own rank: use copy"
-        yield from differing([where.dtype(self.src), where.dtype(self.dst)])
-        given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
-        if given != wanted:
-            yield f"src has shape {list(given)}, but dst has {list(wanted)}: both must be equal"
+        yield from differing_regions(self.src, self.dst, where)
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"send {self.src.buffer} -> {self.dst.buffer}{at(self.dst.at)}"
