@@ -52,7 +52,8 @@ class Shown:
 def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`.
 
-    Return the results and the paths of both files. scale: see `BenchOptions.scale`.
+    Return the results and the paths of both files. scale: the factor by which batch sizes and table rows are multiplied
+    (`BenchOptions.scale`).
     """
     options = BenchOptions(
         OPERATOR.name, "dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128

@@ -67,8 +67,8 @@ def write_note(root: Path = ROOT) -> Path:
 
 
 def source_hash(files: Iterable[tuple[str, bytes]]) -> str:
-    """Return a hash of 16 hex digits over the source files among `files`. files: (path, content); their order does not
-    matter.
+    """Return a hash of 16 hex digits over the source files among `files`. files: the files, as pairs (path, content), in any
+    order.
     """
     found = hashlib.sha256()
     for path, content in sorted(files):

@@ -161,8 +161,8 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """Return `document` with the text between all marks generated anew. results: {NAME: records}. Raise `ValueError` if
-    a NAME has no results.
+    """Return `document` with the text between all marks generated anew. results: the records of each results file, by its NAME.
+    Raise `ValueError` if a NAME has no results.
     """
 
     def given(name: str) -> Sequence[Record]:

@@ -89,8 +89,8 @@ def dispatch(
     by: send tokens with copy engines ("dma") or kernels ("kernel").
     rest: "each" launches a GEMM for each peer when its tokens have arrived. "together" launches one GEMM for all peers
         when all tokens have arrived.
-    send: "in_turn" sends to one peer after the other, "at_once" to all peers on a lane for each, "together" to all peers in
-        one launch.
+    send: the order of sending. "in_turn": to one peer after the other. "at_once": to all peers concurrently, with a lane for
+        each peer. "together": to all peers in one launch.
     """
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError(
@@ -118,8 +118,8 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
     by: send tokens with copy engines ("dma") or kernels ("kernel").
     chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps.
-    send: "in_turn" sends to one peer after the other, "at_once" to all peers on a lane for each, "together" to all peers in
-        one launch.
+    send: the order of sending. "in_turn": to one peer after the other. "at_once": to all peers concurrently, with a lane for
+        each peer. "together": to all peers in one launch.
     """
     pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
@@ -138,8 +138,8 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
     of experts, sort the arrived tokens of this group by expert.
 
     chunks: the number of groups into which a rank's experts are divided.
-    send: "in_turn" sends to one peer after the other, "at_once" to all peers on a lane for each, "together" to all peers in
-        one launch.
+    send: the order of sending. "in_turn": to one peer after the other. "at_once": to all peers concurrently, with a lane for
+        each peer. "together": to all peers in one launch.
     """
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(

@@ -14,7 +14,7 @@ class Candidate:
     """A builder with values for its parameters.
 
     builder: the builder's name.
-    parameters: (name, value) of each parameter that differs from its default.
+    parameters: the parameters whose values differ from their defaults, as pairs (name, value).
     build: a function that returns the schedule.
     """
 

@@ -53,7 +53,7 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
     """Return the slices (`Unit`) into which a rank divides the pooled vectors of each sample. Tables share a slice if
     their output columns are adjacent.
 
-    slots: (first output column, number of columns) of each of the rank's tables.
+    slots: the output columns of each of the rank's tables, as (first column, number of columns).
     slice_size: the largest number of tables, and so of pooled vectors, in a slice.
     """
     units: list[Unit] = []

@@ -46,7 +46,9 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 
     steps: the number of pieces into which a rank's experts are divided; 0 stands for the number of ranks. The planner
         tries only 0. To use another number, pin a schedule with this number.
-    start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
+    start: "uniform" or "hetero", as at the top of this file.
+    gemms: "fused" or "unfused", as at the top of this file.
+    by: copy with copy engines ("dma") or kernels ("kernel").
     """
     require_peers(p)
     pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
@@ -60,7 +62,7 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     """Cut tokens by columns.
 
     steps: the number of pieces; 0 stands for the number of ranks.
-    start, gemms, by: as in `weft.builders.ficco.ficco_1d`.
+    start, gemms, by: as for `ficco_1d`.
     """
     require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]

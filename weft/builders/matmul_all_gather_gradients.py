@@ -9,8 +9,8 @@ its output.
 rows of `own`. The weight's gradient needs all rows, and is computed by one GEMM when `own` is complete. Accumulating
 over chunks would round the weight's gradient after every chunk.
 
-While a chunk travels, the GEMMs of the previous chunks run. The transfer of the first chunk is exposed. When the last
-chunk has arrived, two GEMMs follow that overlap with no transfer: the last rows of x's gradient, and the weight's
+While a chunk travels, the GEMMs of the previous chunks run. The transfer of the first chunk is exposed. When the last chunk has
+arrived, two GEMMs remain, and no transfer is left to overlap with them: the last rows of x's gradient, and the weight's
 gradient.
 
 With last=columns, the last chunk is also cut by columns. A block of columns of the weight's gradient needs only the

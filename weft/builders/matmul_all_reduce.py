@@ -100,8 +100,8 @@ def serial(p: MatmulAllReduce) -> Schedule:
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
     """Send every rank's whole product to all ranks. Each rank reduces all products itself.
 
-    by: "dma" or "kernel": copy engines or kernels copy each rank's product to every peer, which then reduces. "load":
-    nothing is copied, because the reducing kernel reads the products in the peers' memory.
+    by: how a rank gets the products of its peers. "dma", "kernel": copy engines or kernels of the peers copy them into its
+        memory. "load": the reducing kernel reads them in the peers' memory.
     """
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size

@@ -179,7 +179,7 @@ class _Combine(Draft):
 class _Sending(_Combine):
     """A `_Combine` that stores the results for each peer in a slot (a block of rows), and sends the slot in parts.
 
-    pieces: (first expert, number of experts) of each part.
+    pieces: the local experts whose results are in each part, as (first expert, number of experts).
     """
 
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:

@@ -156,8 +156,8 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
     For each rank's rows, the ring ends at the owner of the rows, which stores the sum in its result. Each rank rounds
     the sum.
 
-    by: "gemm" is cuBLAS, which first copies the old sum into its output. "tracked" is weft's kernel, launched per
-        chunk; it reads each tile of the old sum after it has multiplied the tile.
+    by: "gemm" is cuBLAS, which first copies the old sum into its output. "tracked" is weft's kernel, launched per chunk. It
+        multiplies a tile, then reads the same tile of the old sum and adds it.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:

@@ -81,7 +81,10 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Append the GEMMs ys[i][rows] = x @ ws[i], one for each weight. rows: (first, count); None for all rows."""
+        """Append the GEMMs ys[i][rows] = x @ ws[i], one for each weight.
+
+        rows: the rows of ys[i] to compute, as (first, count); None for all rows.
+        """
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 

@@ -1,5 +1,5 @@
-"""Options that only some operators have, such as gather_dim. An operator's options are the keyword arguments of the
-method `sized` of its problem, without the arguments that all operators have (M, N, K, ranks and dtype).
+"""Options that only some operators have, such as gather_dim. An operator's options are keyword arguments of its problem's
+method `sized`. Arguments that all operators have (M, N, K, ranks and dtype) do not count as options.
 
 Users pass an option as a Python value (`weft.plan.explain`) or as a string (`--option` of `weft plan` and `weft
 bench`). Both forms are checked against the keyword's annotation: bool, int, float, str, Literal, or a union of these
@@ -92,7 +92,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
     """Raise `ValueError` if operator `op` lacks one of the options `given`. The error lists the options that `op` has.
 
-    given: {name of an option: its value as text}.
+    given: the options that the user gave, as {name: value as text}.
     problems: the problem class of each operator, by name.
     """
     having = {name: _names(one) for name, one in problems.items()}
@@ -131,7 +131,7 @@ _VALUES = {
 def _allowed(wanted: Iterable[Any], texts: Mapping[Any, str], show: Callable[[Any], str]) -> list[str]:
     """Return, for error messages, a text for each value that an option may have. `wanted` lists types and Literals.
 
-    texts: {type: a description of its values, such as "a finite number"}.
+    texts: a description of the values of each type, as {type: text such as "a finite number"}.
     show: a function that prints a value of a Literal.
     """
     found: list[str] = []

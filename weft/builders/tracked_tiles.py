@@ -20,10 +20,10 @@ class TrackedTiles:
 
     order: the chunks of all parts in the order of computation. Each is given by its index within its part. Default: the chunks
         of one part, in order.
-    pieces: (first row, number of rows) of each chunk of a part.
+    pieces: the rows of each chunk within its part, as (first row, number of rows).
     counts: the number of tiles of each chunk of a part.
     extent: the number of tiles of all parts.
-    rows, cols: (first, count) of the rows and columns of tile t within its part.
+    rows, cols: the rows and the columns of tile t within its part, as (first, count).
     """
 
     def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:

@@ -224,7 +224,7 @@ class _Owned:
     Ranks with the same index on their hosts own the same rows. The last parts and pieces of a chunk may have fewer rows
     than the others.
 
-    chunks: (first, count) of the rows of each chunk.
+    chunks: the rows of each chunk, as (first, count).
     rows: the number of rows of a buffer that holds one piece of each chunk.
     """
 

@@ -50,7 +50,7 @@ class GroupReport:
     """The results of the checks.
 
     seats: the host, process and device of each rank, in rank order.
-    paths: {(lower rank, higher rank): how the two ranks are connected}.
+    paths: how each pair of ranks is connected, by (lower rank, higher rank).
     rendezvous_us: the median time in which all ranks synchronise. CPU ranks do this before each call.
     rendezvous: how they synchronise, for the report.
     rails: the ranks of each rail, if CPU ranks form rails (docs/hosts.md).

@@ -238,8 +238,8 @@ def without_collection() -> Iterator[None]:
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
     """Parse `--shape`; return (M, N, K).
 
-    ranks: None if the text must be sizes. Otherwise the text may also name a GEMM of FiCCO, such as "g1", whose N is
-    divided by `ranks`.
+    ranks: the number of ranks, by which the N of a GEMM of FiCCO is divided, if the text names such a GEMM ("g1"). None if the
+        text must be sizes.
     """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:

@@ -57,7 +57,7 @@ def derived(
     measured machine.
 
     name: the machine's name, for errors.
-    given: {key: number} from the machine's file or driver.
+    given: the numbers that the machine's file or driver provides, by key.
     base, of_base: the name and the numbers of the measured machine from which missing numbers are derived.
     lacks: dtypes for which the machine has no GEMMs.
 

@@ -76,7 +76,7 @@ class ParallelLinear(nn.Module):
     def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
         """Return a layer with this rank's part of `linear`: a copy with the same dtype, device and requires_grad.
 
-        sequence_dim: as for the class.
+        sequence_dim: the dimension of the activations that is sharded over ranks; None if they are replicated.
         """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")

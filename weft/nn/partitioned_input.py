@@ -33,8 +33,8 @@ class Arranged:
 
     parts: the features for the parts of sharded tables, on all ranks; None if all tables are data-parallel.
     replicated: the features for data-parallel tables; None if there are no such tables.
-    lengths: {(row-wise table with mean pooling, feature): the number of ids of each bag, [samples] float32}. The sums
-        of the parts' vectors are divided by these numbers. An empty bag has 1, to avoid 0 / 0.
+    lengths: for row-wise tables with mean pooling, the number of ids in each bag, by which the sum of the parts' vectors is
+        divided. A dict {(table, feature): [samples] float32}. An empty bag has 1, to avoid 0 / 0.
     """
 
     parts: KeyedJaggedTensor | None
@@ -120,7 +120,7 @@ class PartitionedInput:
 class _Arranging:
     """The conversion of one batch by `PartitionedInput`, with intermediate results.
 
-    ends: [keys + 1] indices in `jagged.values`: where the ids of each key begin, and where the last key's ids end.
+    ends: where the ids of each key begin in `jagged.values`, and where the last key's ids end: keys + 1 indices.
     """
 
     def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:

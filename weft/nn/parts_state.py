@@ -38,7 +38,7 @@ def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, A
     """Assemble parts into whole tables. Return {table number: a plain tensor, or a ShardedTensor of all ranks' parts}
     for the tables of which this rank has parts.
 
-    own: (part, tensor) for this rank's parts. The tensors are the parts' weights, or one of their optimizer states.
+    own: this rank's parts, as pairs (part, tensor). The tensors are the parts' weights, or one of their optimizer states.
     """
     partition: Partition = module.partition
     found: dict[int, Any] = {}

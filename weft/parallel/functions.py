@@ -86,7 +86,12 @@ def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None
 
 
 class AllGatherLinear(torch.autograd.Function):
-    """Return all_gather(x_shard) @ w.T + bias, [M, N/W]. x_shard: [M/W, K]; w: [N/W, K]; bias: [N/W] or None."""
+    """Return all_gather(x_shard) @ w.T + bias, [M, N/W], on W ranks.
+
+    x_shard: this rank's rows of the input, [M/W, K].
+    w: this rank's rows of an `nn.Linear`'s weight, [N/W, K].
+    bias: the same part of the layer's bias, [N/W]; None for no bias.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -121,10 +126,11 @@ class AllGatherLinearMulti(torch.autograd.Function):
 
 
 class LinearReduceScatter(torch.autograd.Function):
-    """Return reduce_scatter(x @ w.T) + bias, [M/W, N]. x: [M, K/W]; w: [N, K/W]; bias: [N], equal on all ranks, or
-    None.
+    """Return reduce_scatter(x @ w.T) + bias, [M/W, N], on W ranks.
 
-    The gradient of the bias is the sum over ranks.
+    x: this rank's columns of the input, [M, K/W].
+    w: the same columns of an `nn.Linear`'s weight, [N, K/W].
+    bias: the layer's whole bias, [N], equal on all ranks; None for no bias.
     """
 
     @staticmethod

@@ -69,7 +69,7 @@ class HostNetwork:
     bytes_per_us: the rate of one stream between two hosts, in one direction.
     exchange_bytes_per_us: the rate at which bytes leave a host in an all-to-all of all ranks.
     copy_bytes_per_us: the rate at which one rank copies while all ranks copy.
-    fresh_bytes_per_us: the same rate for copies into new memory, whose pages Linux has to map first.
+    fresh_bytes_per_us: the rate of such copies into new memory, whose pages Linux has to map first.
     library: "gloo" or "nccl", the library of the collectives.
     """
 

@@ -57,6 +57,6 @@ class Load(NamedTuple):
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:
     """Return the speeds of concurrent steps, from 0 to 1: {index of a load in `loads`: speed of the steps with this load}.
 
-    counts: {index of a load: number of concurrent steps with this load}.
+    counts: the concurrent steps, as {index of a load in `loads`: number of steps with this load}.
     """
     return dict(zip(counts, max_min_speeds([loads[key] for key in counts], list(counts.values())), strict=True))

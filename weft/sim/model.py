@@ -211,7 +211,7 @@ class Model:
         A tile takes as long as its multiplications, or as the loads of its operands from the cache, whichever is
         longer. The shapes of tiles are those of `weft.kernels.grouped_matmul`.
 
-        segments: (number of rows, number of segments with this many rows).
+        segments: the sizes of the experts' segments of rows, as pairs (number of rows, number of segments with this many rows).
         """
         rows, cols = _GROUPED_TILES
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])

@@ -173,7 +173,9 @@ def cost_of_tiles(
 
 
 def _one_after_the_other(model: Model, gemms: list[tuple[Cost, int]]) -> Cost:
-    """Return the cost of cuBLAS GEMMs in sequence. gemms: (cost of a GEMM, number of such GEMMs)."""
+    """Return the cost of cuBLAS GEMMs in sequence. gemms: the costs of the GEMMs, as pairs (cost, number of GEMMs with this
+    cost).
+    """
     us = sum(count * (one.work_us + model.launch_us) for one, count in gemms) - model.launch_us
     uses = [
         use._replace(amount=use.amount * count * one.work_us / us, whole=use.whole * count * one.work_us / us)

@@ -48,8 +48,8 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """A summary of a kernel's tiles on one rank.
 
-    parts: (index of a step in `Tiles.work`, sizes, number of tiles that execute the step with these sizes). The sizes
-        are the rows and columns of each operand, and the distance to the rank that has it.
+    parts: how many tiles execute which step with which sizes, as (index of the step in `Tiles.work`, sizes, number of tiles).
+        The sizes are the rows and columns of each operand, and the distance to the rank that has it.
     sets: the increments of counters by all tiles.
     read_bytes: the bytes that matmuls read from the rank's own memory. A region that several tiles read counts once.
     """
@@ -187,7 +187,7 @@ class Tables:
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
         """Return a summary of the tiles of each rank, or a list with only one summary if all ranks are equal.
 
-        item_bytes: {buffer: bytes of an element}.
+        item_bytes: the bytes of an element of each buffer, by the buffer's name.
         """
         parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # [step][rank, or a single entry for all ranks]
         sets = [self._sets(inner) for inner in self._tiles.inner_sets]
@@ -272,7 +272,7 @@ class Tables:
         """Return, for each rank, the bytes that matmuls read from the rank's own memory. If all ranks are equal, return
         one number.
 
-        item_bytes: {buffer: bytes of an element}.
+        item_bytes: the bytes of an element of each buffer, by the buffer's name.
         """
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):

@@ -228,7 +228,7 @@ class Numbers:
         """Return, for distances 0, 1, and so on, the number of rows that each rank sends to the rank at this distance.
 
         indices: for each destination rank, the expression for the number of rows that are sent to it.
-        turn, there: as for `operands`.
+        turn: the values of the loop indices. there: 1 for ranks that have the step, otherwise 0.
         """
         to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
         return [
@@ -320,8 +320,8 @@ def _distinct_contents(
 ) -> tuple[dict[tuple[int, ...], int], tuple[tuple[str, tuple[int, ...]], ...]]:
     """Number the distinct contents that the schedule expects in buffers. Return (numbers, buffers).
 
-    numbers: {expected contents of a buffer on a rank: number that stands for these contents}.
-    buffers: for each buffer with expected contents: (name, on each rank the number that stands for its contents).
+    numbers: a number for each of the distinct contents that buffers have on ranks, as {contents: number}.
+    buffers: the buffers with expected contents, as pairs (name, number of its contents on each rank).
     """
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     numbers: dict[tuple[int, ...], int] = {}

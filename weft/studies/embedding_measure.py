@@ -52,7 +52,7 @@ class Part:
     tables: the number of tables of each rank, or if not `per_rank`, of all ranks together.
     dim, rows: the numbers of columns and rows of each table.
     bags: the distribution of the number of rows in a bag.
-    ranks: None to run on all ranks together; 1 to let each rank run alone, and record rank 0's times.
+    ranks: the number of ranks that run together. None: all ranks. 1: each rank runs alone, and rank 0's times are recorded.
     """
 
     figure: str
@@ -103,9 +103,9 @@ def find_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 class Times:
     """The times of the variants of a `Part` (a configuration of a figure).
 
-    fields: {variant: the fields of its record that contain times}.
-    errors: {variant: its largest error, as a fraction of the reference's largest element}.
-    wrong: {variant with a wrong result: error text}; such a variant has no times.
+    fields: the record fields with the times, by variant.
+    errors: the largest error, as a fraction of the reference's largest element, by variant.
+    wrong: the error texts, by variant, of variants with a wrong result. Such a variant has no times.
     """
 
     fields: dict[str, Record]
@@ -373,7 +373,7 @@ class MeasuredStudy(OperatorBenchmark[Part]):
 
         baseline: the variant to which speedups are relative.
         ceilings: the peak rates of each rank.
-        more: {variant: further fields of its record}.
+        more: further record fields, by variant.
         """
         world = part.ranks or ranks.world_size
         common = common_fields(options, part.config, world, baseline, None, ceilings)

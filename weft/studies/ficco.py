@@ -71,7 +71,7 @@ def simulated(
     """Return records with the predicted time of each schedule for each GEMM, on `ranks` GPUs of machine `hw`. The
     predictions use only the machine file.
 
-    gemms: None for table I, the synthetic GEMMs, random GEMMs and the sensitivity analysis.
+    gemms: the GEMMs to simulate. None: table I, the synthetic GEMMs, random GEMMs, and the sensitivity analysis.
     sensitive: False to omit the sensitivity analysis, which takes most of the time.
     progress: called with the name of the next GEMM, and the fraction of the work done since the last call.
 

@@ -95,9 +95,9 @@ class Swept(NamedTuple):
     form: a description of the heuristic's form, for the table.
     among: the name of a set of schedules, such as "all eight". The chosen schedule is compared with the fastest of the
         set.
-    near: {table of GEMMs: how many GEMMs get a schedule whose time is within `NEAR` of the fastest, with the best
-        thresholds}.
-    thresholds: {table of GEMMs: the best thresholds, as text}.
+    near: for each table of GEMMs, the number of GEMMs for which the best thresholds choose a schedule whose time is within
+        `NEAR` of the fastest.
+    thresholds: the best thresholds for each table of GEMMs, as text.
     """
 
     form: str
@@ -114,7 +114,7 @@ def sweep(rows: Sequence[GemmRow], tables: dict[str, str]) -> Iterator[Swept]:
     long as the fastest. First all forms are compared with the fastest of the paper's four schedules, then all forms with
     the fastest of all eight.
 
-    tables: {title of a table of GEMMs: first letter of its GEMMs' names}.
+    tables: the tables of GEMMs, as {title: first letter of the names of the table's GEMMs}.
     """
     for among, names in (("the paper's four", tuple(STUDIED.values())), ("all eight", EIGHT)):
         forms = (

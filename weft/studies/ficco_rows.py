@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 class GemmRows(list["GemmRow"]):
     """The rows of a run, one for each GEMM.
 
-    others: {variant: record} for records that are not about one GEMM, such as the sensitivity analysis.
+    others: the records that are not about one GEMM, such as the sensitivity analysis, by variant.
     mesh: True if the GPUs were fully connected, as in the paper.
     """
 
@@ -78,7 +78,7 @@ class GemmRow:
     gemm: the sizes that ran. N is the number of columns on one rank, and M may be smaller than in the paper.
     pick: the schedule that the paper's heuristic chooses. The heuristic uses the threshold of the machine that ran, or
         of the paper's machine if weft has no file for the machine that ran.
-    ms: {variant: milliseconds per call}, including serial.
+    ms: the time in milliseconds per call, by variant, also of the variant serial.
     closed: the schedule that weft's closed form chooses; "" if it was not recorded.
     """
 

@@ -391,7 +391,7 @@ def _programs(axis: Any, spans: Sequence[Any]) -> None:
     """Draw a timeline with a row for each program: when it pools, sends ("put") and waits for peers. Most waits are
     shorter than a pixel, so a triangle marks the beginning of each.
 
-    spans: see `spans_of`.
+    spans: the times of units and waits of each program, from `spans_of`.
     """
     named: set[str] = set()
 

@@ -28,7 +28,7 @@ class LaunchRow(NamedTuple):
 
     steps: the number of steps that a rank launches in a call.
     cpu_us: the CPU time to launch a call, in a row of queued calls.
-    ms: {timing mode: ms per call}, for the recorded modes.
+    ms: the time in ms per call, by timing mode.
     """
 
     config: str

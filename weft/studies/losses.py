@@ -75,8 +75,8 @@ _OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 class LossRow:
     """All measurements of one GEMM and its all-gather. Some variants may be missing.
 
-    ms: {variant: median time in ms}.
-    overlap: {variant with two concurrent operations: the fraction of time in which both ran}.
+    ms: the median time in ms, by variant.
+    overlap: the fraction of time in which both operations ran, by variant, for variants with two concurrent operations.
     varies: the spread of the undivided GEMM's time, as two fractions of its median: (80th minus 20th percentile over
         repetitions, slowest minus fastest rank).
     """
@@ -173,7 +173,8 @@ _Columns = dict[str, Callable[[LossRow], str]]
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
     """Return a table with a line for each GEMM, and then the mean losses here and in the paper.
 
-    losses: {column: variant whose loss it shows}; `first` and `last` are the columns before and after them.
+    losses: the columns with losses, as {title of a column: variant whose loss it shows}. `first` and `last` are the columns
+        before and after these.
     """
 
     def loss(variant: str) -> Callable[[LossRow], str]:
@@ -312,7 +313,9 @@ def _trend(
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
-    """Return the claim that one variant loses less than another. pairs: (GEMM, variant that loses less, other variant)."""
+    """Return the claim that one variant loses less than another. pairs: the comparisons, as (GEMM, variant that should lose
+    less, other variant).
+    """
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
     if not known:
@@ -404,7 +407,7 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw losses as grouped bars that begin at 1 (no loss). losses: {name in the legend: a loss for each label}."""
+    """Draw losses as grouped bars that begin at 1 (no loss). losses: the losses for all labels, by the name in the legend."""
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")

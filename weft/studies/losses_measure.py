@@ -292,10 +292,10 @@ BASELINES = (
 class Found:
     """The results of one GEMM, equal on all ranks.
 
-    timings: {variant: the time of the complete operation, in all its pieces}.
-    overlap: {variant with two concurrent lanes: the fraction of time in which both ran}. The fraction is the median over
-        repetitions, on the rank with the smallest median.
-    errors: see `check_cuts`.
+    timings: for each variant, the time of the complete operation, in all its pieces.
+    overlap: for variants with two concurrent lanes, the fraction of time in which both ran: the median over repetitions, on the
+        rank with the smallest median.
+    errors: the error of the GEMM in pieces, for each way to cut it (`check_cuts`).
     """
 
     timings: dict[str, Timing]

@@ -40,7 +40,7 @@ class Numbers(Quantities):
 
     @property
     def assumed(self) -> list[int]:
-        """Return [how many numbers are assumed, how many there are]."""
+        """Return a list of two counts: how many numbers are assumed, and how many numbers there are."""
         return [len(list(self.of_source("assumed"))), len(self.quantities)]
 
 

@@ -54,7 +54,7 @@ def bars(
 ) -> list[Any]:
     """Draw grouped bars, and a line at 1. Return the bars of each group.
 
-    groups: {name in the legend: a height for each label}.
+    groups: the heights of each group of bars, one for each label, by the name in the legend.
     base: the height at which bars begin.
     """
     width, drawn = 0.8 / len(groups), []
@@ -80,7 +80,7 @@ def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
     """Return the fields that all records of a simulated run have, also of runs without a machine file.
 
     machine: a description of the machine.
-    assumed: [how many numbers of the model are assumed, how many there are].
+    assumed: a list of two counts: how many of the model's numbers are assumed, and how many numbers it has.
     """
     code = provenance()
     return {

@@ -46,7 +46,7 @@ class Scaling:
 
     tables: a function from the number of ranks to the number of tables of all ranks.
     rows: the mean number of rows in a bag.
-    speedups: {number of ranks: the paper's speedup}.
+    speedups: the paper's speedups, by number of ranks.
     mean: the paper's mean speedup.
     where: the section of the paper.
     """
@@ -163,7 +163,7 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
 class PgasRows:
     """The results of a run.
 
-    rows: {(scaling experiment, number of GPUs): row}.
+    rows: the results by (scaling experiment, number of GPUs).
     """
 
     rows: Mapping[tuple[str, int], PgasRow]

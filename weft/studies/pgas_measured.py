@@ -76,8 +76,8 @@ def sending_share(record: Record) -> float | None:
 
 
 def peak_gbps(record: Record) -> float | None:
-    """Return the highest rate in GB/s at which the kernel sends, averaged over fiftieths of its time; None if bytes
-    over time were not recorded.
+    """Return the highest rate in GB/s at which the kernel sends: its time is cut into fifty equal intervals, and the rate is
+    averaged over each. Return None if bytes over time were not recorded.
     """
     if "us" not in record:
         return None

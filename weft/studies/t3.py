@@ -96,9 +96,9 @@ class SublayerRow:
     problem: the sizes of the sub-layer.
     chosen: the schedule that weft selected; `weft_ms` is its time.
     gather_ms: the time of the all-gather in ms; 0 if not recorded.
-    moved: (memory traffic of serial, memory traffic of `chosen`), each as {kind of access: bytes}; None for machines
+    moved: the computed memory traffic of serial and of `chosen`, a pair of dicts {kind of access: bytes}; None for machines
         without a file.
-    pinned: {pinned schedule: its time in ms}.
+    pinned: the times of pinned schedules in ms, by schedule.
     row_major: True if the weight is not transposed, as in the backward pass.
     """
 

@@ -29,7 +29,7 @@ def claims(
     """Yield the claims with the simulation's numbers.
 
     small, large: the sub-layers of Mega-GPT-2 and T-NLG, and of GPT-3, PALM and MT-NLG.
-    found: {figure: its record}.
+    found: the records of the other figures, by figure.
     """
     yield from _shares([*small, *large], found["4"])
     yield _same_stages(gpu)

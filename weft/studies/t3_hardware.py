@@ -31,9 +31,9 @@ _STEPS = 75  # progress steps
 class Rows(NamedTuple):
     """The results of a run.
 
-    small, large: {GB/s of a link in one direction: results of the sub-layers}. The small networks are Mega-GPT-2 and
-        T-NLG, and the large ones GPT-3, PALM and MT-NLG.
-    figures: {figure: its record}.
+    small, large: the results of the sub-layers of small networks (Mega-GPT-2, T-NLG) and of large networks (GPT-3, PALM,
+        MT-NLG). Both are dicts by link rate: GB/s in one direction.
+    figures: the records of the other figures, by figure.
 
     There are two link rates, because the paper's "150 GB/s bi-directional" can mean 75 or 150 GB/s in each direction.
     """

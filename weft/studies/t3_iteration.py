@@ -63,8 +63,8 @@ class Iteration:
     gemms: all GEMMs.
     sliced: the GEMMs before a collective.
     collectives: all collectives.
-    saved: {configuration, such as "t3-mca": the time that it saves}.
-    rest: {kind of operation that the roofline estimates: its time}.
+    saved: the time that each configuration, such as "t3-mca", saves.
+    rest: the time of each kind of operation that the roofline estimates.
     """
 
     name: str
@@ -212,8 +212,9 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 def deviations(
     rows: Mapping[bool, Sequence[HardwareRow]], rest: float | None = None, times: float = 1.0
 ) -> dict[str, float]:
-    """Return {result: speedup of an iteration minus the paper's, in points}. rest, times: see `Iteration.total`.
+    """Return how far the model's speedups of iterations are from the paper's, in points, by result.
 
+    rest, times: the assumption about operations that are not simulated, as for `Iteration.total`.
     rows: {False: sub-layers of Mega-GPT-2 and T-NLG, True: sub-layers of the large networks}.
     """
     found = {}

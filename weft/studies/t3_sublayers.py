@@ -56,7 +56,7 @@ class HardwareRow:
     t3, mca: the times of the fused GEMM and reduce-scatter, with T3 and with T3-MCA.
     gemm_t3, gemm_mca: the time until their GEMM ends.
     threshold: the queue length below which T3-MCA issues the ring's memory accesses.
-    moved: {"sequential" or "t3-mca": {kind of access: bytes}}.
+    moved: the memory traffic in bytes, by configuration ("sequential" or "t3-mca") and then by kind of access.
     """
 
     network: str

@@ -25,8 +25,10 @@ class FusedOptimizer(fused.FusedOptimizer):
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """Wrap weft's optimizer `by_weft`. params: {name in the module: parameter}. states: the optimizer states, by
-        the parameter's name and then by the state's name.
+        """Wrap weft's optimizer `by_weft`.
+
+        params: the parameters of the tables, by their names in the module.
+        states: the optimizer states, by the parameter's name and then by the state's name.
         """
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}

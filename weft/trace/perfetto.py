@@ -22,7 +22,7 @@ from weft.trace.picture import bytes_sent, require_named
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     """Return the events of all timelines.
 
-    timelines: {name of the variant: timeline}.
+    timelines: the timelines, by the name of the variant.
 
     Each timeline is shifted to start at time 0.
 

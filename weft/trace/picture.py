@@ -49,7 +49,7 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
 
     In a timeline's panel, each lane of each rank has a row.
 
-    timelines: {name of the variant: timeline}.
+    timelines: the timelines to draw, by the name of the variant.
     title: a description of the run; also stored as the file's description.
 
     Missing folders are created. Raise `ValueError` if a timeline is empty.

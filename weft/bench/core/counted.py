@@ -57,8 +57,9 @@ def _uuid(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)  # once per process
 def _known_loads(ranks: Ranks) -> Record:
-    """Measure an idle GPU, and a copy, a read and a write of known size. Return the fields idle_watts (mean power) and
-    counted_known: {"copy", "read" or "write": counted bytes / actual bytes}. All ranks must make this call.
+    """Measure an idle GPU, and a copy, a read and a write of known size. Return two record fields: idle_watts, the mean power
+    of the idle GPU; and counted_known, the counted bytes divided by the actual bytes, for "copy", "read" and "write". All ranks
+    must make this call.
     """
     with open_counters(_uuid(ranks.device)) as counters:
         ranks.meet()

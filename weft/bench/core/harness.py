@@ -154,8 +154,8 @@ def summarise(
 ) -> Timing:
     """Return the timing of a variant. Raise ValueError if there are no repetitions.
 
-    repetitions_ms: [repetition][rank], milliseconds per call. host_us: [repetition][rank], microseconds for which a
-    call keeps the CPU busy. calls: the number of calls in a repetition.
+    repetitions_ms: the measured times in milliseconds per call, as [repetition][rank]. host_us: the microseconds for which a
+        call keeps the CPU busy, as [repetition][rank]. calls: the number of calls in a repetition.
     """
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")
@@ -176,7 +176,8 @@ def time_variants(
     """Time `variants` alternately on all ranks. Return {variant: timing}, equal on all ranks.
 
     Args:
-        variants: {name: function of the number of an input set}. In mode "graph" the function must replay a graph.
+        variants: the functions to time, by name. A function gets the number of an input set. In mode "graph" it must replay a
+            graph.
         input_sets: the number of input sets (different inputs of one configuration). Calls cycle through them.
         seconds: the approximate time in which to measure the slowest variant.
         repetitions: the smallest and the largest number of repetitions. All variants get the same number.
@@ -253,8 +254,8 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class HostClock:
-    """The timer of a variant on CPUs, where a call returns a complete result. last: (number of the input set, output) of the
-    last call.
+    """The timer of a variant on CPUs, where a call returns a complete result. last: the last call, as (number of its input set,
+    its output).
     """
 
     call: Call

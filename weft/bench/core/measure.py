@@ -108,8 +108,9 @@ another graph would reuse the memory of a freed output.
 class Results:
     """The results of a benchmark on one configuration, by variant or by (mode, variant). They are equal on all ranks.
 
-    wrong: {variant with a wrong result: error text}; such a variant lacks times in some or all modes. not_captured:
-    {variant: reason why it cannot be a graph}. graphs: {variant: the captured graph of each input set}.
+    wrong: the error texts, by variant, of variants with a wrong result. Such a variant lacks times in some or all modes.
+    not_captured: the reasons, by variant, why variants cannot be captured as graphs.
+    graphs: the captured graphs, by variant: one for each input set.
     """
 
     errors: dict[str, float]
@@ -167,8 +168,8 @@ def measure_variants(
 ) -> Results:  # fmt: skip
     """Check and time `variants`, and return the results. All ranks must make this call.
 
-    beside: {name: call} of calls that are timed, but not checked. step: a function that shows progress, from
-    `weft.bench.core.console.progress`. Variants that synchronise with the device are left out of mode "graph".
+    beside: calls that are timed, but not checked, by name. step: a function that shows progress, from
+        `weft.bench.core.console.progress`. Variants that synchronise with the device are left out of mode "graph".
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)

@@ -258,8 +258,8 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return the cells of a table row for the columns `tail`, which follow the speedups. by_variant: {variant: its record
-        in this configuration}.
+        """Return the cells of a table row for the columns `tail`, which follow the speedups. by_variant: the records of this
+        configuration, by variant.
         """
         return []
 

@@ -32,7 +32,7 @@ class BenchOptions:
     seconds: the time to measure the slowest variant in each mode; None: 1 s, or 0.1 s with `quick`.
     quick: small inputs and few repetitions.
     pictures: a folder, for operators that draw pictures.
-    option: (name, value) of the operator's own options (`weft.builders.Problem.sized`).
+    option: the values of options that only this operator has, as pairs (name, value) (`weft.builders.Problem.sized`).
     counters: True to read the driver's counters while each variant runs (`weft.bench.core.counted`).
     """
 

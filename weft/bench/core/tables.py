@@ -21,7 +21,7 @@ def table(
 ) -> ResultTable:
     """Return a table with a line for each of `rows`, followed by the lines `last`. A line of `last` is {column: text}.
 
-    columns: {column: function that returns the cell for a row}. Columns that are empty for all rows are omitted.
+    columns: the columns, as {title: function that returns the cell for a row}. Columns that are empty for all rows are omitted.
     """
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]

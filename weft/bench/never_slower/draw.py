@@ -49,9 +49,10 @@ use 60%."""
 class Ranges:
     """The ranges from which random sizes are drawn, for a type of device.
 
-    m, tokens, experts: the largest value. decode: the largest number of rows of a decode step. nk (for N and K), rows,
-    dim, batch: (smallest, largest) value. sizes: the largest (M, number of tokens, batch) in mode `changing`, where
-    each call has another size.
+    m, tokens, experts: the largest number of rows of a GEMM, of tokens of a rank, and of experts of a rank.
+    decode: the largest number of rows in a step of decoding.
+    nk, rows, dim, batch: the smallest and the largest value of N and K, of a table's rows, of its columns, and of the batch.
+    sizes: the largest (M, number of tokens, batch) in mode `changing`, where each call has another size.
     """
 
     m: int

@@ -3,7 +3,7 @@
 The verdict is computed from rows. A row is the record of one shape in one timing mode. It has the times of weft and of
 serial in ms, for each repetition. A repetition runs both.
 
-- Modes `queued` and `graph`: a run of a shape is *under* if weft's speed is less than `NEVER_BELOW` of serial's in at
+- Modes `queued` and `graph`: a run of a shape is *under* if weft's speed is less than `NEVER_BELOW` times serial's speed in at
   least four of five repetitions. A shape is *below* if two runs of it are under.
 - Mode `single`: the criterion is the median of the microseconds that weft adds to a call.
 - Mode `changing`: each call has another size. A row has statistics over all sizes, and the criteria are the mean time

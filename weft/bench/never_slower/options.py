@@ -52,9 +52,9 @@ def forward_operators() -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. seed: hexadecimal digits. shapes: the number of shapes of each operator. part: (i, n) to
-    measure only the i-th of n equal parts of the shapes. sizes: the number of calls in mode `changing`, each with
-    another size.
+    """The options of a run. seed: hexadecimal digits. shapes: the number of shapes of each operator. part: the part of the
+    shapes to measure: (i, n) for the i-th of n equal parts. sizes: the number of calls in mode `changing`, each with another
+    size.
     """
 
     ops: tuple[str, ...]

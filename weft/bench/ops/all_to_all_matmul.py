@@ -182,7 +182,7 @@ class ExpertVariants(GemmVariants):
         """Return the number of rows from each source rank for each expert of `rank`, on the CPU: int64 [world size,
         local experts].
 
-        which: the number of the input set. rank: None for this rank.
+        which: the number of the input set. rank: the rank that has the experts; None for this rank.
         """
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]

@@ -47,7 +47,7 @@ class EmbeddingData(Workload):
         self.draw_inputs()
 
     def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Allocate this rank's tables, uninitialised. shapes: (rows, columns) of each table."""
+        """Allocate this rank's tables, uninitialised. shapes: the shape of each table, as (rows, columns)."""
         return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
 
     def fill_tables(self) -> None:

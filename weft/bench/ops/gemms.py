@@ -41,9 +41,10 @@ MEMORY_SHARE = 0.5
 class GemmShape:
     """A shape to measure, [m, k] @ [k, n]. n is the number of columns that one rank computes.
 
-    sources: where the shape is from, such as a layer of a model. symmetric: True if the input is in symmetric memory,
-    so that peers can read it there. own: (name, value) of the operator's own options. written: how to write a shape on
-    the command line. example: a small shape.
+    sources: where the shape is from, such as a layer of a model.
+    symmetric: True if the input is in symmetric memory, so that peers can read it there.
+    own: the values of options that only this operator has, as pairs (name, value).
+    written: how to write a shape on the command line. example: a small shape, written like this.
     """
 
     m: int
@@ -148,7 +149,7 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
     """Find the variants with a pinned schedule whose names begin with one of `names`. Yield (suffix, variant, candidate) for
     each. The candidate is the schedule: it is among those that the planner would try, or is spelled out in `names`.
 
-    problems: (problem, suffix of the variants' names, such as "-bounded") for each kind of call of a shape.
+    problems: the kinds of calls of a shape, as pairs (problem, suffix of the variants' names, such as "-bounded").
     """
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:

@@ -30,10 +30,10 @@ class SharedMemory:
     computes or receives it.
 
     m: the number of rows that a rank owns.
-    times: {node: the time at which its chunk may be forwarded}, in units of the time to compute a chunk
+    times: the time at which each chunk may be forwarded, as {node: time}, in units of the time to compute a chunk
         (`Routes.times`).
-    slots: {node: its first slot in `box`}. A node has a slot for each rank that sends to it.
-    made_slots: {node: its slot in `made`}, for chunks that this rank's GEMM computes.
+    slots: where each chunk is received, as {node: its first slot in `box`}. A node has a slot for each rank that sends to it.
+    made_slots: where the GEMM stores each chunk that it computes, as {node: slot in `made`}.
     """
 
     def __init__(

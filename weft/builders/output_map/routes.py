@@ -231,9 +231,10 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return the two arguments of the function `_times` for the chunks of `ranks`: {chunk: the chunks that it waits
-        for} and {chunk: its earliest time without waits}. A chunk is given as (rank, place). With `in_turn` (see
-        `times`), a chunk also waits for the previous chunk of its rank.
+        """Return two dicts for the chunks of `ranks`, the arguments of `_times`: the chunks for which each chunk waits, and the
+        earliest time of each chunk without these waits. A chunk is given as (rank, its position in the output of all ranks).
+
+        in_turn: True if each chunk also waits for the previous chunk of its rank.
         """
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
@@ -401,8 +402,8 @@ class Routes:
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
         """Raise `ValueError` for chunks that wait for each other.
 
-        waiting: {chunk: the chunks that it waits for}, for the chunks that wait forever. A chunk is given as (rank, its
-            position in the output of all ranks).
+        waiting: the chunks that wait forever, as {chunk: the chunks that it waits for}. A chunk is given as (rank, its position
+            in the output of all ranks).
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
@@ -444,9 +445,9 @@ def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node,
     """Return {chunk: the earliest time at which it may be forwarded}, in units of the time to compute a chunk. Chunks that wait
     for each other are omitted.
 
-    before: {chunk: the chunks that it waits for}. The chunk's time is later than their times.
-    least: {chunk: the earliest time at which its rank has computed it}: the chunk's index in the order of computation; 0 if the
-        rank does not compute it.
+    before: the waits, as {chunk: the chunks that it waits for}. The chunk's time is later than the times of these chunks.
+    least: when each chunk is computed at the earliest, as {chunk: its index in the order of computation}. The index is 0 if the
+        chunk's rank does not compute it.
     """
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():

@@ -82,7 +82,8 @@ class ControllerRun:
     intensity: the fraction of the first stage in which memory served the GEMM; MCA derives its threshold from this
         fraction. In the first stage the compute units run their first work-groups, and the ring sends nothing.
     waiting_most: the maximum number of the ring's bytes that waited for the controller.
-    bins: (GEMM reads, GEMM writes, ring reads, ring writes) in bytes for each time bin, if bin_us was given.
+    bins: the traffic over time: for each time bin, (GEMM reads, GEMM writes, ring reads, ring writes) in bytes. Empty unless
+        bin_us was given.
     """
 
     us: float
@@ -135,7 +136,7 @@ def fused(
         ("compute_first"), or the paper's policy ("mca").
     own_writes: the order of the GEMM's own stores and reads, one of `OwnWrites`. "watermarks" is a write queue as in
         Accel-Sim.
-    bin_us: see `alone`.
+    bin_us: the length of the time bins in the result's `bins`; 0 for no bins.
     coarse: the factor by which queue entries are larger than on the GPU. Above 1, the simulation is faster and less
         exact.
 

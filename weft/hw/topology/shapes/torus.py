@@ -43,7 +43,10 @@ class Torus(Topology):
 
 
 class Way(NamedTuple):
-    """A way along a ring. step: 1 in the direction of ascending ranks, -1 in the other direction."""
+    """A path along a ring in one direction.
+
+    step: the difference between consecutive ranks of the path, 1 or -1. links: the number of links.
+    """
 
     step: int
     links: int
