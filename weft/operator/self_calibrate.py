@@ -16,7 +16,7 @@ A rank cannot measure:
 - if the ranks have different GPUs,
 - on a part of a GPU (MIG), or on a GPU that another rank uses too.
 
-Then all ranks plan with numbers derived from the driver, and the first rank warns with the reason.
+If a rank cannot measure, all ranks plan with numbers derived from the driver, and the first rank warns with the reason.
 """
 
 from __future__ import annotations

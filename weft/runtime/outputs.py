@@ -1,8 +1,8 @@
 """Result buffers that peers write: a few output buffers in symmetric memory, which are lent to the user as tensors.
 
 A lent tensor stays valid as long as the user keeps it or any view of it. After that, peers may write the buffer again, but
-only after this rank has begun its next call. On GPUs they also wait for all work that was enqueued on the stream of this
-call before it. So peers never overwrite data that earlier work still reads. (If another stream reads the tensor, make the
+only after this rank has begun its next call. On GPUs they also wait for all work that was enqueued earlier on the stream
+of this call. So peers never overwrite data that earlier work still reads. (If another stream reads the tensor, make the
 stream of the next call wait for that stream before you drop the tensor.)
 
 With `count` buffers, a user may keep `count - 1` results while the next result is computed. Further results are copied out

@@ -2,8 +2,9 @@
 
 A gloo collective hands its messages to other threads, which takes longer than to send a small message. So the ranks of a rail
 (`weft.runtime.rail`) also have TCP connections of their own, on which the calling thread sends and receives
-(`csrc/rail.cpp`). Both ends of a connection prove that they belong to the group (`weft.symm.hosts`). The secret derives from the
-keys of their watchdogs' connection. Messages have no authentication codes, like those of gloo.
+(`csrc/rail.cpp`). Both ends of a connection prove that they belong to the group (`weft.symm.hosts`). The secret for
+this proof is derived from the keys of the connection between their watchdogs. Like gloo's messages, messages on these
+connections have no authentication codes.
 
 A message begins with its number, which must be the same on both ends, and its length, which must fit into the receive buffer.
 """

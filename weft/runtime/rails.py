@@ -2,7 +2,7 @@
 
 Ranks have to compare their calls before gloo moves data, because gloo ends the process if a message is larger than
 expected. A separate rendezvous before the collective would take as long as several steps of a small collective. So the data
-travel with the rendezvous:
+are sent with the messages of the rendezvous:
 
     1   each rank publishes its payload (the description of its call, or its refusal), and data for the ranks of its
         host, in shared memory

@@ -2,8 +2,8 @@
 
 The CPU waits for the device only with bounds_check="fatal", with `timeline`, and when memory grows. Results are valid in
 stream order. The device records errors (a missed deadline, ranks that disagree, bad indices) in pinned memory, and the next
-call or `check()` raises them. When the group fails, for example because a peer died, the watchdog overwrites this rank's
-signals with POISON by the copy engine. Kernels that wait for the signals then return.
+call or `check()` raises them. When the group fails, for example because a peer died, the watchdog uses the copy engine to
+overwrite this rank's signals with POISON. Kernels that wait for the signals then return.
 """
 
 from __future__ import annotations

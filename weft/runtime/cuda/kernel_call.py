@@ -2,7 +2,7 @@
 
 Triton's own launch takes more CPU time than the rest of a small call. So a program launches the kernel through the driver.
 The program passes the parameters of the kernel's signature, followed by pointers to scratch memory, which must be of size
-0. Some Triton versions may compile other parameters, so `kernel_call` compares the sizes of the parameters with the
+0. Some Triton versions may compile kernels with other parameters, so `kernel_call` compares the sizes of the parameters with the
 driver's. If they differ, or if the driver cannot tell, Triton launches the kernel.
 """
 

@@ -1,4 +1,4 @@
-"""Checks that a schedule is compiled only if the GPU executor can run its steps."""
+"""Checks, made before a schedule is compiled, that the GPU executor can run its steps."""
 
 from __future__ import annotations
 

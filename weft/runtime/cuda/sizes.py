@@ -1,8 +1,8 @@
-"""Reads of dynamic sizes from a buffer. A `Read` step (`weft.schedule.steps`) has one of three kinds:
+"""Reads of dynamic sizes from a buffer. There are three kinds of `Read` steps (`weft.schedule.steps`):
 
 - by="device": one small kernel computes the first rows and row counts of all copies of the lane, and stores them where the
   copies read them.
-- by="host": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then the CPU
+- by="host" or "known": the CPU waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then the CPU
   passes the sizes to copy engines, and allocates outputs with exactly the arrived rows.
 - by="meanwhile": the CPU allocates outputs for an estimated number of rows plus a margin, issues the GEMMs, and only then
   waits for the sizes. If an output is too small, the CPU allocates a larger output and issues the GEMMs again.

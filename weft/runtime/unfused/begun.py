@@ -11,7 +11,7 @@ such messages:
 - A rank receives up to `capacity_bytes` from each rank. If a message would be larger, its sender sends one row instead, and
   reports this in the rendezvous by `Begun.number`. All ranks then repeat the exchange after the rendezvous.
 - If a rank refuses a call, messages to this rank stay unread. So after a refused call, ranks construct a new `Early`. For the
-  same reason, `Early` does not share memory for exchanges within a host with other collectives.
+  same reason, `Early` has its own memory for exchanges within a host.
 """
 
 from __future__ import annotations
