@@ -56,7 +56,7 @@ class GatheredGemm:
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> GatheredGemm:
-        """Return the GEMM of one of `ranks` ranks in tensor parallelism: N is divided by `ranks`, and rounded up."""
+        """Return the GEMM that each of `ranks` ranks computes in tensor parallelism: N is divided by `ranks`, and rounded up."""
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:

@@ -381,8 +381,8 @@ def sharding_of(written: str) -> EmbeddingSharding:
 
 @functools.lru_cache(maxsize=64)
 def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
-    """Divide the output columns into runs of adjacent columns that one rank pooled. Return (rank, first column, end column) of
-    each run, in column order.
+    """Return the runs of adjacent output columns that the same rank pools, as (rank, first column, end column), in column
+    order.
     """
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []

@@ -46,10 +46,9 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 sum of the summands (the parts), for the elements `columns` of one row.
+    """Return the fp32 sum of all parts, for the elements `columns` of one row.
 
     row: the index of the row. table, part1..4, pitch1..4: the addresses and row pitches of the parts, as in `add_up_kernel`.
-
     inside: the mask of the columns that exist.
     """
     if PARTS <= 4:

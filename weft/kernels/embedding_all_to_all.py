@@ -7,10 +7,10 @@ buffer and an unpack pass. This kernel stores each vector in the output of the s
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
 Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice (several
-adjacent features of a sample) are pooled into a staging area of the program, which stays in the L2 cache. They are sent
-as one contiguous copy, followed by a fence and the slice's flag. One program pools all of a slice, so it knows when the
-slice is complete. A program delays a slice's fence and flag until it has pooled its next slice. By then the copy has
-arrived, so that the fence need not wait.
+adjacent features of a sample) are pooled into a staging area of the program, which stays in the L2 cache. Then the slice is
+sent as one contiguous copy, followed by a fence and the slice's flag. One program pools all of a slice, so it knows when the
+slice is complete. A program delays a slice's fence and flag until it has pooled its next slice. By then the copy has arrived,
+so that the fence need not wait.
 
 Protocol of call number `epoch` (a word in device memory that the kernel advances, so that a launch can be replayed):
   1. The first program grants every peer credit for this rank's output buffer number `slot`. At each peer it stores a hash of

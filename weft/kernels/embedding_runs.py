@@ -38,8 +38,7 @@ _PARTS = tl.constexpr(128)
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the index of the bag that contains id number `at`. This is the index of the last of `offsets` that is at most
-    `at`; -1 if there is none.
+    """Return the index of the bag that contains id number `at`: the largest i with `offsets[i]` <= `at`; -1 if there is none.
 
     offsets: `[bags + 1]`, ascending.
     """
@@ -148,8 +147,8 @@ def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: t
 
 @triton.jit(do_not_specialize=["blocks"])
 def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
-    """Replace the numbers in `ends` by their inclusive prefix sums. They are the numbers of runs (occurrences of one table row)
-    that begin in each block. Grid: one program.
+    """Replace the numbers in `ends` by their inclusive prefix sums. `ends` has the number of runs that begin in each block. A
+    run is all occurrences of one table row. Grid: one program.
 
     Also write the number of all runs to `runs`, and 0 to the two `counters` of `long_runs_kernel`.
     """

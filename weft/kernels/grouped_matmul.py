@@ -118,8 +118,8 @@ def _multiply(
 
 @triton.jit
 def _sum_of_parts(part, parts, stride):
-    """Return the sum of the partial tiles that several programs have computed for one tile, added in order. parts: their
-    number. part: a pointer to the first tile. stride: the number of elements from a tile to the next.
+    """Return the sum of `parts` partial tiles, which several programs have computed for one tile. They are added in order.
+    part: a pointer to the first partial tile. stride: the number of elements from a partial tile to the next.
     """
     acc = tl.load(part)
     for _ in range(1, parts):

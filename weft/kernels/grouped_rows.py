@@ -26,8 +26,8 @@ def table_of_counts(
 @triton.jit
 def tiled_rows(table, sources, rank, most, MERGED: tl.constexpr):
     """Return the number of rows of each segment, `[W_P2, E_P2]`, from which the number of tiles follows. A segment is the rows
-    of one source rank for one expert. With MERGED an expert has one segment, with the rows of all sources. Its number is in the
-    line of source `rank`, and the other lines are 0.
+    of one source rank for one expert. With MERGED, all rows of an expert are one segment: their number is in the line of source
+    `rank`, and the other lines are 0.
     """
     if MERGED:
         rows = tl.minimum(tl.sum(table, 0), most)

@@ -42,8 +42,8 @@ def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @functools.cache
 def _watch_ddp() -> None:
-    """Let `_ignore_in_ddp` run when a module is stored in another one. This affects the whole process, so weft does it
-    only for a process with tables.
+    """Let `_ignore_in_ddp` run whenever a module is stored in another module. This affects all modules of the process, so weft
+    calls this function only in processes with tables.
     """
     register_module_module_registration_hook(_ignore_in_ddp)  # type: ignore[no-untyped-call]
 

@@ -130,7 +130,7 @@ class LinearReduceScatter(torch.autograd.Function):
 
     x: this rank's columns of the input, [M, K/W].
     w: the same columns of an `nn.Linear`'s weight, [N, K/W].
-    bias: the layer's whole bias, [N], equal on all ranks; None for no bias.
+    bias: the layer's whole bias, [N], equal on all ranks; None for no bias. The gradient of the bias is the sum over ranks.
     """
 
     @staticmethod

@@ -46,10 +46,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class ColwiseParallel(TorchColwiseParallel):
     """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
-    Arguments, layouts and the sharded parameters are torch's. The input of an `nn.Linear` may be sharded along any
-    dimension except the last, by `input_layouts=Shard(1)` or as a DTensor. Its all-gather then overlaps with the GEMM.
-    If several layers receive the same input, use `weft.parallel.PrepareModuleInput` for the module around them. Then
-    the first layer gathers the input for all of them.
+    Arguments, layouts and the sharded parameters are torch's. The input of an `nn.Linear` may be sharded along any dimension
+    except the last, by `input_layouts=Shard(1)` or as a DTensor. The all-gather of the input then overlaps with the GEMM. If
+    several layers receive the same input, use `weft.parallel.PrepareModuleInput` for the module around them. Then the first
+    layer gathers the input for all of them.
 
     A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. The all-reduce
     overlaps if the input is an ordinary tensor. If the input is a DTensor, torch adds the gradients of all layers that

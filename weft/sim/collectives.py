@@ -237,9 +237,9 @@ class Cut(NamedTuple):
 def least_us(topology: Topology, op: Op, count: float) -> float:
     """Return a lower bound on the time of a collective in us.
 
-    The bound from one group of ranks is (bytes that must leave or enter the group) / (bandwidth by which they do). The
-    result is the maximum over the groups of all cuts (`_cuts`). With `share`, the fraction of ranks in a group, these
-    bytes are:
+    The bound from one group of ranks is (bytes that must leave or enter the group) / (bandwidth of the links out of or into the
+    group). The result is the maximum over the groups of all cuts (`_cuts`). With `share`, the fraction of ranks in a group,
+    these bytes are:
 
         reduce-scatter    (1 - share) `count`: a group sends a partial sum for each shard of the other ranks
         all-gather        (1 - share) `count`: a group receives each shard of the other ranks

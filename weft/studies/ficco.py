@@ -113,8 +113,8 @@ def simulated(
 
 
 def _divisible(gemms: Sequence[GatheredGemm], ranks: int) -> tuple[list[GatheredGemm], list[GatheredGemm]]:
-    """Return (GEMMs whose M can be divided into `ranks` shards of `ranks` pieces, the other GEMMs). Raise `ValueError` if there
-    are several other GEMMs, or if all GEMMs are such.
+    """Return two lists: the GEMMs whose M can be divided into `ranks` shards of `ranks` pieces each, and the other GEMMs. Raise
+    `ValueError` if the second list has more than one GEMM, or if the first list is empty.
     """
     chosen = [gemm for gemm in gemms if gemm.m % (ranks * ranks) == 0]
     omitted = [gemm for gemm in gemms if gemm not in chosen]

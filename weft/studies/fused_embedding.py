@@ -395,7 +395,7 @@ def markdown(records: Sequence[Record]) -> str:
 def draw(directory: Path, rows: Mapping[str, Record], title: str) -> list[Path]:
     """Write four PNG files into `directory`, created if needed. title: a description of the run.
 
-    They show times over occupancy (figure 11), times over the size of slices (figure 12), and the skew between nodes
+    The pictures show times over occupancy (figure 11), times over the size of slices (figure 12), and the skew between nodes
     (figure 13). The fourth shows the fraction of an iteration that fusion saves, by samples and tables (figure 15).
     """
     paths = [directory / "figure-12-slices.png", directory / "figure-15-surface.png"]

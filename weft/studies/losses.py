@@ -345,8 +345,8 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
     """Write four PNG files into `directory`, created if needed, for figures 7 to 10. title: a description of the run.
 
-    They show decomposition losses of GEMMs and of all-gathers, contention losses, and the fraction of each in the total
-    loss.
+    The pictures show decomposition losses of GEMMs, decomposition losses of all-gathers, contention losses, and the fraction of
+    each in the total loss.
     """
     if not rows:
         raise ValueError("nothing to draw: the records have no GEMM. Run weft bench inefficiency --json FILE")

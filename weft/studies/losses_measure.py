@@ -308,7 +308,7 @@ class MeasuringEffort(NamedTuple):
     """The duration of measurements.
 
     alone_s, beside_s: the least time in seconds for which a lane runs alone, and concurrently with another lane.
-    repetitions: the number of recorded repetitions. One more, the first, is dropped.
+    repetitions: the number of recorded repetitions. They follow one repetition that is not recorded.
     """
 
     alone_s: float
@@ -484,7 +484,7 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
     make this call.
 
     An error is the root mean square of the difference, relative to the root mean square of the undivided result. Raise
-    `RuntimeError` if it exceeds the limit
+    `RuntimeError` if an error exceeds the limit
 
         eps of the dtype * sqrt(number of pieces that are added) + eps of fp32 * sqrt(K)
 

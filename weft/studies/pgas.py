@@ -357,8 +357,8 @@ def markdown(records: Sequence[Record]) -> str:
 def draw(directory: Path, found: PgasRows, title: str) -> list[Path]:
     """Write the pictures into `directory`, created if needed. title: a description of the run.
 
-    For weak and strong scaling they show speedups (figures 5 and 8), the times of the parts (6 and 9), and bytes sent
-    over time (7 and 10).
+    The pictures show speedups (figures 5 and 8), the times of the parts (6 and 9), and bytes sent over time (7 and 10), for
+    weak and for strong scaling.
     """
     paths = [directory / "figure-5-scaling.png", directory / "figure-7-volume.png"]
     with figure(paths[0], f"{title} (figures 5, 6, 8, 9)", (9, 8), 2) as axes:

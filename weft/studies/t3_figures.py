@@ -73,8 +73,8 @@ def simulate_splits(gpu: TrackingGpu) -> Record:
 def splits(record: Record) -> dict[tuple[int, int], tuple[float, float, float]]:
     """Return {(compute units of the GEMM, of the all-reduce): (slowdown of the all-reduce, of the GEMM, speedup)}.
 
-    The values are geometric means over GEMMs. A slowdown is relative to the time on all units. The speedup is gained by
-    running both concurrently instead of one after the other.
+    The values are geometric means over GEMMs. A slowdown is relative to the time on all units. The speedup compares concurrent
+    execution of GEMM and all-reduce with execution one after the other.
     """
     cells = record["cells"]
 

@@ -204,8 +204,8 @@ def markdown(records: Sequence[Record]) -> str:
 def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
     """Write four PNG files into `directory`, created if needed. title: a description of the run.
 
-    Two show the speedups of sub-layers: of Mega-GPT-2 and T-NLG (figure 16), and of the large networks (section 6.4).
-    The others show memory traffic over time (figure 17), and the memory accesses of each sub-layer (figure 18).
+    Two pictures show the speedups of sub-layers: of Mega-GPT-2 and T-NLG (figure 16), and of the large networks (section 6.4).
+    The other two show memory traffic over time (figure 17), and the memory accesses of each sub-layer (figure 18).
     """
     return [
         sub.draw_speedups(directory, rows.small["75"], f"{title} (figure 16)", "figure-16-hardware.png"),

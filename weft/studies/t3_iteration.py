@@ -261,7 +261,7 @@ def roofline_table(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -
 
 
 def largest_deviation(rows: Mapping[bool, Sequence[HardwareRow]]) -> str:
-    """Return sentences on the largest deviation from the paper's speedups of iterations. They compare two assumptions
+    """Return sentences on the largest deviation from the paper's speedups of iterations. The sentences compare two assumptions
     about the operations that are not simulated: the roofline's time, and a fixed fraction of the iteration.
     """
     off, fixed = (max(map(abs, deviations(rows, rest).values())) for rest in (None, REST))

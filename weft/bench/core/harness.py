@@ -6,9 +6,9 @@
   launches only if they take longer than the work.
 - `graph`: a call is captured in a CUDA graph, and the graph is replayed many times in a row, as in decoding.
 
-All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. Their order is random,
-because a variant influences the clock rate of the next one. If the difference of two variants will be published, these two are
-repeated until their difference exceeds twice its noise, or until a limit on repetitions.
+All variants run in each repetition, so that a drift of clocks, temperature or load affects all of them. The order is random,
+because a variant influences the clock rate during the next variant. If the difference of two variants will be published, these
+two are repeated until their difference exceeds twice its noise, or until a limit on repetitions.
 
 In the last repetition a callback receives the last output of each variant, for example to check the output.
 """

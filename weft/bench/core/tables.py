@@ -81,5 +81,5 @@ def number(value: float | None, digits: int) -> str:
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Return the fraction of `those` that are True; None if `those` is empty."""
+    """Return the fraction of the booleans `those` that are True; None if `those` is empty."""
     return sum(those) / len(those) if those else None

@@ -69,7 +69,7 @@ class GatherShape(GemmShape):
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """Return the shape that one of `ranks` ranks computes, with N divided by the number of ranks."""
+        """Return the shape that each of `ranks` ranks computes: N is divided by the number of ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]

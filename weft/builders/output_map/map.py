@@ -130,8 +130,8 @@ class OutputMap:
         """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the
         extended map.
 
-        after: the number of writes and updates to wait for. This rank's GEMM makes one, if it computes the chunk, and
-            each rank that sends the chunk to this rank makes one.
+        after: the number of writes and updates to wait for. The chunk gets one from this rank's GEMM, if the GEMM computes it,
+            and one from each rank that sends the chunk here.
         """
         if not isinstance(after, int) or after < 1:
             raise ValueError(

@@ -8,7 +8,7 @@ bytes. A flow uses the fastest of the routes with the fewest links. If several r
 over up to `MOST_ROUTES` of them, but the flow is no faster than on one route.
 
 Collectives may use one dimension of a grid of ranks after the other. InfraGraph has no grids, so weft derives them from the
-links: hosts are blocks of consecutive ranks with the best routes to each other, and a torus has the links of one.
+links: hosts are blocks of consecutive ranks with the best routes to each other, and a torus is recognised by its links.
 
 Reading needs the PyPI package `infragraph`, which expands instances, indices and nested devices. Writing does not need
 the package.
@@ -156,8 +156,9 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
 
 
 def _per_host(ranks: int, links: Sequence[Link]) -> int:
-    """Return the number of ranks of each host: the size of equal blocks of consecutive ranks that have their best routes to each
-    other. The best routes are the fastest of those with the fewest links. Return 0 if there are no such blocks.
+    """Return the number of ranks of each host. Hosts are equal blocks of consecutive ranks, in which each rank has its best
+    routes to the other ranks of its block. The best routes are those with the fewest links, and of these the fastest. Return 0
+    if there are no such blocks.
     """
     leaving: dict[int, list[Link]] = {}
     for link in links:
@@ -188,7 +189,7 @@ def _nearest(rank: int, ranks: int, leaving: dict[int, list[Link]]) -> set[int]:
 
 
 def _torus(ranks: int, links: Sequence[Link]) -> tuple[int, ...]:
-    """Return the sizes of the torus whose links these are; () if they are those of no torus of at least two dimensions."""
+    """Return the sizes of the torus that has exactly these links; () if there is no such torus with at least two dimensions."""
     linked = {(link.source, link.target) for link in links}
     near = {target for source, target in linked if source == 0}
     for dims in _factors(ranks):

@@ -3,8 +3,8 @@
 Nodes are numbered, ranks first, then switches. A link has one direction. Concurrent transfers share the bandwidth of a
 link. The latency of a route is the sum of its links' latencies.
 
-A route has as few links as possible. Of several equally short routes, the one whose links are earlier in the list is
-used. A topology with another rule overrides `Topology._found`, as a torus does.
+A route has as few links as possible. If several routes are equally short, the route whose links are earlier in the list of
+links is used. A topology with another rule overrides `Topology._found`, as a torus does.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def t3_gpu() -> TrackingGpu:
 def other_reading() -> TrackingGpu:
     """Return the paper's GPU with links of 150 GB/s in each direction.
 
-    Its memory bandwidth is twice that of `t3_gpu`, because it is derived from the link bandwidth and from percentages
-    in section 6.1.1.
+    The memory bandwidth is twice that of `t3_gpu`, because the memory bandwidth is derived from the link bandwidth, with
+    percentages from section 6.1.1.
     """
     gpu = t3_gpu()
     return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})
