@@ -63,9 +63,9 @@ def measure_ladder(
     """Time the call's GEMMs with all rows, half the rows, a quarter and so on (`gemms.ladder`), so that the planner can
     interpolate. All ranks must make this call.
 
-    Do nothing if this problem family has been timed with at least half as many rows.
+    Do nothing if the same weights have been timed with at least half as many rows.
 
-    timed: {problem family: largest timed size}, which this function updates.
+    timed: {problem family: largest timed size}, which this function updates. Problems of a family differ only in size.
     """
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
@@ -102,8 +102,8 @@ def _learn(
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
-    """Return a name for the executors of a candidate schedule. Executors with the same name share memory, for all sizes of a
-    problem family.
+    """Return a name for the executors of a candidate schedule. Executors with the same name share memory, for all problems
+    that differ only in size.
 
     Return "" for a schedule of the user's own (`weft.builders.builder`), whose executors do not share memory.
     """

@@ -229,7 +229,7 @@ def _planned_for_all(mine: T, p: Problem, comm: Communicator, what: str, deadlin
 
 
 class _Measured:
-    """The schedules that were chosen by measurement, for the sizes of one problem family (`Problem.measured_family`).
+    """The schedules that were chosen by measurement, for problems that differ only in size (`Problem.measured_family`).
 
     names: {size bucket: the chosen schedules}.
     contenders: serial and the fastest schedules of the first measurement, the only schedules to measure for other

@@ -263,7 +263,7 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
     """Return the reasons why no candidate except serial can be chosen, as a phrase.
 
-    measured: as for `_best`.
+    measured: True if the rows have measured times, False for predicted times.
     """
     if measured:
         return "no other candidate was measured"

@@ -256,7 +256,10 @@ def explanation(
     progress: Progress = lambda what, share: None,
     **options: Any,
 ) -> Explanation:
-    """Return the `Explanation` that `explain` returns as text. progress: see `weft.plan.predict.Progress`."""
+    """Return the `Explanation` that `explain` returns as text.
+
+    progress: a function that is called before each piece of work (`weft.plan.predict.Progress`).
+    """
     machine, model, notes, problem = problem_on_machine(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options
     )

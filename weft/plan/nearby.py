@@ -50,7 +50,7 @@ def _choices(
     If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
     schedule is clearly faster than serial, and takes so long that the costs in which modes differ matter little.
 
-    among, near: as for `weft.plan.choose.choose`.
+    among: the names of the candidates to consider; None for all. near: True if the choice also applies to nearby sizes.
     """
     found: list[Choice] = []
     for mode in modes:

@@ -96,7 +96,7 @@ def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
 class Received(NamedTuple):
     """The gradients of the vectors that a rank pooled.
 
-    gradients: [global batch, columns of this rank's tables].
+    gradients: the gradients of these vectors, [global batch, columns of this rank's tables].
     ok: a tensor on the GPU that is 1 if all gradients have arrived, else 0. It is None if all gradients are known to have
         arrived.
     is_kept: True if the caller may keep `gradients`. False if the next exchange overwrites them.

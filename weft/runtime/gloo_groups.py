@@ -42,7 +42,8 @@ def gloo_of_its_own(
     All ranks of `comm` must make this call.
 
     rank, size: this rank's number in its group, and the number of ranks in the group. part: the name of the group. whom: a
-        description of the groups' ranks, for error texts. deadline_s: as for `gloo_groups`.
+        description of the groups' ranks, for error texts. deadline_s: the longest wait for connections, in seconds (default:
+        the deadline of set-up).
     """
     return gloo_groups(comm, whom, [Membership(rank, size, part)], deadline_s)[0]
 

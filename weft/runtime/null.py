@@ -51,7 +51,7 @@ class NullSchedule(Executor):
         """Check the tensors' shapes, and append this rank's steps to `timeline`.
 
         tensors: every input and output buffer by name. Only their shapes are used.
-        deadline_s: must be positive; otherwise unused.
+        deadline_s: not used, but must be positive.
         timeline: receives the rank's steps in order. Step n, counted over all runs, lasts from time n to n + 1.
         """
         if deadline_s is not None and deadline_s <= 0:

@@ -23,12 +23,12 @@ def scaled_matmul(
 ) -> None:
     """Compute out = (a * scale_a) @ (b * scale_b) + bias.
 
-    a: [m, k] fp8 e4m3. b: [k, n] fp8 e4m3, column-major.
+    a: the left operand, [m, k] fp8 e4m3. b: the right operand, [k, n] fp8 e4m3, column-major.
     scale_a, scale_b: the scales in fp32. Both have shape [1, 1], one number for each matrix; or their shapes are [m, 1]
         and [1, n], one number for each row of a and each column of b.
-    bias: [1, n] in the dtype of out (bf16 if out is fp8), or None.
+    bias: a number for each column of the result, [1, n] in the dtype of out (bf16 if out is fp8), or None.
     fast: True to accumulate as fast as the GPU can, with fewer bits.
-    out: [m, n] in bf16, fp16, fp32 or fp8. Values too large for fp8 become its largest number.
+    out: the memory for the result, [m, n] in bf16, fp16, fp32 or fp8. Values too large for fp8 become its largest number.
     """
     if not out.numel():
         return

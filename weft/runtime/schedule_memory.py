@@ -101,7 +101,7 @@ def _first_far(schedule: Schedule, rank: int, hosts: Sequence[str], on_gpus: boo
     """Return (lane, step, other rank) for the first step of `rank` that needs memory of another rank, if that memory is not
     mapped on `rank`. Return None if there is no such step.
 
-    hosts: the host of each rank. on_gpus: as for `needs_far`.
+    hosts: the host of each rank. on_gpus: False for CPU ranks, True for GPUs (`needs_far` says what each can reach).
     """
     for lane in schedule.of_rank(rank):
         for step in lane.steps:

@@ -158,8 +158,8 @@ class TrackedMatmul(TileKernel):
     the kernel sets the signal as soon as the last of these tiles is stored.
 
     rows, cols: the maximum numbers of rows and columns of a tile; powers of two.
-    least_part: if there are fewer tiles than compute units, several units share a tile, and each multiplies a part of k. This
-        is the minimum length of a part, in elements.
+    least_part: the minimum length of a part of k, in elements. If there are fewer tiles than compute units, several units
+        share a tile, and each multiplies a part of k.
     """
 
     kind: ClassVar[str] = "tracked_matmul"

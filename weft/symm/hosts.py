@@ -87,7 +87,7 @@ def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
     """Return this host's IP addresses, without loopback and link-local addresses. The first is the address that this host
     uses to reach the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
 
-    interfaces: if given, return all addresses of these interfaces instead, in this order.
+    interfaces: the names of network interfaces. If there are any, return only their addresses, in this order.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
     found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]

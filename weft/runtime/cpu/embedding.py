@@ -75,8 +75,8 @@ def run_native(
     - the numbers of slices sent, flags set, and events in the timeline
 
     table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
-    flags: with the transport `put`, for each rank, the address of the flags in that rank's memory that this rank sets; else
-        empty.
+    flags: for each rank, the address of the flags in the memory of that rank that this rank sets. Empty except with the
+        transport `put`.
     timeline: an array for events; None for no timeline.
     """
     starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)

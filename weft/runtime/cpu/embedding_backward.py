@@ -144,7 +144,7 @@ def gradients_of_tables(
 def gradients_in(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, flat: torch.Tensor) -> None:
     """Write the gradients of this rank's tables to `flat`, one table after the other.
 
-    flat: zeros in float32, with at least as many elements as all tables.
+    flat: the tensor to write to. It has zeros in float32, at least as many as all tables have elements.
     """
     tables = [of.plan.sharding.tables[index] for index in of.plan.sharding.local_tables(of.rank)]
     sizes = [table.num_embeddings * table.embedding_dim * flat.itemsize for table in tables]

@@ -70,7 +70,7 @@ class Compiler:
         there: first source row, first target row, and number of rows. A `Permute` step has three such numbers for each of its
         copies.
     ahead: for each lane that reads dynamic sizes with by="meanwhile", the operation of this `Read` step.
-    scratch: by lane, memory for partial sums of GEMMs.
+    scratch: memory for partial sums of GEMMs, by lane.
     """
 
     def __init__(self, context: Context, timed: bool) -> None:

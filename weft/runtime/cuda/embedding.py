@@ -87,7 +87,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
         like_before: ignored; other executors use it.
         count, launch_per_table, occupancy: see `EmbeddingKernel.launch`.
-        timeline: if given, wait for the device, and append the times of each unit of work.
+        timeline: receives the times of each unit of work. The call then waits for the device. None for no timeline.
         lines: the result of `timeline_lines`. The kernel writes the timeline into it, and the CPU does not wait.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]

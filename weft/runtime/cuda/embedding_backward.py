@@ -175,7 +175,7 @@ def gradients_of_tables(
 def gradients_in(of: ForwardCall, rows: Rows, received: torch.Tensor, flat: torch.Tensor) -> None:
     """Write the gradients of this rank's tables to `flat`, one table after the other.
 
-    flat: zeros in float32, with at least as many elements as all tables.
+    flat: the tensor to write to. It has zeros in float32, at least as many as all tables have elements.
     """
     device = received.device
     made, is_address, size, is_aligned = _tables_in_flat(of.plan.sharding, of.rank, device)
@@ -432,8 +432,8 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 class _DeviceTable(NamedTuple):
     """A description of embedding tables on the device, for kernels.
 
-    lines: int64 on the device. Each row has the addresses and sizes of one embedding table. size: the number of embedding
-        tables.
+    lines: a tensor with a row for each embedding table: its addresses and sizes, int64 on the device. size: the number of
+        embedding tables.
     is_aligned: True if all addresses are multiples of 16.
     """
 

@@ -315,7 +315,8 @@ class EmbeddingKernel:
         wait: False if no peer takes part in the call, so that the kernel must not wait.
         count: True to count the copies and flags that the kernel writes, in words of `state`.
         launch_per_table: True to launch the kernel once for each feature, instead of once for all.
-        timeline: int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`, into which the kernel writes times.
+        timeline: memory into which the kernel writes times, int64 zeros `[timeline_lines(...), TIMELINE_FIELDS]`. None for no
+            timeline.
         captured: True if a CUDA graph captures the call. The tables that replays read are then never freed.
         occupancy: a limit on programs and registers; None: the launcher's choice.
         """
@@ -508,7 +509,7 @@ def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
     """Return the index, in the global batch, of the sample that `rank` pools first. It pools all samples in cyclic order
     from there.
 
-    order: with "natural", the first sample is 0. With "remote_first", it is the first sample of the next rank, so that this
+    order: "natural" to begin with sample 0; "remote_first" to begin with the first sample of the next rank, so that this
         rank's own samples are last.
     """
     return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))

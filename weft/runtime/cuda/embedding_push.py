@@ -84,10 +84,11 @@ def launch_push(
 ) -> None:  # fmt: skip
     """Launch `push_kernel` on the current stream.
 
-    grad: contiguous, [batch_sizes[rank], columns of all ranks' tables]. batch_sizes: the number of samples of each rank.
-    inboxes, signals: int64 [world_size], the addresses of each rank's inbox and signals, as mapped on this device.
-    state: int64 [STATE_WORDS] in device memory, in which the kernel keeps the number of the call and counters.
-    record: int64 [RECORD_WORDS] in pinned memory, in which the kernel reports a missed deadline.
+    grad: the gradient of this rank's output, [batch_sizes[rank], columns of all ranks' tables], contiguous.
+    batch_sizes: the number of samples of each rank.
+    inboxes, signals: the addresses of each rank's inbox and of its signals, as mapped on this device, int64 [world_size].
+    state: device memory in which the kernel keeps the number of the call and counters, int64 [STATE_WORDS].
+    record: pinned memory in which the kernel reports a missed deadline, int64 [RECORD_WORDS].
     dtype: the dtype of the elements in the inboxes.
     wait: False if one process runs all ranks, so that the kernel cannot wait for peers.
     """

@@ -39,7 +39,7 @@ _GRAIN = (
 class _Slots(NamedTuple):
     """This rank's slots (features), as tensors on the device.
 
-    of_key: `[layers, keys]`, the slot that reads each key of the jagged input. Several slots may read one key, so slots are
+    of_key: the slot that reads each key of the jagged input, `[layers, keys]`. Several slots may read one key, so slots are
         divided into layers with at most one slot for each key. Entry [l, k] is the slot of layer l that reads key k, or -1.
     table: a row with the numbers that describe each slot, such as its table. The columns are listed at
         `weft.kernels.embedding_runs.SLOT_FIELDS`.

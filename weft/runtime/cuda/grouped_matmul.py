@@ -218,10 +218,10 @@ class GroupedMatmulLauncher:
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Enqueue the GEMMs on the current stream.
 
-        x: `[rows, K]`, this rank's rows ordered by global expert. With `back` or `merged`: rows ordered by local expert.
-        w: `[E, K, N]`. K or N has stride 1.
-        y: `[y_rows, N]`, ordered by local expert. With `back`: the results for this rank's own rows. Rows beyond
-            `y_rows` are dropped.
+        x: this rank's rows ordered by global expert, `[rows, K]`. With `back` or `merged`: rows ordered by local expert.
+        w: the weights of the local experts, `[E, K, N]`. K or N has stride 1.
+        y: the memory for the products, `[y_rows, N]`, ordered by local expert. With `back`: for the results of this rank's
+            own rows. Rows beyond `y_rows` are dropped.
 
         All tensors have the dtype of the slots: bfloat16, float16 or float32. x, slots and y have contiguous rows.
         """

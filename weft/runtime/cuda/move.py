@@ -120,8 +120,8 @@ class CopyLaunch:
         """Launch the kernel.
 
         source, target: the addresses of the first copy.
-        source_rows, target_rows: with `sizes`, the number of rows in the buffers at `source` and `target`. By default the
-            target has `shape.rows`.
+        source_rows, target_rows: the number of rows in the buffers at `source` and `target`, needed with `sizes`. By default
+            the target has `shape.rows`.
         stream: a stream's handle; by default the current stream.
         """
         step = self._step

@@ -93,7 +93,7 @@ class CudaSchedule(Executor):
             function with an estimate of the rows plus a margin, and returns a slice of the result.
         deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
         like_before: True to skip the checks of tensors, which differ from those of an earlier run only in their addresses.
-        timeline: if given, wait for the device, and append the times of each step.
+        timeline: receives the times of each step. The call then waits for the device. None for no timeline.
 
         Raises errors of the group since the last run.
         """

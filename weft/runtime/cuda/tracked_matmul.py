@@ -164,8 +164,8 @@ class TrackedMatmulLauncher:
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """Enqueue the GEMM a @ w on the current stream.
 
-        a: [rows, K] with contiguous rows. w: [K, N], where K or N has stride 1.
-        y: with `relative`, the address of the caller's tensor for the product, else 0.
+        a: the left operand, [rows, K] with contiguous rows. w: the right operand, [K, N], where K or N has stride 1.
+        y: the address of the caller's tensor for the product if `relative`, else 0.
         """
         if not self._tiles:
             return

@@ -25,7 +25,7 @@ def in_order_of_arrival(rows: torch.Tensor, received: torch.Tensor) -> torch.Ten
     """Reorder `rows`: from the order of experts (by expert, then by source rank) to the order of arrival (by source rank,
     then by expert). Return the reordered rows.
 
-    received: as for `in_expert_order`.
+    received: the number of rows from each rank for each local expert, [ranks, experts].
     """
     if 1 in received.shape:
         return rows

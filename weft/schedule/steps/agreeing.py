@@ -18,9 +18,9 @@ class Agree(Step):
 
     W is the world size. For each pair of ranks, C numbers of rows are compared, one for each expert.
 
-    expected: `[W, C]`. Row r has the numbers of rows that this rank expects from rank r.
-    sent: `[W * W, C]`: one table `[W, C]` from each rank, in rank order. Row q of the table of rank r has the numbers
-        of rows that rank r sent to rank q.
+    expected: the numbers of rows that this rank expects, `[W, C]`. Row r is for the rows from rank r.
+    sent: the numbers of rows that all ranks sent, `[W * W, C]`: a table `[W, C]` from each rank, in rank order. Row q of
+        the table of rank r is for the rows that rank r sent to rank q.
     out: the received rows, grouped by source rank. The group of rank r has as many rows as the sum of row r of
         `expected`.
     row: this rank's number, which selects its row in each table of `sent`.

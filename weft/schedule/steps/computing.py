@@ -147,8 +147,8 @@ class Reduce(Step):
 
     A part with one row, except the first part, is broadcast over the rows of out.
 
-    norm: if given, also write the RMSNorm of the rounded `out`. With parts=(out,) and a norm, the step reads `out`, and
-        writes only the norm.
+    norm: an RMSNorm of the rounded `out`, which the step also writes; None for no norm. With parts=(out,) and a norm, the
+        step reads `out`, and writes only the norm.
     """
 
     kind: ClassVar[str] = "reduce"
