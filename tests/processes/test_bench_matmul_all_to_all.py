@@ -56,7 +56,7 @@ def test_inputs_and_variants(pool: Pool) -> None:
         assert one["weights"]
         assert one["fresh"]
         assert one["reference"] == 0
-        assert one["errors"].keys() == {"serial", "weft", "weft-bounded"}
+        assert one["errors"].keys() == {"serial", "padded", "weft", "weft-bounded"}
         assert max(one["errors"].values()) < 1e-5
 
 
@@ -69,8 +69,8 @@ def test_records(pool: Pool) -> None:
     rows = pool.run(_measured, ranks=2)[0]
     for mode in ("single", "queued"):
         of_mode = [r for r in rows if r["mode"] == mode]
-        assert [r["variant"] for r in of_mode][:3] == ["serial", "weft", "weft-bounded"]
-        assert {r["variant"] for r in of_mode[3:]} == {"weft-serial", STORE, STORE + "-bounded", DMA}
+        assert [r["variant"] for r in of_mode][:4] == ["serial", "padded", "weft", "weft-bounded"]
+        assert {r["variant"] for r in of_mode[4:]} == {"weft-serial", STORE, STORE + "-bounded", DMA}
         assert {r["baseline"] for r in of_mode} == {"serial"}
         assert all(r["gemm_ms"] > 0 and r["exchange_ms"] > 0 and r["roofline_ms"] > 0 for r in of_mode)
     json.dumps(rows, allow_nan=False)

@@ -72,7 +72,7 @@ _VARIANTS = """variants (--variants):
                          schedule); the beginning of schedules' names, such as shard or 'shard[chunks=2'
   all_to_all_matmul      padded (a baseline, which always runs); weft; all; the beginning of names, such as dispatch.
                          NAME-bounded passes max_rows
-  matmul_all_to_all      weft; all; the beginning of names, such as combine. NAME-bounded passes rows
+  matmul_all_to_all      the same, such as combine. NAME-bounded passes rows
   tensor_parallel        serial (the baseline), weft, weft-compiled, asynctp. Default: all that run on the device
 """
 _SCALE = """shrink the configuration by this factor, such as 1/32 or 0.03. For embeddings: batch and tables (default: the

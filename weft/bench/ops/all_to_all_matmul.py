@@ -144,10 +144,13 @@ class ExpertVariants(GemmVariants):
     Each input set has its own rows, and its own numbers of rows for each expert (`splits`).
     """
 
+    baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
+    compared: ClassVar = {
+        WEFT: (BASELINE,),
+        WEFT + BOUNDED: baselines,
+    }  # variants with exact rows are not compared with padding
     beside = (GEMM, GEMM_EACH, EXCHANGE)
     sent_columns: ClassVar = "k"
-    ahead: ClassVar[str]
-    """The baseline of mode "graph", which CUDA graphs can capture."""
     arrived: Sequence[torch.Tensor]
     """The rows at this rank's experts, [rows, k], by expert and then by source rank."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -208,11 +211,11 @@ class ExpertVariants(GemmVariants):
         )
 
     def baseline(self, mode: Mode) -> str:
-        return self.ahead if mode == "graph" else BASELINE
+        return PADDED if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return the names of the two variants to compare: (weft's, the baseline). In mode "graph" weft's is `weft-bounded`, in
-        which the CPU never waits.
+        """Return the names of the two variants to compare: (weft's, the baseline). In mode "graph" these are `weft-bounded` and
+        `padded`. A graph that captured one of these can be replayed with other numbers of rows for each expert.
         """
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
@@ -261,9 +264,7 @@ class ExpertVariants(GemmVariants):
         )
         return [
             f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows over mean: "
-            f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
-            f"all variants except {self.ahead} and variants that end in {BOUNDED} synchronise with the device in each call, "
-            f"in queued mode too, because the CPU must read the number of arriving rows",
+            f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms}",
             *super().notes(records, ceilings),
         ]
 
@@ -275,10 +276,13 @@ class ExpertVariants(GemmVariants):
         beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
         if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
             del beside[GEMM]  # torch's grouped GEMM needs rows aligned to 16 bytes
-        return {BASELINE: self.serial}, beside, []
-
-    def waits(self, name: str) -> bool:
-        return name != self.ahead and not name.endswith(BOUNDED)
+        variants: dict[str, Variant] = {BASELINE: self.serial}
+        # Rows as sent, as received, and sorted, each of k or n columns; and the input or the result.
+        columns = self.config.k + self.config.n + 2 * getattr(self.config, self.sent_columns)
+        needed = self.config.experts * self.load.capacity * columns * self.dtype.itemsize
+        if needed <= _PADDED_SHARE * free_bytes(self.ranks):
+            return variants | {PADDED: self.padded}, beside, []
+        return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
 
     def gemm(self, which: int) -> torch.Tensor:
         return torch.nn.functional.grouped_mm(self.arrived[which], self.w, offs=self.ends[which])
@@ -293,18 +297,38 @@ class ExpertVariants(GemmVariants):
     @abstractmethod
     def exchange(self, which: int) -> None: ...
 
+    @abstractmethod
+    def serial(self, which: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def padded(self, which: int) -> torch.Tensor: ...
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The numbers 0 to capacity - 1, int64."""
+        return torch.arange(self.load.capacity, device=self.ranks.device)
+
+    def padded_rows(self, splits: torch.Tensor, most: int) -> torch.Tensor:
+        """Return the row of each slot of a padded tensor: int64 [lists, capacity]. Slots beyond a list's length repeat other rows.
+
+        splits: the lengths of consecutive lists of rows, int64 [lists]. most: the number of all rows, at least 1.
+        """
+        return ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=most - 1)
+
 
 class DispatchVariants(ExpertVariants):
-    baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
-    compared: ClassVar = {
-        WEFT: (BASELINE,),
-        WEFT + BOUNDED: baselines,
-    }  # variants with exact rows are not compared with padding
-    ahead = PADDED
+    def waits(self, name: str) -> bool:
+        return name != PADDED and not name.endswith(BOUNDED)
+
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        return [
+            f"all variants except {PADDED} and variants that end in {BOUNDED} synchronise with the device in each call, in "
+            f"queued mode too, because the CPU must read the number of arriving rows",
+            *super().notes(records, ceilings),
+        ]
 
     def draw_rows(self) -> None:
         self.tokens = [self._tokens(which, self.ranks.rank) for which in range(self.input_sets)]
-        self.slots = torch.arange(self.load.capacity, device=self.ranks.device)
 
     def cut_rows(self, whole: Self) -> None:
         self.tokens = [tokens[: self.config.rows] for tokens in whole.tokens]
@@ -341,15 +365,9 @@ class DispatchVariants(ExpertVariants):
         return output[here.flatten().to(output.device)]
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
-        # Rows as sent, as received, and sorted by expert; and the result.
-        needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
-        fits = needed <= _PADDED_SHARE * free_bytes(self.ranks)
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
         self.moved = [(torch.empty_like(x), tokens) for x, tokens in zip(self.arrived, self.tokens, strict=True)]
-        variants, beside, notes = super().others(wanted)
-        if fits:
-            return variants | {PADDED: self.padded}, beside, notes
-        return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
+        return super().others(wanted)
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Return the error limit. FiCCO's 2D schedules have a higher limit, because they round y once per step."""
@@ -373,8 +391,7 @@ class DispatchVariants(ExpertVariants):
         tokens.
         """
         splits, tokens = self.splits[which], self.tokens[which]
-        rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
-        padded = tokens.index_select(0, rows.flatten())
+        padded = tokens.index_select(0, self.padded_rows(splits, tokens.shape[0]).flatten())
         arrived = torch.empty_like(padded)
         dist.all_to_all_single(arrived, padded, group=self.ranks.group)
         by_source = arrived.view(self.ranks.world_size, self.experts, -1, self.config.k)
@@ -402,7 +419,7 @@ class ExpertsOperator(GemmOperator[MoeShape]):
 
     def __init__(self, spec: Spec[Any], variants: type[ExpertVariants] | None = None) -> None:
         super().__init__(spec, variants)
-        self.head = ("tokens x N x K", "most / mean rows", *["padded rows"] * (PADDED in self.baselines))
+        self.head = ("tokens x N x K", "most / mean rows", "padded rows")
         self.optional = (*self.head[1:], "best pinned, ms", "best pinned schedule", "GEMMs alone")
 
     def check_options(self, options: BenchOptions) -> None:
@@ -417,8 +434,7 @@ class ExpertsOperator(GemmOperator[MoeShape]):
 
     def described(self, record: Record) -> list[str]:
         padded = record["capacity"] * record["experts"] / record["rows"]
-        cells = [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
-        return cells[: len(self.head)]
+        return [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
         of_any = next(iter(by_variant.values()))

@@ -1,17 +1,22 @@
 """Benchmark of GEMM + MoE combine: experts multiply their rows and send the products back to the tokens' ranks.
 
-Layers and variants are the same as in all_to_all_matmul; here [k, n] is an expert's last weight. The baseline `serial`
-runs torch's GEMMs, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
-preceding dispatch, so `serial` never waits, and a CUDA graph can capture it.
+Layers and variants are the same as in all_to_all_matmul; here [k, n] is an expert's last weight. There are two baselines:
+
+    serial    torch's GEMMs, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
+              preceding dispatch, so it never waits. A CUDA graph can capture it, but only for one routing
+    padded    the baseline of mode `graph`: the preceding dispatch was `padded`. torch.bmm on all rows, also the padding; a copy
+              that sorts them by source rank; all_to_all_single with equal splits; and a gather of this rank's rows, whose places
+              the dispatch has computed. The same graph runs any routing
 
 Variants without `rows` follow a dispatch without `max_rows`, so they know the sizes too (`remember`). Variants
 NAME-bounded pass the number of this rank's tokens as `rows`. They follow a dispatch with `max_rows`, so the CPU does not
-know the sizes.
+know the sizes, and the same graph runs any routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -20,7 +25,6 @@ import torch.distributed as dist
 from weft.bench.core.harness import Call
 from weft.bench.ops.all_to_all_matmul import BOUNDED, ExpertsOperator, ExpertVariants
 from weft.bench.ops.any_operator import Variant
-from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.runtime.unfused import experts
@@ -30,8 +34,7 @@ from weft.runtime.unfused.sizes import Sizes, remember, remember_total
 class CombineVariants(ExpertVariants):
     """Variants of the combine. A row has k columns before the GEMM, and n columns after it."""
 
-    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
-    ahead, sent_columns = BASELINE, "n"
+    sent_columns: ClassVar = "n"
 
     unread: Sequence[torch.Tensor]
     """Copies of `received`, for variants in which the CPU must not know the sizes: it has never read these copies."""
@@ -87,6 +90,30 @@ class CombineVariants(ExpertVariants):
     def serial(self, which: int) -> torch.Tensor:
         group = self.ranks.group
         return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
+
+    @cached_property
+    def after_padded(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Two tensors for each input set, as a padded dispatch leaves them.
+
+        The rows of this rank's experts, [local experts, world size * capacity, k]. Then, for each of this rank's tokens, its
+        place among the rows that come back, int64 [rows].
+        """
+        found = []
+        for rows, received, splits in zip(self.arrived, self.received, self.splits, strict=True):
+            some = rows if len(rows) else rows.new_zeros(1, self.config.k)
+            padded = some.index_select(0, self.padded_rows(received.t().flatten(), len(some)).flatten())
+            is_used = self.slots < splits.unsqueeze(1)
+            found.append((padded.view(self.experts, -1, self.config.k), is_used.flatten().nonzero().flatten()))
+        return found
+
+    def padded(self, which: int) -> torch.Tensor:
+        """Run variant `padded`. Return y [rows, n]."""
+        rows, places = self.after_padded[which]
+        products = torch.bmm(rows, self.w).view(self.experts, self.ranks.world_size, -1, self.config.n)
+        sent = products.transpose(0, 1).contiguous()
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=self.ranks.group)
+        return arrived.view(-1, self.config.n).index_select(0, places)
 
     def weft(self, variant: str, schedule: str | None) -> Variant:
         """Return the function that calls weft's operator, with `rows` if the variant is bounded."""
