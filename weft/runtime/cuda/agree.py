@@ -22,8 +22,8 @@ class Agreeing:
     W is the world size, and C is the number of counts per pair of ranks: one for each expert.
 
     expected: the numbers of rows that this rank expects from each rank, int64 [W, C].
-    sent: the numbers of rows that all ranks sent, int64 [W * W, C]: a table [W, C] from each rank, with the numbers of rows
-        that the rank sent to each rank.
+    sent: the numbers of rows that all ranks sent, int64 [W * W, C]: a table [W, C] from each rank. Row q of the table of
+        rank r is for the rows that rank r sent to rank q.
     differs_at: an address in pinned memory, where the kernel stores 1 + the number of a rank whose counts differ.
     row: this rank's number, which selects its row in each table of `sent`.
     width, item_bytes: the number of elements of a received row, and the number of bytes of an element.
