@@ -101,7 +101,11 @@ class _Grid:
 
 @builder(AllGatherMatmul, hosts=(2,), chunks=(1, 2, 4))
 def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
-    """All-gather + GEMM in two levels. chunks: the number of messages for a shard, at most its number of rows."""
+    """Return a schedule of all-gather + GEMM in two levels: between hosts by messages, within a host by shared memory.
+
+    hosts: the number of hosts. chunks: the number of messages in which a rank sends its shard to another host, at most the
+        number of rows of the shard.
+    """
     grid = _Grid.of(p.world_size, hosts)
     if p.return_gathered:
         raise NotApplicableError("two levels do not gather the rows in one matrix: use return_A=False")
@@ -167,7 +171,10 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
 
 
 def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -> Schedule:
-    """GEMM + reduce-scatter in two levels. chunks: the number of messages for the rows of a rank."""
+    """Return a schedule of GEMM + reduce-scatter in two levels: within a host by shared memory, between hosts by messages.
+
+    hosts: the number of hosts. chunks: the number of messages in which a rank sends its sums to another host.
+    """
     grid, o = _Grid.of(p.world_size, hosts), PartialProducts.overlapped("two_levels", p)
     d, pieces, near = o.d, o.chunks(chunks), [RANK, *grid.peers]
     y = o.parts("y", 1, "output")
@@ -271,7 +278,7 @@ class _Owned:
 
 
 def _matmul_all_reduce(p: MatmulAllReduce, *, hosts: int, chunks: int) -> Schedule:
-    """GEMM + all-reduce in two levels.
+    """Return a schedule of GEMM + all-reduce in two levels: within a host by shared memory, between hosts by messages.
 
     chunks: the number of GEMMs, and of messages to each peer. With more than two hosts, there are twice as many
         messages.

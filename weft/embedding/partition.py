@@ -69,8 +69,8 @@ class RowWise:
 class DataParallel:
     """A sharding that copies the whole table to every rank.
 
-    fused: True to update the table by the collection's `optimizer`. False to give it a `.grad` for a torch optimizer
-        instead: the mean over ranks, as in DistributedDataParallel, even if the collection has gradients="sum". All
+    fused: True to update the table by the collection's `optimizer`. False to give it a `.grad` for a torch optimizer. This
+        `.grad` is the mean over ranks, as in DistributedDataParallel, even if the collection has gradients="sum". All
         data-parallel tables of a collection need the same value.
     """
 

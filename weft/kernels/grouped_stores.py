@@ -1,5 +1,5 @@
-"""Stores of the tiles of `weft.kernels.grouped_matmul`. They use a ragged tensor map, or pointers if the rows of a tile go to
-several sources.
+"""Stores of the tiles that `weft.kernels.grouped_matmul` computes. They use a ragged tensor map, with which the hardware masks
+rows outside of a segment. If the rows of a tile go to several sources, they use pointers.
 """
 
 from __future__ import annotations

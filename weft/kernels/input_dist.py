@@ -169,8 +169,8 @@ def unpack_kernel(
     PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Write ids, offsets and weights from the messages of all sources, ordered by feature, then by source. Grid: (sources *
-    features, programs that share a piece).
+    """Write ids, offsets and weights from the messages of all source ranks, ordered by feature, then by source. Grid: (sources
+    * features, programs that share the data of one source and feature).
 
     headers `[sources, HEAD + features]`: the header that each source has sent.
     PIECES: a power of two, at least `sources * features`.

@@ -291,8 +291,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call for measuring schedules, with the problem's number of tokens, equally many for each expert. The
-        first real call may have few tokens.
+        """Return a made-up call with which to measure schedules. It has the problem's number of tokens, and each expert gets
+        equally many. The call that triggers the measurement may have too few tokens to be typical.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)

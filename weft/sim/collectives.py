@@ -275,7 +275,9 @@ def _cuts(topology: Topology) -> Iterator[Cut]:
 
 
 def _crossing(topology: Topology, group: range) -> tuple[float, float]:
-    """Return the total bandwidths in bytes/us of the links by which routes leave the ranks `group`, and enter them."""
+    """Return two sums of bandwidths in bytes/us: of the links by which data leave the ranks `group`, and of the links by which
+    data enter them.
+    """
     out: dict[tuple[str, int], float] = {}
     into: dict[tuple[str, int], float] = {}
     for inside, outside in itertools.product(group, range(topology.ranks)):

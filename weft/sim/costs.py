@@ -109,7 +109,9 @@ class Links(NamedTuple):
             yield Use("share", place, whole / routes, whole if routes > 1 else 0.0)
 
     def _links(self, source: int, target: int) -> tuple[int, list[tuple[ResourcePlace, float]]]:
-        """Return (number of routes, [(link as a resource, bytes per us)]). The topology caches the result."""
+        """Return two values: the number of routes from `source` to `target`, and the links of all these routes, as pairs (link
+        as a resource, bytes per us). The topology caches the result.
+        """
         key = "links", self.rank, source, target
         found = self.topology.known.get(key)
         if found is None:

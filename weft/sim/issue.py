@@ -72,10 +72,10 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """Issue the lane's next steps, and return how many.
+        """Issue the lane's next steps, and return their number.
 
-        Stop before a wait whose signal is not set yet. Otherwise issue one step that occupies the lane (a copy, a GEMM,
-        or a `Read` by the CPU) and the sets that directly follow it, and stop.
+        Stop before a wait whose signal is not set yet. Otherwise issue one step that occupies the lane (a copy, a GEMM, or a
+        `Read` by the CPU) and the sets that directly follow it.
         """
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):

@@ -62,14 +62,15 @@ class Rates(NamedTuple):
     """The properties of a kernel on which the costs of its tiles depend.
 
     compute, memory: the kernel's compute rate and memory rate, divided by the rates that weft's kernels reach.
-    whole: True if one compute unit computes each tile of the step, so that the kernel does not cut tiles.
+    whole: True if each tile of the step is computed by a single compute unit. False if the kernel may cut the tile into smaller
+        tiles.
     sources: the number of ranks whose rows for an expert may share a tile if they are few; 1 if each rank's rows have
         their own tiles.
     found: the share of row reads of a pooling kernel that the cache supplies.
     least_part: the shortest part of k, in elements, that a compute unit computes if several units share a tile; 0 if
         units never share tiles.
-    may_split: True if the kernel may run as one cuBLAS GEMM per tile (`LibraryGroupedMatmul.is_one_per_expert`).
-        These GEMMs have the costs of other cuBLAS GEMMs.
+    may_split: True if the kernel may run as one cuBLAS GEMM per tile, with the costs of cuBLAS GEMMs
+        (`LibraryGroupedMatmul.is_one_per_expert`).
     """
 
     compute: float = 1.0

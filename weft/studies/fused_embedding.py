@@ -175,7 +175,7 @@ PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
 
 
 def headline(numbers: Numbers) -> dict[str, float]:
-    """Return {key of a claim in `PAPER`: the model's result, in percent}."""
+    """Return the model's results for the claims in `PAPER`, in percent, by key of the claim."""
     between = [between_nodes(one, numbers).saved for one in BETWEEN]
     within = [in_a_node(one, numbers).saved for one in WITHIN]
     us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}

@@ -27,7 +27,7 @@ class LaunchRow(NamedTuple):
     """The times of one schedule for one shape.
 
     steps: the number of steps that a rank launches in a call.
-    cpu_us: the CPU time to launch a call, in a row of queued calls.
+    cpu_us: the CPU time in us to launch a call, if calls are queued one after the other.
     ms: the time in ms per call, by timing mode.
     """
 

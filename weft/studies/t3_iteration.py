@@ -15,8 +15,9 @@ attention) are estimated by a roofline. Each reads and writes memory at the band
     element-wise     dropout, residual and norm, twice, over [tokens, hidden], not sharded; bias and GeLU of the MLP
     update           weights, gradients and Adam's two states in fp32, in training
 
-The backward pass moves twice the bytes of the forward pass. The paper attributes 40 to 45% of an iteration to attention
-(6.3), more than the roofline, without a breakdown. `deviations` compares both assumptions with the paper's speedups.
+The backward pass moves twice the bytes of the forward pass. The paper attributes 40 to 45% of an iteration to attention (6.3),
+without a breakdown. The roofline attributes less. `deviations` shows how far the speedups are from the paper's with each of the
+two assumptions.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.4, 5.1.2, 6.3 and
 6.4.

@@ -43,8 +43,11 @@ class ShardedEmbeddingCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: True to divide gradients by the number of ranks, as
-        `torchrec.distributed.comm_ops.set_gradient_division` does. options: further arguments of weft's module.
+        """Convert `module` and its `plan` to weft's module. All ranks must make this call.
+
+        gradient_division: True to divide gradients by the number of ranks, as
+            `torchrec.distributed.comm_ops.set_gradient_division` does.
+        options: further arguments of weft's module.
         """
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()

@@ -93,8 +93,8 @@ def _without_number(load: Callable[[], Any]) -> Call:
 
 
 def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, seconds: float) -> tuple[Rates | None, float]:
-    """Make calls in a row, and read the GPU driver's counters meanwhile. Return (the counters' rates, seconds per call). All
-    ranks must make this call.
+    """Make calls one after the other, and read the GPU driver's counters meanwhile. Return (the counters' rates, seconds per
+    call). All ranks must make this call.
 
     The calls must outlast the reading of the counters on every rank. If they are too short in `_ATTEMPTS` attempts, the
     rates are None.

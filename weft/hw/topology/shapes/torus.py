@@ -53,7 +53,9 @@ class Way(NamedTuple):
 
 
 def ways_around(distance: int, ring: int) -> list[Way]:
-    """Return each shortest way along a ring of `ring` ranks to the rank at `distance`."""
+    """Return the shortest paths along a ring of `ring` ranks to the rank at `distance`: one path, or two if both directions are
+    equally long.
+    """
     up, down = distance % ring, -distance % ring
     if up == down and up and ring > 2:
         return [Way(1, up), Way(-1, down)]
