@@ -150,8 +150,8 @@ class CpuAgreement(Agreement):
 
 
 class GpuAgreement(Agreement):
-    """The protocol by which GPU ranks agree on a call. They do not synchronise before each call, because synchronising takes
-    longer than the CPU's part of the call.
+    """The protocol by which GPU ranks agree on a call. GPU ranks do not synchronise before each call, because synchronising
+    takes longer than the CPU's part of the call.
     """
 
     def at_first_call(

@@ -287,7 +287,7 @@ class CompiledOperator:
         self, p: Any, call: Any, wanted: tuple[bool, ...], fingerprint: int, deadline_s: float | None
     ) -> list[torch.Tensor]:
         """Run one unfused call on CPU, whose size differs from the size for which this operator was compiled. Return its
-        results. This takes less time than a call of the copy that `for_one_call` makes.
+        results. This method takes less time than a call of the copy that `for_one_call` makes.
 
         p: the problem of the call, from this operator's problem family.
         wanted: for each differentiable field of the call, True if its gradient is wanted.

@@ -249,8 +249,8 @@ def _clearly(row: Row) -> float:
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
     """Return by how many us `row` must be predicted to be faster than serial to be chosen.
 
-    Usually this is a fraction of serial's time (`_clearly`), but at least `CLEARLY_US`. It is less if serial makes the
-    CPU wait for sizes, and `row` does not. After such a wait the device is idle until the CPU has issued more work.
+    Usually this is a fraction of serial's time (`_clearly`), but at least `CLEARLY_US`. The result is smaller if serial
+    makes the CPU wait for sizes, and `row` does not. After such a wait the device is idle until the CPU has issued more work.
     The predicted time of serial does not contain this idle time, which was 7% of serial's time on H100s
     (1204x14336x30336, 32 experts). So the idle time, estimated by serial's CPU time, is subtracted from the result.
     """

@@ -57,8 +57,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 def never_left_out(name: str) -> None:
     """Mark an operator of weft as having side effects for torch.compile, because peers wait for its calls.
 
-    Without the mark, torch.compile would remove a call with unused or empty results, on this rank only. It may still merge
-    two calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they prevent the
-    compilation of backward (pytorch's issue 172248) and the reuse of memory.
+    Without the mark, torch.compile would remove a call with unused or empty results, on this rank only. Even with the
+    mark, it may merge two calls with equal arguments. Ordered effects (of `torch.library`) would keep both calls, but they
+    prevent the compilation of backward (pytorch's issue 172248) and the reuse of memory.
     """
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)

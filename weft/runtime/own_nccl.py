@@ -58,8 +58,8 @@ class _OwnNccl:
 
 
 def _connect(comm: Communicator) -> tuple[dist.ProcessGroup, Any]:
-    """Return a new group of the ranks of `comm`, and its backend. It connects at the first collective, and has the timeout
-    of the user's group.
+    """Return a new group of the ranks of `comm`, and its backend. The group connects at its first collective, and has the
+    timeout of the user's group.
 
     torch does not register the group, because registration (`dist.new_group`) may involve all ranks of the job.
     """

@@ -34,7 +34,7 @@ class Message(Step):
 
     source, lane, to: the sender, the number of its lane, and the receiver.
     number: the index of the message among all messages of this lane to this receiver.
-    joined: True for a signal that directly follows another message to the same receiver. It is sent with that message.
+    joined: True for a signal that directly follows another message to the same receiver, and is sent with that message.
     """
 
     step: Send | Set

@@ -126,8 +126,8 @@ class GroupCalls(_core.CallCounts):
     def answer(self, message: bytes) -> bytes | None:
         """Return the answer to a peer's refusal: this rank will not make the call either.
 
-        Return None if this rank has already begun the call. Then it either refuses the call too, which notifies the peer,
-        or it makes the call, and the group fails.
+        Return None if this rank has already begun the call. In this case the rank either refuses the call too, and so
+        notifies the peer, or makes the call, and the group fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]

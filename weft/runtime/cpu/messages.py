@@ -1,9 +1,9 @@
 """Messages between CPU ranks, by gloo: the sends of a schedule (`weft.schedule.messages`).
 
-A channel carries the messages from one lane to one other rank. It is a gloo group of these two ranks, and a message is a
-broadcast in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. Messages do not use gloo's
-send and receive, because a receive that times out closes all connections of its group. Each direction has its own group,
-because in a single group gloo may run two directions one after the other.
+A channel carries the messages from one lane to one other rank. It is a gloo group of the sending and the receiving rank.
+A message is a broadcast in this group. gloo's threads run the broadcast, so a wait for it can have a deadline. Messages do not
+use gloo's send and receive, because a receive that times out closes all connections of its group. Each direction has its own
+group, because in a single group gloo may run two directions one after the other.
 
 A run begins after ranks have synchronised. The receiver then begins to receive all messages of the run at once, so a sender
 never waits for a receiver that is not ready. Messages arrive in separate memory and are then copied to the schedule's buffers.
@@ -47,7 +47,7 @@ _CAUSE_S = 2.0  # time for the watchdog to find that a peer is lost
 
 class Channels:
     """The gloo groups for messages between CPU ranks of `comm`, one for each channel. A channel carries the messages from one
-    lane to one other rank. It is (sending rank, index of the sending lane, receiving rank).
+    lane to one other rank. Its key is (sending rank, index of the sending lane, receiving rank).
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -74,7 +74,7 @@ class CpuSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Run the schedule once. All ranks must make this call. This rank's outputs are complete when it returns. Return
+        """Run the schedule once. All ranks must make this call. This rank's outputs are complete on return. Return
         the outputs with a dynamic number of rows, by name.
 
         tensors: every input and output buffer by name, with the shape in `schedule.buffers_of_rank(rank)` and any row

@@ -145,8 +145,8 @@ class _Variant:
 class EmbeddingKernel:
     """The compiled kernel and the tables of one rank of a plan, on one device.
 
-    widest: the number of columns of the widest feature on any rank. Pass it if `plan` has only this rank's features. It
-        determines the block size of all ranks, so that results have the same bits for any placement of tables.
+    widest: the number of columns of the widest feature on any rank. Pass it if `plan` has only this rank's features. The
+        number determines the block size of all ranks, so that results have the same bits for any placement of tables.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
@@ -506,8 +506,8 @@ def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
-    """Return the index, in the global batch, of the sample that `rank` pools first. It pools all samples in cyclic order
-    from there.
+    """Return the index, in the global batch, of the sample that `rank` pools first. The rank pools all samples in cyclic
+    order from there.
 
     order: "natural" to begin with sample 0; "remote_first" to begin with the first sample of the next rank, so that this
         rank's own samples are last.

@@ -50,7 +50,7 @@ def reduce_scatter(
 def reduce_scatter_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]. This may overwrite `x`."""
+    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]. The call may overwrite `x`."""
     return _reduce_scatter(x, rows, rank, group, turn, name, torch.Tensor.contiguous)
 
 
