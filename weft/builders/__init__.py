@@ -7,9 +7,8 @@ imported automatically.
 import importlib
 import pkgutil
 
-from weft.builders.candidate import Candidate
 from weft.builders.output_map.map import MatmulInto, OutputMap, schedule_of
-from weft.builders.problem import PROBLEMS, Problem, described
+from weft.builders.problem import PROBLEMS, Candidate, Problem, described
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul as AllGatherMatmul
 from weft.builders.problems.all_gather_matmul import Scaled
 from weft.builders.problems.all_gather_matmul_gradients import AllGatherMatmulGradients as AllGatherMatmulGradients

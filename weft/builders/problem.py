@@ -1,15 +1,41 @@
-"""Problems: the sizes and options of an operator's call. `weft.builders.registry` has the builders of their schedules."""
+"""Problems: the sizes and options of an operator's call, and the candidates among which the planner selects a schedule.
+`weft.builders.registry` has the builders of the schedules.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from weft.builders import options as own
-from weft.builders.candidate import Candidate
+from weft.schedule.schedule import Schedule
 from weft.words import counted, kind
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A builder with values for its parameters.
+
+    builder: the builder's name.
+    parameters: the parameters whose values differ from their defaults, as pairs (name, value).
+    build: a function that returns the schedule.
+    """
+
+    builder: str
+    parameters: tuple[tuple[str, Any], ...]
+    build: Callable[[], Schedule]
+
+    @property
+    def pieces_grow(self) -> bool:
+        """True if each shard is cut into W pieces for W ranks, which makes planning slow for many ranks."""
+        return ("steps", 0) in self.parameters
+
+    @property
+    def name(self) -> str:
+        given = ",".join(f"{key}={value}" for key, value in self.parameters)
+        return f"{self.builder}[{given}]" if given else self.builder
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from weft.builders.candidate import Candidate
-from weft.builders.problem import Problem
+from weft.builders.problem import Candidate, Problem
 from weft.errors import ScheduleError
 from weft.schedule.schedule import Schedule
 

@@ -333,8 +333,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def given(self, call: _Call) -> str:
         if call.optimizer:
             return f"updated by {call.optimizer} with factor {call.factor!r}"
-        factor = f"with factor {call.factor!r}" if call.factor != 1.0 else ""
-        return joined("with sparse gradients" * call.sparse, factor)
+        if call.factor == 1.0:
+            return "with sparse gradients" * call.sparse
+        return joined("with sparse gradients" * call.sparse, f"with factor {call.factor!r}")
 
     def wanted(self, call: _Call) -> tuple[bool, ...]:
         if not torch.is_grad_enabled():

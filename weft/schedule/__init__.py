@@ -49,7 +49,7 @@ _MOVED = {
         "candidates", "described", "named", "schedule_of", "unregister",
     ), "weft.builders"),
     "builders": "weft.builders.registry",
-    "candidate": "weft.builders.candidate",
+    "candidate": "weft.builders.problem",
     "ficco": "weft.builders.ficco",
     "operands": "weft.builders.operands",
     "options": "weft.builders.options",

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from weft.builders.candidate import Candidate
-from weft.builders.problem import Problem, require_even
+from weft.builders.problem import Candidate, Problem, require_even
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 

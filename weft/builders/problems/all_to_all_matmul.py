@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.builders.candidate import Candidate
+from weft.builders.problem import Candidate
 from weft.builders.problems.experts import ExpertsProblem
 from weft.schedule.regions import ITEM_BYTES
 from weft.words import counted

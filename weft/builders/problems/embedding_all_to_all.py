@@ -8,8 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from weft.builders.candidate import Candidate
-from weft.builders.problem import NEARLY, Problem
+from weft.builders.problem import NEARLY, Candidate, Problem
 from weft.builders.row_reuse import found_in_cache
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from weft.builders.candidate import Candidate
+from weft.builders.problem import Candidate
 from weft.builders.problems.gemm import GemmProblem
 from weft.schedule.kernels import TrackedMatmul
 from weft.words import counted

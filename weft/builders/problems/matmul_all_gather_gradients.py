@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.builders.candidate import Candidate
+from weft.builders.problem import Candidate
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.words import counted
 

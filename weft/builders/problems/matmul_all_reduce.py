@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from weft.builders.candidate import Candidate
-from weft.builders.problem import NEARLY
+from weft.builders.problem import NEARLY, Candidate
 from weft.builders.problems.gemm import GemmProblem, chunks_between_hosts
 from weft.schedule.regions import checked_eps
 from weft.words import counted

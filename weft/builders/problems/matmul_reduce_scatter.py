@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.builders.candidate import Candidate
-from weft.builders.problem import require_even
+from weft.builders.problem import Candidate, require_even
 from weft.builders.problems.gemm import GemmProblem, chunks_between_hosts
 from weft.schedule.kernels import TrackedMatmul
 from weft.words import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from weft.builders.candidate import Candidate
+from weft.builders.problem import Candidate
 from weft.builders.problems.all_gather_matmul import Scaled, require_multiple
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.words import counted

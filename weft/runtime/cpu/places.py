@@ -14,6 +14,7 @@ import torch
 from weft import _core
 from weft.runtime.cpu.memory import Mapped
 from weft.runtime.cpu.run import Run
+from weft.runtime.cpu.sizes import Parts
 from weft.runtime.schedule_memory import ALIGNMENT, TORCH_DTYPE, layout_of
 from weft.schedule import Buffer, Index, Region, Schedule, Wait, value
 from weft.symm.memory import lent
@@ -83,6 +84,8 @@ class Places:
         self._senders = senders
         self.run, self.rank, self._setters, self._shared = run, run.comm.rank, setters, shared
         self.known: dict[tuple[str, int], Place] = {}
+        self.parts: dict[int, Parts] = {}
+        """The regions of the schedule's steps with dynamic sizes (`parts_of`), by the id of the step."""
         self.layout = layout_of(schedule)
         self.scratch_bytes = 0
         self._own: list[tuple[Buffer, int]] = []  # (buffer, offset)

@@ -22,7 +22,7 @@ from weft.runtime.cpu.memory import Mapped
 from weft.runtime.cpu.messages import Arrival
 from weft.runtime.cpu.places import Place, Places, at_address, size
 from weft.runtime.cpu.run import Run, Tensors
-from weft.runtime.cpu.sizes import require_sizes
+from weft.runtime.cpu.sizes import parts_of, require_sizes
 from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Buffer, Collective, Compute, Read, Schedule, Step, Tiles, value
@@ -81,6 +81,7 @@ class Program:
                 for name in mine:
                     users[name].append(bound)
                 if dynamic:
+                    self.places.parts[id(step)] = parts_of(step)
                     bound.call = partial(self._run_dynamic, bound, known)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))

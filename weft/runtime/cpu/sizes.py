@@ -5,7 +5,7 @@ be thousands.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -23,10 +23,19 @@ _MOST_ROWS = 1 << 47
 """The largest allowed sum of dynamic sizes. Processors address fewer bytes than this, and sums in int64 do not overflow."""
 
 
-def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
+Parts: TypeAlias = Sequence[tuple[Step, tuple[Region, ...]]]
+"""The steps of a tile, or the step itself, each with its regions."""
+
+
+def parts_of(step: Step) -> Parts:
+    return [(inner, inner.regions) for inner in step.inner or (step,)]
+
+
+def numbered(step: Step, parts: Parts, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
     """Yield a step with numbers in place of its expressions. For a tile kernel, yield the steps of all its tiles, in order.
     Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
+    parts: the result of `parts_of`.
     values: the dynamic sizes that the step's lane has read, by the buffer that contains them.
     size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """
@@ -40,16 +49,16 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
     columns: list[tuple[Any, list[list[Any]]]] = [
         (inner, [_numbers(count, within, cast(Set, inner).index, cast(Set, inner).at).tolist()])
         if inner.is_signal
-        else (inner, [_table(region, within, count, size_of) for region in inner.regions])
-        for inner in step.inner or (step,)
+        else (inner, [_table(region, within, count, size_of) for region in regions])
+        for inner, regions in parts
     ]
     for i in range(count):
         for inner, tables in columns:
-            parts = [table[i] for table in tables]
+            operands = [table[i] for table in tables]
             if inner.is_signal:
-                yield Set(inner.signal, *parts[0])
-            elif 0 not in (parts[-1].rows, parts[-1].cols):
-                yield inner.on(parts)
+                yield Set(inner.signal, *operands[0])
+            elif 0 not in (operands[-1].rows, operands[-1].cols):
+                yield inner.on(operands)
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:

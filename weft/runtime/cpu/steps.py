@@ -14,7 +14,7 @@ import torch
 
 from weft import _core
 from weft.runtime.cpu.places import Place, Places, size
-from weft.runtime.cpu.sizes import numbered
+from weft.runtime.cpu.sizes import numbered, parts_of
 from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import (
@@ -66,7 +66,8 @@ def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], ro
 
     known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
     """
-    for inner in numbered(step, known, places.size_of):
+    parts = places.parts.get(id(step)) or parts_of(step)
+    for inner in numbered(step, parts, known, places.size_of):
         bind(inner, places, rows)()
 
 
