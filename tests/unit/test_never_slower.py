@@ -298,6 +298,20 @@ def test_a_sentence_needs_queued_or_captured_calls() -> None:
         page.sentence([_row(mode="single")])
 
 
+def test_named_shapes_alone_are_those_of_the_whole_run() -> None:
+    from weft.bench.never_slower.run import items_of
+
+    def items(only: str, modes: str = "queued,changing") -> list[Any]:
+        given = ["--device", "cpu", "--seed", SEED, "--shapes", "4", "--modes", modes, "--only", only]
+        return items_of(options_of(given, "weft bench"), 2)
+
+    whole = items("", "queued")
+    some = whole[1], whole[-1]
+    assert items(", ".join(item.config for item in some)) == list(some)
+    with pytest.raises(ValueError, match=f"--only 1x2x3: not among the first 4 shapes of seed {SEED} of any"):
+        items(f"{whole[0].config},1x2x3")
+
+
 def test_parts_are_all_shapes_once() -> None:
     from weft.bench.never_slower.run import items_of
 

@@ -40,6 +40,7 @@ examples:
   weft bench never-slower --ops all_gather_matmul,matmul_all_reduce --modes queued,graph
   weft bench never-slower --json never.jsonl               if interrupted, run it again: it measures only the missing shapes
   weft bench never-slower --shapes 40 --part 2/3 --seed 89614071 --json part-2.jsonl
+  weft bench never-slower --seed 92c7fe8b --only 132x14848x25152-e4-top4 --modes graph
   torchrun --nproc-per-node 2 -m weft.cli bench never-slower --device cuda
 """
 
@@ -66,6 +67,7 @@ class Options:
     sizes: int = SIZES["cpu"]
     part: tuple[int, int] = (1, 1)
     json: Path | None = None
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -105,6 +107,10 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
     add("--ops", metavar="A,B", help=f"operators. Default: all of {', '.join(forward_operators())}")
     add("--shapes", type=int, default=SHAPES, metavar="N", help=f"number of shapes of each operator. Default: {SHAPES}")
     add("--part", default="1/1", metavar="I/N", help="measure the I-th of N equal parts of all shapes")
+    add("--only", metavar="A,B", default="", help=(
+        "of all shapes, measure only those with these names, such as 132x14848x25152-e4-top4; not in mode changing. Pass the seed "
+        "of the run that printed the names"
+    ))  # fmt: skip
     add("--seed", metavar="HEX", help="seed of the shapes. Default: the first 8 digits of the measured commit")
     add(
         "--modes",
@@ -139,6 +145,7 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
         _list(given.ops) if given.ops is not None else tuple(forward_operators()), modes, device,
         number_of_ranks(given.ranks, device), (given.seed or default_seed()).lower(), given.shapes,
         SIZES.get(device, SIZES["cpu"]) if given.sizes is None else given.sizes, (int(found[1]), int(found[2])), given.json,
+        _list(given.only),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from weft.bench.never_slower.judge import Verdict, key, mine
 from weft.bench.never_slower.measure import ShapeToMeasure, common, measured
 from weft.bench.never_slower.options import Options
 from weft.errors import WeftError
-from weft.words import by_rank
+from weft.words import by_rank, counted
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
 
 def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
     """Return the shapes to measure in this part of the run, in this order: the first shape of each operator, then the second of
-    each, and so on.
+    each, and so on. Raise `ValueError` if `options.only` names a shape that is not drawn.
     """
     bounds = bounds_here(options.device, world_size)
     drawn = [
@@ -64,7 +64,15 @@ def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
         for index in range(options.shapes if set(options.modes) != {"changing"} else 0)
         for op in options.ops
     ]
-    if "changing" in options.modes:
+    if options.only:
+        if missing := set(options.only) - {item.config for item in drawn}:
+            first = f"the first {counted(options.shapes, 'shape')} of seed {options.seed}"
+            raise ValueError(
+                f"--only {','.join(sorted(missing))}: not among {first} of any operator in --ops: pass the --seed and --shapes of "
+                "the run that printed the name"
+            )
+        drawn = [item for item in drawn if item.config in options.only]
+    elif "changing" in options.modes:
         for op in options.ops:
             drawn.append(ShapeToMeasure(op, _CHANGING, *draw_changing(op, options.seed, bounds, options.sizes)))
     number, parts = options.part
@@ -95,7 +103,9 @@ class _Run:
         return found
 
     def all(self) -> list[Record]:
-        items = self.told(items_of(self.options, self.ranks.world_size) if self.leads else [])
+        items, wrong = self.told(self.drawn() if self.leads else ([], ""))
+        if wrong:
+            raise ValueError(wrong)
         if self.leads:
             self.rows = self.found(items)
         todo = self.told(self.missing(items))
@@ -110,6 +120,13 @@ class _Run:
                 print(appended(self.options.json, self.written), flush=True)
             page.show(self.rows)
         return self.rows
+
+    def drawn(self) -> tuple[list[ShapeToMeasure], str]:
+        """Return the shapes to measure, and an error text or ""."""
+        try:
+            return items_of(self.options, self.ranks.world_size), ""
+        except ValueError as error:
+            return [], str(error)
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
         """Return the records of these shapes that the results file already has. Print their number."""
