@@ -99,7 +99,7 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class Family(Generic[E]):
-    """The sizes that a group has called of a problem family: problems of an operator that differ only in size.
+    """The sizes of one problem family that a group has called. (Problems of a family differ only in size.)
 
     typical: the operator that was compiled last, for any of these sizes.
     once: the number of sizes that have been compiled, but called only once.

@@ -171,7 +171,7 @@ class Operator(ABC, Generic[C]):
         (`weft.operator.replay`).
 
         In such an operator, no field of the call may depend on the contents of a tensor. The public function may divide
-        the first result by the number of ranks (`averages`). Otherwise it must return the results unchanged.
+        the first result by the number of ranks (`averages`). Apart from this, it must return the results unchanged.
         """
         return True
 
@@ -227,7 +227,7 @@ class Operator(ABC, Generic[C]):
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Check the results of a call, and raise errors that only the results show. weft calls this method only on CPU,
+        """Check the results of a call, and raise errors that can be found only in the results. weft calls this method only on CPU,
         where results are complete when a call returns.
         """
 

@@ -86,8 +86,8 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return {candidate: time in us} of all times for `problem` that were measured on this machine and cached, with the
-    versions of packages and driver that are installed now.
+    """Return the cached times of candidates for `problem`: {candidate: time in us}. Times count only if they were measured on
+    this machine, with the installed versions of packages and driver.
     """
     if not _known and not store.any_of("autotune"):  # the common case is fast: without cached times, no key is computed
         return {}

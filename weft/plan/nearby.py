@@ -48,7 +48,7 @@ def _choices(
     """Return the choice for each mode.
 
     If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
-    schedule is clearly faster than serial, and takes so long that the costs in which modes differ matter little.
+    schedule is clearly faster than serial, and takes so long that the differences between the modes matter little.
 
     among: the names of the candidates to consider; None for all. near: True if the choice also applies to nearby sizes.
     """

@@ -75,7 +75,7 @@ def run_native(
     - the numbers of slices sent, flags set, and events in the timeline
 
     table: the result of `slot_table`. outputs: the address of each rank's output buffer. epoch: the number of the call.
-    flags: for each rank, the address of the flags in the memory of that rank that this rank sets. Empty except with the
+    flags: for each rank r, the address of the flags that this rank sets in the memory of rank r. Empty except with the
         transport `put`.
     timeline: an array for events; None for no timeline.
     """
@@ -235,7 +235,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Return, for each rank, the address of the flags in that rank's memory that this rank sets. Allocate more flags if
+        """Return, for each rank r, the address of the flags that this rank sets in the memory of rank r. Allocate more flags if
         needed.
 
         A rank has a flag for every slice that it receives, grouped by sender: `batch_sizes[r] * slices_per_sample[s]` flags

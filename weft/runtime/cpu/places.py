@@ -66,7 +66,7 @@ class Places:
     setters: for each counter of this rank, the ranks that increase it in a run. A rank that increases it twice occurs
         twice.
     shared: the names of buffers to which several ranks or lanes may add at the same time.
-    senders: for each counter that a message increases when it arrives, the ranks that send such messages.
+    senders: for each counter that arriving messages increase, the ranks that send these messages.
 
     Attributes. known: the `Place` of each buffer, by (buffer, rank). scratch_bytes: the bytes of private memory that the
     schedule needs.

@@ -154,7 +154,7 @@ class Program:
     def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
         """Run a step whose sizes or tiles are known only in this run (`Bound.dynamic`).
 
-        known: the dynamic sizes that the step's lane has read so far, by the buffer that contains them. A `Read` step adds
+        known: the dynamic sizes that the step's lane has read so far, by the name of their buffer. A `Read` step adds
             the contents of its buffer.
         """
         step = bound.step
@@ -175,7 +175,7 @@ class Program:
     def _match_rows(self, known: dict[str, PrefixSums]) -> None:
         """Check the inputs and allocate the outputs that have a dynamic number of rows, which is now known.
 
-        known: the dynamic sizes that the lane has read so far, by the buffer that contains them.
+        known: the dynamic sizes that the lane has read so far, by the name of their buffer.
 
         Outputs are allocated by the functions that the caller passed. Raise `ScheduleError` if an input has too few rows.
         More rows, such as padding, are allowed.

@@ -36,7 +36,7 @@ def numbered(step: Step, parts: Parts, values: Values, size_of: Callable[[Place]
     Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
     parts: the result of `parts_of`.
-    values: the dynamic sizes that the step's lane has read, by the buffer that contains them.
+    values: the dynamic sizes that the step's lane has read, by the name of their buffer.
     size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """
     if not isinstance(step, Tiles | Copy | Compute):

@@ -56,7 +56,7 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     kernel's tiles. The function applies only to the registered class: a schedule with a kernel of a subclass is refused.
 
     kernel: the kernel of `step`, with numbers in place of dynamic sizes. places: the addresses of buffers and counters.
-    known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
+    known: the dynamic sizes that the step's lane has read, by the name of their buffer.
     """
     run_numbered(step, places, known)
 
@@ -64,7 +64,7 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
 def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
     """Replace the expressions of a step by numbers, and run it. Tiles run one after another.
 
-    known: the dynamic sizes that the step's lane has read, by the buffer that contains them.
+    known: the dynamic sizes that the step's lane has read, by the name of their buffer.
     """
     parts = places.parts.get(id(step)) or parts_of(step)
     for inner in numbered(step, parts, known, places.size_of):

@@ -151,8 +151,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, launch: Launch) -> bool:
-        """True if the stream operation in which `launch` waits can also write the mark that shows the watching thread that a
-        run has begun.
+        """True if the stream operation with the waits of `launch` can also write a mark to memory. The mark shows the watching
+        thread that a run has begun.
 
         Two conditions must hold:
         - The launch is the first of a copy lane, and waits only for flags of the previous run.

@@ -96,7 +96,7 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 class LastRun:
     """The state of the last run that the CPU has issued.
 
-    known: the dynamic sizes that the CPU has read, by the buffer that contains them.
+    known: the dynamic sizes that the CPU has read, by the name of their buffer.
     made: the allocated outputs with a dynamic number of rows, by name.
     caller: the stream on which these outputs are allocated; None if the CPU reads no sizes.
     failure: an error that the watching thread has found. The next call raises it.

@@ -311,8 +311,8 @@ class Pending:
 
 
 class Marks:
-    """A recorder of the times at which the steps of a call end, on the caller's thread or stream, by the clock that executors
-    use for timelines.
+    """A recorder of times: when each step of a call ends, on the caller's thread or stream. It uses the same clock as the
+    timelines of executors.
 
     Each step begins when the previous step ends. `end` adds the steps to the timeline as spans of the lane `compute`.
     """
