@@ -55,7 +55,7 @@ class EmbeddingPlan:
 
     @cached_property
     def text(self) -> dict[str, str]:
-        """{property: its value} of all properties that must be equal on all ranks, as short texts for error messages."""
+        """All properties that must be equal on all ranks, as short texts for error messages: {name of the property: its value}."""
         tables = {
             f"table {number}": f"{t.name} [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of "
             f"{', '.join(t.feature_names)} on rank {rank}"
@@ -76,15 +76,16 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """{rank: addresses and layouts of the tables in the last call that checked them} (`weft.runtime.layouts`). Unchanged
-        tables are not checked again.
+        """For each rank, the addresses and layouts of the tables in its last call that checked them: {rank: layout}
+        (`weft.runtime.layouts`). Unchanged tables are not checked again.
         """
         return {}
 
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
-        """{rank: layouts of tables and states that recent backward calls have found valid}. These are not checked
-        again.
+        """For each rank, the layouts of tables and optimizer states that its recent backward calls have found valid: {rank:
+        layouts}.
+        Tables and states with one of these layouts are not checked again.
         """
         return {}
 
@@ -120,7 +121,7 @@ class EmbeddingPlan:
 
     @cached_property
     def candidates(self) -> dict[str, Transport]:
-        """{name of a schedule, such as "put[slice_size=8]": its transport}, for the choice by transport="auto"."""
+        """The schedules among which transport="auto" chooses: {name, such as "put[slice_size=8]": transport}."""
         given = (
             [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
         )

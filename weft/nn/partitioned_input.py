@@ -83,7 +83,7 @@ class PartitionedInput:
 
     @property
     def is_needed(self) -> bool:
-        """True if any table is row-wise or data-parallel. Otherwise parts read the given features unchanged."""
+        """True if any table is row-wise or data-parallel. If False, features need no conversion."""
         return bool(self.row_wise or self.replicated)
 
     def __call__(self, features: Any, device: torch.device) -> Arranged:

@@ -45,9 +45,11 @@ class Prefetched:
             self._begun = distribution.begin(features, refusal)
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Send the ids, and return the results of `InputDist.__call__`, valid on the current stream.
+        """Send the ids, and return the features of this rank's tables and every rank's batch size, as `InputDist.__call__`
+        does.
+        The tensors are valid on the current stream.
 
-        before_ids_leave: a function to call first, which may raise on all ranks.
+        before_ids_leave: a function that is called before the ids are sent, for checks. If it raises, it raises on all ranks.
         """
         with self._aside():
             before_ids_leave()

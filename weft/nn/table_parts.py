@@ -97,7 +97,9 @@ class PartitionedTables(TrainedTables):
             self._update_collected_parts(collected)
 
     def _collecting_parts(self) -> AbstractContextManager[list[Any]]:
-        """Collect the gradients of parts, as `_collecting` does for all tables."""
+        """Return a context in which backward collects the gradients of this rank's parts, instead of updating the parts. The
+        context's value is the list of collected gradients.
+        """
         raise NotImplementedError
 
     def _update_collected_parts(self, collected: list[Any]) -> None:
@@ -129,7 +131,7 @@ class PartitionedTables(TrainedTables):
             self.partition = replace(self.partition, tables=tables)
 
     def _converted(self, device: torch.device) -> None:
-        """Store the device of the tables after a conversion."""
+        """Adapt the module to tables that a conversion, such as `cuda()`, has replaced. `device` is the tables' new device."""
         if device != self.device:
             self.device, self._fused_optimizer = device, None
         if self._replicated is not None and self.partition.replicated is not None:

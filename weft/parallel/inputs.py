@@ -56,8 +56,9 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """torch's style for the inputs of a module, changed so that it leaves inputs sharded. A `ColwiseLinear` can then gather
-    them during its GEMM.
+    """torch's `PrepareModuleInput`, except that sharded inputs stay sharded where torch gathers them. A `ColwiseLinear` can
+    then
+    gather the inputs during its GEMM.
     """
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:

@@ -425,8 +425,8 @@ class Model:
     def _correction(self, shape: MatmulShape) -> float:
         """Return measured / predicted time near `shape`: the geometric mean over the nearest measured shapes.
 
-        Weights are 1 / distance^4, with distances in octaves. The exponent exceeds the number of dimensions (3), so
-        that many distant shapes do not outweigh a few near ones.
+        Weights are 1 / distance^4. Distances are between the logarithms (base 2) of the sizes of shapes. The exponent exceeds
+        the number of dimensions (3), so that many distant shapes do not outweigh a few near ones.
         """
         *sizes, dtype = shape
         if dtype not in self._errors or min(sizes) < 1:

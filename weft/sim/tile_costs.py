@@ -198,8 +198,8 @@ def _is_one_per_tile(parts: list[Part]) -> bool:
 
 
 def _in_shared_tiles(parts: list[Part], sources: int) -> list[Part]:
-    """Merge an expert's segments from all `sources` ranks into one segment, if the segments have few rows. Return the
-    parts.
+    """Merge an expert's segments from all `sources` ranks into one segment, if the segments have few rows. Return the new
+    list of parts; other parts are unchanged.
     """
     gemms = [part for part in parts if part[0].multiplies]
     segments, rows = sum(times for *_, times in gemms), sum(times * operands[-1].rows for _, operands, times in gemms)

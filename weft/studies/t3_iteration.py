@@ -132,8 +132,8 @@ def simulate_future(gpu: TrackingGpu) -> Record:
 
 
 def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, list[Iteration]]]:
-    """Return (name, [training iteration, prompt iteration]) for each network and number of ranks. The networks of the
-    record `future`, with trillions of parameters, come last.
+    """Return (name, [iteration of training, iteration of the prompt phase]) for each network and number of ranks. The networks
+    of the record `future`, with trillions of parameters, come last.
     """
     lines: list[tuple[str, list[Iteration]]] = []
     of_phase = [list(iterations(rows, phase)) for phase in PHASES]

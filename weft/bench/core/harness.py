@@ -73,7 +73,9 @@ class Ranks:
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks of this host: at an agreed time of the system clock."""
+        """Wait until a moment that all ranks agree on, so that all ranks of this host return at the same time. The moment is a
+        time of the system's clock, which these ranks share.
+        """
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass

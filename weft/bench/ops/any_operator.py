@@ -260,8 +260,9 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
-        """{mode: the planner's choice of a schedule}; empty if the planner does not know the machine, so that the
-        operator autotunes.
+        """The schedule that the planner chose for each mode: {mode: choice}. Empty if the planner does not know the machine:
+        the
+        operator then autotunes.
 
         Read this property only after the operator's first call, because the time of the first call should include the
         planning.
@@ -273,8 +274,8 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """{mode: ({schedule: calibrated ms}, {schedule: blind ms})}: predicted times per call in a series of
-        consecutive calls.
+        """The predicted times of schedules, per call in a series of consecutive calls: {mode: ({schedule: calibrated ms},
+        {schedule: blind ms})}.
 
         Calibrated predictions use GEMM times that the operator's first call measured for this shape. Blind predictions
         use only the machine's description (`weft.hw`) and the results of `weft plan calibrate`.

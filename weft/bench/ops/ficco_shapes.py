@@ -86,7 +86,9 @@ class GatherShape(GemmShape):
 
         item_bytes: the bytes of an element.
 
-        The paper's GEMMs can fill a GPU. For them the estimate counts six tensors of the gathered input's size, the
+        For shapes that are not the paper's, this is the estimate of `GemmShape.bytes`.
+
+        The paper's GEMMs can fill a GPU's memory. For them the estimate counts six tensors of the gathered input's size, the
         weight and two results, and a float64 copy of weight and results.
         """
         if not self.gemm:
@@ -99,8 +101,9 @@ def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: in
     """Return `shape` with M halved until inputs, results and all measured schedules fit into memory. All ranks must
     make this call.
 
-    names: the variants to measure, as in `pinned_schedules`. A shape that is not one of the paper's, or that has a
-    given divisor of M, is returned unchanged. If no M fits, return the full shape, which `check_room` then refuses.
+    names: the variants to measure, as in `pinned_schedules`. A shape is returned unchanged if it is not one of the paper's, or
+        if its name already gives a number by which M is divided. If no M fits, return the full shape, which `check_room` then
+        refuses.
     """
     if not shape.gemm or shape.over:
         return shape

@@ -23,7 +23,8 @@ _MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores
 
 @dataclass(frozen=True)
 class TrackingGpu(Quantities):
-    """A GPU with T3's tracker, triggered copies, memory that adds, and arbitration.
+    """A GPU with T3's hardware: a tracker, triggered copies, memory that adds stored values to its contents, and arbitration
+    between the memory accesses of the GEMM and of communication.
 
         gpu = t3_gpu()
         gpu["memory.effective"]              0.46e12 (bytes/s)

@@ -69,7 +69,11 @@ def lines(dims: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
 
 
 def kinds_of_links(dims: tuple[int, ...]) -> list[tuple[str, int, int, int]]:
-    """Return (kind, step, difference between neighbouring ranks, size of the ring) of each link that leaves a rank."""
+    """Return (kind, step, difference between neighbouring ranks, size of the ring) of each link that leaves a rank.
+
+    kind: the name of the dimension and the direction, such as "row +1". step: 1 or -1, the direction in which the link goes
+    along its ring.
+    """
     # In a ring of two, both neighbours are the same rank.
     return [
         (f"{name} {step:+d}", step, stride, size) for name, stride, size in lines(dims) for step in (1, -1)[: size - 1]
@@ -84,7 +88,7 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int, *mor
     """Return a torus: a ring along each row of `columns` ranks, along each column, and along each line of further dimensions.
 
     bytes_per_us, latency_us: the bandwidth and the latency of each link.
-    more: the sizes of the second and further dimensions, without the last dimension, which has the remaining ranks.
+    more: the sizes of the dimensions between the first, `columns`, and the last, whose size follows from `ranks`.
     """
     dims = dims_of(ranks, columns, *more)
     links = []
