@@ -35,7 +35,7 @@ def numbered(step: Step, parts: Parts, values: Values, size_of: Callable[[Place]
     """Yield a step with numbers in place of its expressions. For a tile kernel, yield the steps of all its tiles, in order.
     Omit steps on empty regions. Raise `ValueError` for a region outside its buffer.
 
-    parts: the result of `parts_of`.
+    parts: the step itself, or the steps of a tile, each with its regions (from `parts_of`).
     values: the dynamic sizes that the step's lane has read, by the name of their buffer.
     size_of: a function that returns (rows, columns) of a buffer, given as (buffer, rank).
     """

@@ -159,9 +159,9 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
 
 
 def occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return a sorted list of (distinct column of `table`, number of tiles with this column).
+    """Return a sorted list of (column, number of tiles) for the distinct columns of `table`. A column has values of tiles.
 
-    times: the number of tiles of each column.
+    times: for each column of `table`, the number of tiles with these values. Equal columns may occur more than once.
     """
     order = np.lexsort(table[::-1])
     table = table[:, order]
