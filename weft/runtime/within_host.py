@@ -55,8 +55,8 @@ class WithinHost:
         self.flat, self.views, self._counters = [], [], []
 
     def own(self, like: torch.Tensor, *shape: int, deadline_s: float, what: str) -> torch.Tensor:
-        """Wait until no peer reads this rank's memory any more. Return this memory, to be written, as a tensor [shape] with
-        the dtype of `like`.
+        """Wait until no peer reads this rank's memory any more. Return this memory, which the caller may then write, as a
+        tensor [shape] with the dtype of `like`.
 
         what: the collective's name, for error texts.
         """

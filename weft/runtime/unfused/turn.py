@@ -98,8 +98,10 @@ class Turns:
 
     @opaque
     def ride(self, collective: str, cargo: Cargo, deadline_s: float, number: int = 0) -> int:
-        """Run `cargo`, a small collective whose data travel with the messages of the rendezvous. The collective is complete on
-        return. Return the largest `number` of all ranks.
+        """Run `cargo`, a small collective whose data are sent with the messages of the rendezvous. The collective is complete
+        on return. Return the largest `number` of all ranks.
+
+        number: a number that may differ between ranks, such as the size of this rank's data.
         """
         topic = self.topic(collective)
         try:
@@ -118,8 +120,9 @@ class Turns:
 
     @opaque
     def largest(self, collective: str, number: int, deadline_s: float) -> int:
-        """Wait until all ranks have reached a collective. Return the largest `number` of all ranks, such as the most
-        tokens of any rank.
+        """Wait until all ranks have reached a collective. Return the largest `number` of all ranks.
+
+        number: a number that may differ between ranks, such as this rank's number of tokens.
         """
         extras = self._meeting.meet(self.topic(collective), deadline_s=deadline_s, extra=_NUMBER.pack(number, 0))
         return _largest(extras)
@@ -187,8 +190,10 @@ class Turn:
         return None if self._turns is None or self.has_met else self._turns.rails
 
     def ride(self, collective: str, cargo: Cargo, number: int = 0) -> int:
-        """Run `cargo`, a small collective whose data travel with the messages of the rendezvous. The collective is complete on
-        return. Return the largest `number` of all ranks.
+        """Run `cargo`, a small collective whose data are sent with the messages of the rendezvous. The collective is complete
+        on return. Return the largest `number` of all ranks.
+
+        number: a number that may differ between ranks, such as the size of this rank's data.
         """
         assert self._turns is not None
         return self._turns.ride(collective, cargo, self.wait_s, number)
@@ -199,9 +204,10 @@ class Turn:
         return None if self._turns is None or self._turns.comm.all_mapped else self._turns.comm
 
     def largest(self, collective: str, number: int) -> int:
-        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks, such as the most tokens
-        of any rank. The caller then begins the collective by `self.met.begin`, which does not synchronise the ranks
-        again.
+        """Wait until all CPU ranks have reached a collective. Return the largest `number` of all ranks. The caller then begins the
+        collective by `self.met.begin`, which does not synchronise the ranks again.
+
+        number: a number that may differ between ranks, such as this rank's number of tokens.
         """
         assert self._turns is not None
         return self._turns.largest(collective, number, self.wait_s)

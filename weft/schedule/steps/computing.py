@@ -16,7 +16,7 @@ class Op:
     """The signature and cost of an operation.
 
     inputs: the maximum number of inputs.
-    optional: the number of inputs that may be omitted; these are the last.
+    optional: the number of inputs, counted from the last, that may be omitted.
     flops_per_element: FLOPs per output element, for operations other than GEMMs.
     """
 
