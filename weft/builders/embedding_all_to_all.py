@@ -193,7 +193,8 @@ class _Slices(Draft):
         """Return an expression of the tile's index `t`, for a property of the slice that the tile pools, such as its
         first column. `numbers[rank][i]` is the value for slice i of every sample on `rank`.
         """
-        return _formula(numbers, RANK, self._unit)
+        # Ranks without tables have no tiles, but their steps must have values too, because the CPU issues the steps.
+        return _formula([of_rank or [0] for of_rank in numbers], RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
         """Return the step with which tile `t` pools the bags of its slice into `out`.
