@@ -3,13 +3,14 @@
 1. `WithinHost.exchange` of tensors that are larger than its memory. 2. Results of both operators and their gradients,
 for several placements of ranks, uneven and empty splits, `max_rows` and returned tokens. Inputs are whole numbers, so
 GEMMs are exact in every order. 3. Few tokens travel with the rendezvous. 4. All ranks avoid an implementation that is
-slower on one rank. 5. A rank that fails between two exchanges ends the group. 6. Combines that are begun before the
-rendezvous: repeated calls, calls that a rank refuses or whose tables differ, too large messages, and ranks that make another
-call.
+slower on one rank. 5. Each call is chosen by its own number of tokens. 6. A rank that fails between two exchanges ends the
+group. 7. Combines that are begun before the rendezvous: repeated calls, calls that a rank refuses or whose tables differ, too
+large messages, and ranks that make another call.
 """
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -139,7 +140,7 @@ def test_few_tokens_travel_with_the_rendezvous(pool: Pool) -> None:
 
 
 def chosen(group, slow):
-    """Return how many of 14 calls sent far rows first, if one implementation is slow on rank 0. The first is not timed."""
+    """Return how many of 14 calls sent far rows first, if one implementation is slow on rank 0."""
     with on_two_hosts(group) as own:
         kind = experts_far_first.FarFirst
         counted = mock.patch.object(kind, "dispatch", autospec=True, side_effect=kind.dispatch)
@@ -151,9 +152,52 @@ def chosen(group, slow):
         return other.call_count
 
 
-@pytest.mark.parametrize(("slow", "wanted"), [("far first", 6), ("one by one", 6 + 1)])
+@pytest.mark.parametrize(("slow", "wanted"), [("far first", 6), ("one by one", 6 + 2)])
 def test_all_ranks_decline_the_way_that_is_slower_on_one_rank(pool: Pool, slow: str, wanted: int) -> None:
     assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [wanted] * 2
+
+
+def tried(group, sizes):
+    """Make calls whose busiest rank has these numbers of rows. Return, for each operator, which calls sent far rows first. Calls
+    of up to 100 rows are few.
+    """
+    rank, world, kind = group.rank(), group.size(), experts_far_first.FarFirst
+    w, back = numbers(world, K, N, seed=1), numbers(world, N, K, seed=2)
+    found = {"dispatch": [], "combine": []}
+    few = mock.patch.object(serial, "_FEW_BYTES", 100 * 4 * K)
+    with on_two_hosts(group) as own, slow_on_rank_0(own, False), contextlib.ExitStack() as stack:
+        counted = {
+            name: stack.enter_context(
+                mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
+            ) for name in found
+        }  # fmt: skip
+        stack.enter_context(few)
+        for call, rows in enumerate(sizes):
+            before = {name: one.call_count for name, one in counted.items()}
+            splits = torch.ones(world, world, dtype=torch.int64)  # [source, expert]
+            splits[call % world, (call + 1) % world] += rows - world  # one rank sends many, to one rank
+            tokens = [numbers(int(of.sum()), K, seed=10 * call + r) for r, of in enumerate(splits)]
+            parts = [x.split(of.tolist()) for x, of in zip(tokens, splits, strict=True)]
+            y, received = weft.all_to_all_matmul(
+                tokens[rank], w[rank : rank + 1], splits[rank], group=own, return_received=True
+            )
+            assert torch.equal(y, torch.cat([of[rank] for of in parts]) @ w[rank])
+            out = weft.matmul_all_to_all(y, back[rank : rank + 1], received, splits[rank], group=own)
+            assert torch.equal(out, torch.cat([x @ w[e] @ back[e] for e, x in enumerate(parts[rank])]))
+            for name, one in counted.items():
+                found[name].append(one.call_count > before[name])
+    return found
+
+
+BLOCKS = ([False] * 3 + [True] * 3) * 2
+
+
+def test_a_call_with_few_tokens_decides_nothing_for_calls_with_many(pool: Pool) -> None:
+    few, many = 5, 200
+    for of_rank in pool.run(tried, [few] + [many] * 14 + [few] * 2 + [many] * 2, ranks=4, timeout_s=90):
+        assert of_rank["dispatch"] == [False, *BLOCKS, True, True, False, False, True, True]
+        # Ranks begin a combine before they know its number of rows, so they go by earlier calls.
+        assert of_rank["combine"][2:16].count(True) >= 6 + 2
 
 
 def fails(group):

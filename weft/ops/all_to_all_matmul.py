@@ -326,9 +326,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def unfused(self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
         tokens = contiguous(call.tokens, "tokens", self.name)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts", self.name)
-        y, sizes, x = experts.dispatched(
-            tokens, w, call.splits, group, call.max_rows, turn, return_x=call.return_x, most=p.most
-        )
+        y, sizes, x = experts.dispatched(tokens, w, call.splits, group, call.max_rows, turn, return_x=call.return_x)
         remember(sizes)
         return [y, sizes.received, *([] if x is None else [x])]
 

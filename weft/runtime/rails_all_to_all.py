@@ -8,7 +8,7 @@ synchronise (`weft.runtime.rails`). A rail consists of the ranks with the same i
 So a rank sends one message to each other host, and needs no separate rendezvous. gloo would send a message to each rank.
 
 A rank need not know the number of rows that it receives, because receive buffers have space for the largest message: each rank
-sends up to `Rails.rows_bytes` bytes. If a rank has more, only the numbers of rows are sent, and the caller must exchange the rows
+sends up to `most_bytes` bytes. If a rank has more, only the numbers of rows are sent, and the caller must exchange the rows
 afterwards. The caller sees this from the number of bytes of each rank, which the rendezvous exchanges too.
 """
 
@@ -39,19 +39,23 @@ class AllToAll:
         arguments are their number, and a table with the number from each rank for each expert, [ranks of this host, experts].
     meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from the ranks of
         this host, in the memory that `place` returned, and the table that `place` got.
+    most_bytes: the largest number of bytes that a rank may send, equal on all ranks and at most `Rails.rows_bytes` (the
+        default).
     """
 
     def __init__(
         self, rails: Rails, like: torch.Tensor, counts: Counts, write: Callable[[torch.Tensor], object],
         place: Callable[[int, Counts], torch.Tensor | None],
         meanwhile: Callable[[torch.Tensor, Counts], None] = lambda rows, counts: None, by_expert: bool = False,
+        most_bytes: int | None = None,
     ) -> None:  # fmt: skip
         levels = self._levels = rails.levels
         self._like, self._counts, self._write, self._place, self._meanwhile = like, counts, write, place, meanwhile
-        self._most, self._row_bytes = rails.rows_bytes, like.shape[1] * like.itemsize
+        self._most = rails.rows_bytes if most_bytes is None else most_bytes
+        self._row_bytes, room = like.shape[1] * like.itemsize, max(0, self._most)
         per_host, (world, experts) = levels.per_host, counts.shape
         self._rows_at, self._head_bytes = aligned(counts.nbytes), aligned(8 * per_host * experts)
-        self.near_bytes, self.far_bytes = self._rows_at + self._most, self._head_bytes + per_host * self._most
+        self.near_bytes, self.far_bytes = self._rows_at + room, self._head_bytes + per_host * room
         self.nbytes = int(counts.sum()) * self._row_bytes
         """The number of bytes of this rank's rows."""
         self._table = torch.empty(counts.shape, dtype=torch.int64, device="cpu")
@@ -89,7 +93,7 @@ class AllToAll:
 
     def rows_from(self, host: int) -> torch.Tensor:
         """Return the rows that this rank has received from another host, ordered by the rank that sent them. They are valid
-        until the next rendezvous. Call it only if no rank has more bytes than `Rails.rows_bytes`.
+        until the next rendezvous. Call it only if no rank has more bytes than `most_bytes`.
         """
         return self._as_rows(self._received[host][self._head_bytes :], int(self._of_host(host).sum()))
 

@@ -40,7 +40,7 @@ class Begun(Protocol):
     """
 
     number: int
-    """A number that the rendezvous sends to all ranks, such as 1 if a message was too large to be sent."""
+    """A number that the rendezvous sends to all ranks (`begun_number`)."""
     cargo: Cargo | None
     """A small collective whose data are sent with the messages of the rendezvous (`weft.runtime.rails`). None if there is
     no such collective.
@@ -56,6 +56,18 @@ class Begun(Protocol):
         numbers: the value of `Begun.number` on each rank, from the rendezvous; None if the ranks had already synchronised
             before the call.
         """
+
+
+def begun_number(rows: int, too_large: bool = False) -> int:
+    """Return `Begun.number` of a call that sends `rows` rows. too_large: True if a message was too large to be sent."""
+    return 2 * rows + too_large
+
+
+def read_numbers(numbers: list[int]) -> tuple[int, bool]:
+    """Return the largest number of rows that a rank sends, and True if a message of a rank was too large. numbers:
+    `Begun.number` of all ranks.
+    """
+    return max(numbers) // 2, any(number % 2 for number in numbers)
 
 
 class Early:

@@ -15,9 +15,9 @@ few, such ranks may send them with the messages of the rendezvous (`weft.runtime
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ import torch.distributed as dist
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.meeting import meeting_of
 from weft.runtime.rails import MOST_ROWS_BYTES, TABLE_BYTES, Cargo, gather
-from weft.runtime.unfused.begun import Begun
-from weft.runtime.unfused.experts_far_first import far_first_made, far_first_on
+from weft.runtime.unfused.begun import Begun, begun_number
+from weft.runtime.unfused.cells import run
+from weft.runtime.unfused.experts_far_first import FarFirst, far_first_made, far_first_on
 from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_rails
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
@@ -64,36 +65,39 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn =
 
 def dispatched(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, max_rows: int | None, turn: Turn,
-    most: int, *, return_x: bool = False,
+    *, return_x: bool = False,
 ) -> tuple[torch.Tensor, Sizes, torch.Tensor | None]:  # fmt: skip
     """Exchange the numbers of tokens, and run `all_to_all_matmul`. Return the products, the sizes of the exchange, and with
     `return_x` the received tokens, else None.
 
+    Ranks on several hosts choose an implementation by the largest number of tokens that any rank has in this call.
+
     splits: the number of this rank's tokens for each expert of all ranks.
-    most: the largest number of tokens of a rank in typical calls, equal on all ranks. Ranks on several hosts choose by it
-        between two implementations.
     """
     comm = turn.comm_between_hosts
     if comm is None:
         sizes = Sizes(splits, exchange_counts(splits, group, turn))
         y, x = all_to_all_matmul(tokens, w, sizes, group, max_rows, turn, return_x=return_x)
         return y, sizes, x
-    far, results = far_first_made(comm), None
+    begin_s, results = time.perf_counter(), None
     key, row_bytes = ("dispatch", w.shape, w.dtype), w.shape[1] * tokens.itemsize
-    is_few = turn.rails is not None and _are_few(most * row_bytes, splits)
-    is_far, ended = (False, lambda: None) if far is None or is_few else far.way(key, most, row_bytes, turn)
-    if is_far or turn.rails is None or splits.nbytes > TABLE_BYTES:
-        received = exchange_counts(splits, group, turn)
+    if turn.rails is None or splits.nbytes > TABLE_BYTES:
+        nbytes, are_few = row_bytes * turn.largest(_SPLITS, len(tokens)), False
+        received = exchange_counts(splits, group, turn.met)
     else:
-        results, received = dispatch_in_rails(tokens, w, splits, max_rows, turn, _TOKENS, return_x)
+        made = far_first_made(comm)
+        most_bytes = MOST_ROWS_BYTES if made is None else made.riding_bytes(key, row_bytes, _FEW_BYTES)
+        results, received, nbytes = dispatch_in_rails(tokens, w, splits, max_rows, turn, _TOKENS, return_x, most_bytes)
+        are_few = _are_few(nbytes, splits)
     far, sizes = far_first_on(comm), Sizes(splits, received)
+    is_far, ended = far.untimed if are_few else far.way(key, nbytes // row_bytes, row_bytes, turn, begin_s)
     if results is None:
         with ending_the_group(comm, _TOKENS):
             if is_far:
                 results = far.dispatch(tokens, w, sizes, max_rows, turn, _TOKENS, return_x)
             else:
                 results = all_to_all_matmul(tokens, w, sizes, group, max_rows, turn.met, return_x=return_x)
-    ended()
+    ended(nbytes // row_bytes)
     return results[0], sizes, results[1]
 
 
@@ -135,12 +139,10 @@ def matmul_all_to_all(
         made = grouped_matmul(h[: sum(sizes.host.came)], w, sizes)
         made = _by_source(turn.done(LibraryGroupedMatmul.kind, made), w, sizes, turn)
         return _send_back(made, sizes, group, rows, turn)
-    size = most if turn.has_met else turn.largest(_BACK, h.shape[0])
-    far_first_on(comm)
-    begun = begin_matmul_all_to_all(h, w, sizes, group, rows, turn.met, size)
-    assert begun is not None
+    size = most if turn.has_met else turn.largest(_BACK, sum(sizes.host.came))
+    call = _Call(h, w, sizes, group, rows, turn.met)
     with ending_the_group(comm, _BACK):
-        return begun.end(None)[0]
+        return _begun(far_first_on(comm), call, size).end(None)[0]
 
 
 def begin_matmul_all_to_all(
@@ -148,30 +150,60 @@ def begin_matmul_all_to_all(
 ) -> Begun | None:  # fmt: skip
     """Return a call of `matmul_all_to_all`, with the same arguments, that this rank may begin before the rendezvous of CPU
     ranks has ended. Return None on one host, and before the first call on several hosts.
+
+    Before the rendezvous, ranks do not know each other's numbers of rows. So they choose an implementation by the numbers of
+    earlier calls.
     """
     comm = turn.comm_between_hosts
     if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
         return None
-    key, row_bytes, call = ("combine", w.shape, w.dtype), w.shape[2] * h.itemsize, (h, w, sizes, rows, turn)
-    rails, nbytes = meeting_of(comm).rails, most * row_bytes
-    riding = None
-    if rails is not None and nbytes <= MOST_ROWS_BYTES and sizes.splits.nbytes <= TABLE_BYTES:
-        riding = partial(CombineInRails, rails, *call, _BACK)
-        if _are_few(nbytes, sizes.splits):
-            return _Combined(group, *call, lambda: None, riding())
+    call = _Call(h, w, sizes, group, rows, turn)
+    return _begun(far, call, far.expected(call.key, most))
+
+
+class _Call(NamedTuple):
+    """The arguments of a call of `matmul_all_to_all` between hosts."""
+
+    h: torch.Tensor
+    w: torch.Tensor
+    sizes: Sizes
+    group: dist.ProcessGroup
+    rows: int
+    turn: Turn
+
+    @property
+    def key(self) -> Hashable:
+        return "combine", self.w.shape, self.w.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.w.shape[2] * self.h.itemsize
+
+
+def _begun(far: FarFirst, call: _Call, most: int) -> Begun:
+    """Return a call of `matmul_all_to_all` between hosts that this rank has not begun yet.
+
+    most: the number of rows that the busiest rank is expected to send, equal on all ranks.
+    """
+    key, turn, rails = call.key, call.turn, meeting_of(far.comm).rails
+    nbytes, riding = most * call.row_bytes, None
+    if rails is not None and nbytes <= MOST_ROWS_BYTES and call.sizes.splits.nbytes <= TABLE_BYTES:
+        riding = CombineInRails(rails, call.h, call.w, call.sizes, call.rows, turn, _BACK)
+        if _are_few(nbytes, call.sizes.splits):
+            return _Combined(far, call, most, far.untimed[1], riding)
     # Calls whose results can travel with the rendezvous are always timed.
-    early = far.early((*key, most)) if riding is None else None
-    is_far, ended = far.way(key, most, row_bytes, turn, early)
+    early = far.early(key, most) if riding is None else None
+    is_far, ended = far.way(key, most, call.row_bytes, turn, time.perf_counter(), early)
     if is_far:
-        return far.combine(*call, ended, _BACK, (*key, most))
-    return _Combined(group, *call, ended, None if riding is None else riding())
+        return far.combine(call.h, call.w, call.sizes, call.rows, turn, ended, _BACK, key, most)
+    return _Combined(far, call, most, ended, riding)
 
 
 def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
     """True if the rows of a call are so few that ranks send them with the messages of the rendezvous, without a measurement
     of other implementations. Equal on all ranks.
 
-    nbytes: the bytes of the rows of any rank in typical calls.
+    nbytes: the bytes of the rows of the rank with the most rows.
     """
     return nbytes <= _FEW_BYTES and splits.nbytes <= TABLE_BYTES
 
@@ -179,19 +211,17 @@ def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
 class _Combined:
     """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results.
 
-    riding: an implementation of the same call that sends the results with the messages of the rendezvous, if they are small
-        enough. None: the results are always exchanged after the rendezvous.
+    most: the number of rows that the busiest rank was expected to send. riding: the same call, whose results travel with the
+    rendezvous if they are small enough; None to exchange them afterwards.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,
-        ended: Callable[[], None], riding: CombineInRails | None,
-    ) -> None:  # fmt: skip
-        self._group, self._h, self._w, self._sizes, self._rows, self._turn = group, h, w, sizes, rows, turn
-        self._ended, self._riding = ended, riding
+        self, far: FarFirst, call: _Call, most: int, ended: Callable[[int], None], riding: CombineInRails | None
+    ) -> None:
+        self._far, self._call, self._most, self._ended, self._riding = far, call, most, ended, riding
         self._made: torch.Tensor | None = None
         self.cargo: Cargo | None = None if riding is None else riding.cargo
-        self.number = 0 if riding is None else riding.cargo.nbytes
+        self.number = begun_number(sum(call.sizes.host.came))
 
     def alone(self) -> Iterator[None]:
         if self._riding is not None:
@@ -199,20 +229,29 @@ class _Combined:
         yield from self._multiply()
 
     def _multiply(self) -> Iterator[None]:
-        w, sizes, came = self._w, self._sizes, sum(self._sizes.host.came)
-        made = self._h.new_empty(came, w.shape[2])
-        yield from multiply(self._h[:came], w, sizes.host.of_experts, made)
-        self._made = _by_source(self._turn.done(LibraryGroupedMatmul.kind, made), w, sizes, self._turn)
+        h, w, sizes, _, _, turn = self._call
+        came = sum(sizes.host.came)
+        made = h.new_empty(came, w.shape[2])
+        yield from multiply(h[:came], w, sizes.host.of_experts, made)
+        self._made = _by_source(turn.done(LibraryGroupedMatmul.kind, made), w, sizes, turn)
 
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
-        y = None if self._riding is None or numbers is None else self._riding.end(max(numbers))
+        call, most, y = self._call, self._most, None
+        if numbers is not None:
+            most, _ = self._far.found(call.key, numbers)
+            if self._riding is not None:
+                y = self._riding.end(most * call.row_bytes)
+                if (
+                    y is None and most.bit_length() != self._most.bit_length()
+                ):  # choose again, by the true number of rows
+                    with ending_the_group(self._far.comm, _BACK):
+                        return _begun(self._far, call._replace(turn=call.turn.met), most).end(None)
         if y is None:
             if self._made is None:
-                for _ in self._multiply():
-                    pass
+                run(self._multiply())
             assert self._made is not None
-            y = _send_back(self._made, self._sizes, self._group, self._rows, self._turn)
-        self._ended()
+            y = _send_back(self._made, call.sizes, call.group, call.rows, call.turn)
+        self._ended(most)
         return [y]
 
 

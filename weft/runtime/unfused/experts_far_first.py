@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ from weft.errors import DeadlineError, OutOfSharedMemoryError
 from weft.runtime.links import network_of
 from weft.runtime.meeting import meeting_of
 from weft.runtime.per_communicator import of_communicator
-from weft.runtime.rails import Cargo
+from weft.runtime.rails import MOST_ROWS_BYTES, Cargo
 from weft.runtime.two_ways import TwoWays
-from weft.runtime.unfused.begun import NEAR_BYTES, Early
+from weft.runtime.unfused.begun import NEAR_BYTES, Early, begun_number, read_numbers
 from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs, take
 from weft.runtime.unfused.far_first import PIECES, begin_piece, ranks_far, ranks_near
 from weft.runtime.unfused.sizes import Sizes
@@ -52,7 +53,8 @@ class FarFirst:
         self._ways: dict[Hashable, TwoWays] = {}
         self._early: Early | None = None
         self._has_rails = meeting_of(comm).rails is not None
-        self._never_early: set[Hashable] = set()
+        self._never_early: dict[Hashable, int] = {}  # numbers of rows with too large messages, by kind of call
+        self._rows: dict[Hashable, list[int]] = {}  # the largest numbers of rows of the last calls, by kind of call
         self._memory: WithinHost | None = WithinHost(comm)
         if len(self.near) > 1 or len(set(comm.hosts)) < comm.world_size:  # the same on all ranks
             try:
@@ -66,36 +68,68 @@ class FarFirst:
         _known.pop(self.comm, None)
 
     def way(
-        self, key: Hashable, size: int, row_bytes: int, turn: Turn, early: Early | None = None
-    ) -> tuple[bool, Callable[[], None]]:
-        """Choose whether this call sends rows for other hosts first. Return the choice, and a function that the caller must
-        call when its call ends. The function records the time of the call. All ranks must make the same calls of this
-        method.
+        self, key: Hashable, rows: int, row_bytes: int, turn: Turn, begin_s: float, early: Early | None = None
+    ) -> tuple[bool, Callable[[int], None]]:
+        """Choose whether this call sends rows for other hosts first. Return two values: the choice, and a function that the
+        caller must call when its call ends. The function gets the largest number of rows of a rank. It records the time of
+        the call if this number belongs to the same choice as `rows`. All ranks must make the same calls of this method.
 
         The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` whose rows take
         long to send is not timed: it always sends the rows for other hosts first.
 
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
-        size: an upper bound on the rows of any rank, equal on all ranks. row_bytes: the size of a row in bytes.
+        rows: the largest number of rows of any rank, or a guess, equal on all ranks. row_bytes: the size of a row in bytes.
+        begin_s: the time at which the call began on this rank, by `time.perf_counter`.
         early: the exchanges with which this call may begin before its rendezvous has ended. None if the call begins
             after the rendezvous.
         """
         if self._memory is None:
-            return False, lambda: None
+            return self.untimed
         ways, is_faster = self._ways.setdefault(key, TwoWays(self.comm)), early is not None
         if (network := network_of(self.comm)) is not None:
-            far_us = network.exchange_us(network.per_host * size * row_bytes)  # if all rows go to other hosts
-            ways.rule_out(size, (far_us - PIECES * network.round_trip_us / 2) / 1e6)
+            far_us = network.exchange_us(network.per_host * rows * row_bytes)  # if all rows go to other hosts
+            ways.rule_out(rows, (far_us - PIECES * network.round_trip_us / 2) / 1e6)
             is_faster &= far_us >= _LONG_US
-        begin = time.perf_counter()
 
-        def ended() -> None:
+        def ended(found: int) -> None:
             assert turn.deadline_s is not None
-            if not is_faster:
-                ways.took(size, time.perf_counter() - begin, turn.deadline_s)
+            if not is_faster and found.bit_length() == rows.bit_length():
+                ways.took(rows, time.perf_counter() - begin_s, turn.deadline_s)
 
-        return ways.takes_other(size, is_faster), ended
+        return ways.takes_other(rows, is_faster), ended
+
+    untimed: ClassVar[tuple[bool, Callable[[int], None]]] = (False, lambda rows: None)
+    """The result of `way` for a call that never sends rows for other hosts first."""
+
+    def riding_bytes(self, key: Hashable, row_bytes: int, few_bytes: int) -> int:
+        """Return the largest number of bytes of a rank's rows that travel with the rendezvous in the next call of this kind.
+        For the next larger calls, far first is faster, or is to be timed. Equal on all ranks.
+
+        key, row_bytes: as for `way`. few_bytes: calls with up to this number of bytes never use far first.
+        """
+        if self._memory is not None and (ways := self._ways.get(key)) is not None:
+            first, last = (nbytes // row_bytes for nbytes in (few_bytes, MOST_ROWS_BYTES))
+            for bits in range((first + 1).bit_length(), last.bit_length() + 1):
+                least = 1 << bits >> 1
+                if ways.takes_other(least):
+                    return max(few_bytes, (least - 1) * row_bytes)
+        return MOST_ROWS_BYTES
+
+    def expected(self, key: Hashable, most: int) -> int:
+        """Return the number of rows that the busiest rank is expected to send in the next call of this kind. It is the smaller
+        number of the last two calls, or `most` before the first call. Equal on all ranks.
+
+        The smaller number is better if calls with many and few rows alternate: too small a guess costs only a part of the
+        overlap.
+        """
+        return min(self._rows.get(key, [most]))
+
+    def found(self, key: Hashable, numbers: list[int]) -> tuple[int, bool]:
+        """Return the results of `read_numbers`, and remember the number of rows for later calls of this kind."""
+        rows, too_large = read_numbers(numbers)
+        self._rows[key] = [*self._rows.get(key, ())[-1:], rows]
+        return rows, too_large
 
     def dispatch(
         self,
@@ -143,41 +177,46 @@ class FarFirst:
         return y[:rows], arrived
 
     def combine(
-        self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, ended: Callable[[], None], name: str,
-        key: Hashable,
+        self, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, ended: Callable[[int], None], name: str,
+        key: Hashable, most: int,
     ) -> Combine:  # fmt: skip
         """Return a call of `experts.matmul_all_to_all` that sends the rows for other hosts first. The arguments are the same.
         This rank has not begun the call yet.
 
         ended: a function that the call runs at its end. name: the name of the exchange between hosts, for error texts.
-        key: the kind of the call, and its largest number of rows. If the call's messages turn out to be too large for
-            `early`, calls with this key do not use it again.
+        key, most: the kind of the call, and the number of rows that the busiest rank is expected to send. If messages turn out
+            to be too large for `early`, similar calls do not use it again.
         """
-        return Combine(self, h, w, sizes, rows, turn, ended, name, key)
+        return Combine(self, h, w, sizes, rows, turn, ended, name, key, most)
 
-    def early(self, key: Hashable) -> Early | None:
+    def early(self, key: Hashable, most: int) -> Early | None:
         """Return the object by which a call may exchange rows before its rendezvous has ended. Return None if it does not exist
-        yet, or if calls with this key have messages that are too large for it. The choice is equal on all ranks.
+        yet, or if calls of this kind with fewer rows had messages that were too large for it. The choice is equal on all ranks.
 
-        key: the kind of the call, and its largest number of rows.
+        key, most: the kind of the call, and the number of rows that the busiest rank is expected to send.
         """
-        return None if self._early is None or self._early.is_stale or key in self._never_early else self._early
+        is_unusable = self._early is None or self._early.is_stale or self._is_too_large(key, most)
+        return None if is_unusable else self._early
 
-    def make_early(self, key: Hashable) -> None:
-        """Construct the object that `early` returns. Do nothing if calls with this key have messages that are too large for it.
-        All ranks must make this call.
+    def make_early(self, key: Hashable, most: int) -> None:
+        """Construct the object that `early` returns, unless messages are too large for it. All ranks must make this call.
 
-        key: the kind of the call, and its largest number of rows.
+        key, most: as for `early`.
         """
-        if self._has_rails and key not in self._never_early and self.early(key) is None:
+        if self._has_rails and not self._is_too_large(key, most) and self.early(key, most) is None:
             try:
                 self._early = Early(self.comm, PIECES)
             except (OutOfSharedMemoryError, DeadlineError):  # on every rank
                 self._early, self._has_rails = None, False
 
-    def never_early(self, key: Hashable) -> None:
-        """Make `early` return None for this key from now on: the messages of its calls are too large."""
-        self._never_early.add(key)
+    def never_early(self, key: Hashable, most: int) -> None:
+        """Make `early` return None from now on for calls with half as many rows or more, because messages were too large. key,
+        most: as for `early`.
+        """
+        self._never_early[key] = min(self._never_early.get(key, most), most // 2)
+
+    def _is_too_large(self, key: Hashable, most: int) -> bool:
+        return key in self._never_early and most >= self._never_early[key]
 
     def of_far(self, table: Cells, part: Cells) -> list[int]:
         """Return, for each rank on another host, its number of rows for the experts in `part`, which are sent in one message.
@@ -205,24 +244,24 @@ class Combine:
     Each message to a rank of another host begins with an unused row, so that no message is empty.
     """
 
-    number = 0
     cargo: Cargo | None = None
 
     def __init__(
         self, far: FarFirst, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,
-        ended: Callable[[], None], name: str, key: Hashable,
+        ended: Callable[[int], None], name: str, key: Hashable, most: int,
     ) -> None:  # fmt: skip
         self._far, self._h, self._w, self._rows, self._turn, self._ended = far, h, w, rows, turn, ended
-        self._name, self._key, self._parts = name, key, _pieces(w.shape[0])
+        self._name, self._key, self._most, self._parts = name, key, most, _pieces(w.shape[0])
         self._sent, self._came = sizes.tables
         self._made: list[torch.Tensor] = []  # the messages
         self._near: torch.Tensor | None = None  # the rows for ranks of this host
         self._works: list[Pending] = []
         self._end_near: Callable[[Sequence[torch.Tensor]], None] | None = None
-        self._early = far.early(key)
+        self._early, self._is_too_large = far.early(key, most), False
         if self._early is not None:
-            most = max(1 + self._came[np.ix_(far.far, part)].sum(1).max() for part in self._parts)
-            self.number = int(most * w.shape[2] * h.itemsize > self._early.capacity_bytes)
+            longest = max(1 + self._came[np.ix_(far.far, part)].sum(1).max() for part in self._parts)
+            self._is_too_large = bool(longest * w.shape[2] * h.itemsize > self._early.capacity_bytes)
+        self.number = begun_number(int(self._came.sum()), self._is_too_large)
 
     def alone(self) -> Iterator[None]:
         if self._early is None:
@@ -230,7 +269,7 @@ class Combine:
         for exchange, part in enumerate(self._parts):
             yield from self._multiply(part)
             made, sizes = self._made[-1], self._messages(self._came, part)
-            if self.number:  # too large: all ranks exchange again
+            if self._is_too_large:  # all ranks exchange again
                 made, sizes = made[: len(self._far.far)], [min(1, rows) for rows in sizes]
             self._works.append(self._early.begin(exchange, made, sizes, self._turn.wait_s, self._name))
             os.sched_yield()  # let ranks that share this core send too, before this rank computes more
@@ -241,8 +280,8 @@ class Combine:
     def end(self, numbers: list[int] | None) -> list[torch.Tensor]:
         """Return a list with one tensor, the result [rows, N].
 
-        numbers: for each rank, 1 if its messages were too large, so that all ranks must repeat the exchange. None if the
-            rendezvous exchanged no numbers.
+        numbers: `Begun.number` of each rank. If a message was too large, all ranks repeat the exchange. None if the rendezvous
+            exchanged no numbers.
         """
         far, n = self._far, self._w.shape[2]
         y = self._h.new_empty(self._rows, n)
@@ -250,13 +289,14 @@ class Combine:
         for exchange, work in enumerate(self._works):
             assert self._early is not None
             arriving.append((work, self._early.received(exchange, y)))
-        if numbers is not None and any(numbers):
-            far.never_early(self._key)
+        rows, too_large = (self._most, False) if numbers is None else far.found(self._key, numbers)
+        if too_large:
+            far.never_early(self._key, self._most)
             for work, _ in arriving:
                 work.wait()
             arriving = []
         if not arriving:
-            far.make_early(self._key)
+            far.make_early(self._key, self._most)
             arriving = [self._exchange(exchange, y) for exchange in range(len(self._parts))]
         if self._near is None:
             run(self._multiply(None))
@@ -273,7 +313,7 @@ class Combine:
                 counts = self._sent[rank, part]
                 put(y, message[1 : 1 + counts.sum()], runs(sent_at[rank, part], counts))
             self._turn.done(self._name, y, int(self._sent[np.ix_(far.far, part)].sum()) * n * y.itemsize)
-        self._ended()
+        self._ended(rows)
         return [y]
 
     def _to_near(self) -> list[torch.Tensor]:

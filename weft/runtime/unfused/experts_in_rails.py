@@ -32,21 +32,27 @@ them on average. With fewer rows, reading the weights a second time costs more t
 
 
 def dispatch_in_rails(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, turn: Turn, name: str, return_x: bool
-) -> tuple[tuple[torch.Tensor, torch.Tensor | None] | None, torch.Tensor]:  # fmt: skip
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, turn: Turn, name: str, return_x: bool,
+    most_bytes: int,
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None] | None, torch.Tensor, int]:  # fmt: skip
     """Exchange the numbers of tokens in the rendezvous of CPU ranks and, if the tokens fit into its messages, run
-    `experts.all_to_all_matmul`. Return its results, and the number of tokens from each rank for each expert of this rank, int64
-    [ranks, experts].
+    `experts.all_to_all_matmul`. Return three values:
 
-    Return None for the results if a rank has too many tokens. Every host must have the same number of ranks, at least two
-    (`weft.runtime.rails`).
+    - Its results, or None if a rank has too many tokens.
+    - The number of tokens from each rank for each expert of this rank, int64 [ranks, experts].
+    - The bytes of the tokens of the rank with the most tokens.
+
+    Every host must have the same number of ranks, at least two (`weft.runtime.rails`).
 
     splits: the number of this rank's tokens for each expert of all ranks, int64, of up to `TABLE_BYTES`.
-    name: the name of the exchange, for error texts. Other arguments: as for `experts.all_to_all_matmul`.
+    name: the name of the exchange, for error texts.
+    most_bytes: the largest number of bytes of a rank's tokens that may travel with the rendezvous, equal on all ranks.
+        Fewer may travel if less memory is reserved.
+    Other arguments: as for `experts.all_to_all_matmul`.
     """
     rails = turn.rails
     assert rails is not None
-    levels, n, room = rails.levels, w.shape[2], rails.rows_bytes
+    levels, n, room = rails.levels, w.shape[2], min(most_bytes, rails.rows_bytes)
     here: torch.Tensor
     y_here: torch.Tensor | None = None
 
@@ -64,13 +70,16 @@ def dispatch_in_rails(
                 os.sched_yield()
 
     table = splits.view(rails.comm.world_size, -1).numpy()
-    exchange = AllToAll(rails, tokens, table, lambda memory: memory.copy_(tokens), place, multiply_near)
+    exchange = AllToAll(
+        rails, tokens, table, lambda memory: memory.copy_(tokens), place, multiply_near, most_bytes=room
+    )
     nbytes = turn.ride(name, exchange, exchange.nbytes)
     came = exchange.counts
     received = torch.from_numpy(came)
     if nbytes > room:
-        rails.reserve_rows(nbytes)
-        return None, received
+        if nbytes <= most_bytes:
+            rails.reserve_rows(nbytes)
+        return None, received, nbytes
     arriving = [here if host == levels.host else exchange.rows_from(host) for host in range(levels.n_hosts)]
     turn.done(name, here, sum(x.nbytes for x in arriving if x is not here))
     total = int(came.sum())
@@ -89,7 +98,7 @@ def dispatch_in_rails(
             else:
                 run(multiply(x, by_rank(came[ranks]), came[ranks], w, y, y_at[ranks]))
     turn.done(LibraryGroupedMatmul.kind, y)
-    return (y[:rows], arrived if return_x else None), received
+    return (y[:rows], arrived if return_x else None), received, nbytes
 
 
 class CombineInRails:
