@@ -84,8 +84,7 @@ class EmbeddingPlan:
     @cached_property
     def intact_tables(self) -> dict[int, list[Hashable]]:
         """For each rank, the layouts of tables and optimizer states that its recent backward calls have found valid: {rank:
-        layouts}.
-        Tables and states with one of these layouts are not checked again.
+        layouts}. Tables and states with one of these layouts are not checked again.
         """
         return {}
 

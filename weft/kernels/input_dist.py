@@ -105,8 +105,7 @@ def pack_kernel(
     PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the messages that send this rank's ids to all destination ranks. A piece is the bags of one feature for one
-    destination; pieces are
-    sorted by destination. Grid: (pieces, programs that share a piece).
+    destination. Pieces are sorted by destination. Grid: (pieces, programs that share a piece).
 
     values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.
     PIECES, KEYS: powers of two, at least `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id.

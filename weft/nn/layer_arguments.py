@@ -30,7 +30,7 @@ def checked_size(name: str, given: Any, world: int | None = None) -> int:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise `ValueError` unless weft's operators multiply parameters of this dtype. None: torch's default dtype."""
+    """Raise `ValueError` unless weft's operators support parameters of this dtype. None stands for torch's default dtype."""
     fix = "pass torch.float32, torch.float16 or torch.bfloat16, or torch.float64 on CPU to check gradients"
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is {kind(dtype)}: {fix}")

@@ -46,8 +46,7 @@ class Prefetched:
 
     def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
         """Send the ids, and return the features of this rank's tables and every rank's batch size, as `InputDist.__call__`
-        does.
-        The tensors are valid on the current stream.
+        does. The tensors are valid on the current stream.
 
         before_ids_leave: a function that is called before the ids are sent, for checks. If it raises, it raises on all ranks.
         """

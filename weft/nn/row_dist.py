@@ -50,8 +50,8 @@ class RowRoute:
 
 
 class RowDist:
-    """The exchange of ids, rows and gradients of rows between ranks, for the parts of tables in `partition`. All ranks
-    must call every public method. CPU ranks compare `said`, the options of the module, and the tables before each exchange.
+    """The exchange of ids, rows and gradients of rows between ranks, for the parts of tables in `partition`. All ranks must
+    call every public method. Before each exchange, CPU ranks compare the tables and the options of the module (`said`).
     """
 
     def __init__(

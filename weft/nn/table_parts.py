@@ -35,7 +35,7 @@ class PartitionedTables(TrainedTables):
     _update_of_parts: FusedUpdate | None
 
     def _make_updates(self, options: EmbeddingOptions) -> None:
-        """Make the code of data-parallel tables, and the update of all tables."""
+        """Make `ReplicatedTables` if there are data-parallel tables, and the optimizer of all tables."""
         fuses = self.partition.fuses_replicated
         if self.partition.replicated is not None:
             self._replicated = ReplicatedTables(

@@ -57,8 +57,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 class _Leaving(TorchPrepareModuleInput):
     """torch's `PrepareModuleInput`, except that sharded inputs stay sharded where torch gathers them. A `ColwiseLinear` can
-    then
-    gather the inputs during its GEMM.
+    then gather the inputs during its GEMM.
     """
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:

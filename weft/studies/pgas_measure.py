@@ -103,12 +103,13 @@ class _Pgas(MeasuredStudy):
 
 
 def components(built: Mapping[str, Variant]) -> dict[str, Call]:
-    """Return the calls whose times give the paper's breakdown of its baseline. Also return the pooling of variant
-    `batched`, which runs one kernel for all tables.
+    """Return the calls whose times give the paper's breakdown of its baseline. Also return the pooling of variant `batched`,
+    which runs one kernel for all tables.
 
-    computation: the baseline's pooling. phase: the baseline's all-to-all, wait and unpacking. one float: as phase, but each
-        rank sends only a single float to each
-    rank. exchange: the all-to-all alone.
+    computation: the baseline's pooling.
+    phase: the baseline's all-to-all, wait and unpacking.
+    one float: as phase, but each rank sends only a single float to each rank.
+    exchange: the all-to-all alone.
     """
     baseline = built.get(ASYNCHRONOUS, built[BASELINE])
     assert isinstance(baseline, SerialVariant)

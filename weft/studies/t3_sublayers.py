@@ -54,7 +54,7 @@ class HardwareRow:
     gemm, scatter, gather: the times of GEMM, reduce-scatter and all-gather, each alone.
     scatter_nmc: the time of the reduce-scatter alone, with near-memory compute.
     t3, mca: the times of the fused GEMM and reduce-scatter, with T3 and with T3-MCA.
-    gemm_t3, gemm_mca: the time until their GEMM ends.
+    gemm_t3, gemm_mca: the time until the fused GEMM ends, with T3 and with T3-MCA.
     threshold: the queue length below which T3-MCA issues the ring's memory accesses.
     moved: the memory traffic in bytes, by configuration ("sequential" or "t3-mca") and then by kind of access.
     """

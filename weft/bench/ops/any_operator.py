@@ -261,11 +261,9 @@ class MatmulVariants(GemmVariants):
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
         """The schedule that the planner chose for each mode: {mode: choice}. Empty if the planner does not know the machine:
-        the
-        operator then autotunes.
+        the operator then autotunes.
 
-        Read this property only after the operator's first call, because the time of the first call should include the
-        planning.
+        Read this property only after the operator's first call, because the time of the first call should include the planning.
         """
         model = self._model()
         if model is None:

@@ -93,10 +93,9 @@ class CombineVariants(ExpertVariants):
 
     @cached_property
     def after_padded(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Two tensors for each input set, as a padded dispatch leaves them.
-
-        The rows of this rank's experts, [local experts, world size * capacity, k]. Then, for each of this rank's tokens, its
-        place among the rows that come back, int64 [rows].
+        """For each input set, the two tensors with which a padded dispatch ends. The first has the rows of this rank's experts,
+        [local experts, world size * capacity, k]. The second has, for each of this rank's tokens, its place among the rows that
+        come back, int64 [rows].
         """
         found = []
         for rows, received, splits in zip(self.arrived, self.received, self.splits, strict=True):

@@ -325,7 +325,7 @@ class _RankLanes:
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Append to `lane` a wait until rank `to` allows this rank to fill its slots. Each lane waits only once.
 
-        Only one lane waits for the signal `credit` of rank `to` itself. If GEMMs fill some of the slots, it is the lane
+        Only one lane waits directly for the signal `credit` of rank `to`. If GEMMs fill some of the slots, it is the lane
         `compute`. Then lanes that forward chunks wait for the signal `opened`, which `compute` sets after its wait. Lanes that
         send the output of a GEMM need no wait for `opened`, because they wait for that GEMM.
         """

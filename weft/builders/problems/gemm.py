@@ -28,7 +28,9 @@ class RowsProblem(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Two values: a key that is equal for problems that differ only in M, and the number of rows of a part, rounded up."""
+        """Two values: a key that is equal for problems that differ only in M, and M divided by the number of parts (`parts`),
+        rounded up.
+        """
         return replace(self, m=self.parts), float(-(-self.m // self.parts))
 
     def resized(self, size: float) -> Self:
