@@ -100,12 +100,15 @@ def _fastest(
 
 
 def needed_us(serial_us: float) -> float:
-    """Return by how many microseconds a schedule must be faster than serial to be chosen. serial_us: the time of serial."""
+    """Return by how many microseconds a schedule must be faster than the serial schedule to be chosen.
+
+    serial_us: the time of the serial schedule.
+    """
     return max(_CLEARLY * serial_us, _CLEARLY_US)
 
 
 def worth_timing(schedule: Schedule, serial: Schedule, network: HostNetwork) -> bool:
-    """True if `schedule` can be clearly faster than serial, by the measured rates of the links (`network`).
+    """True if `schedule` can be clearly faster than `serial`, by the measured rates of the links (`network`).
 
     The prediction includes only collectives and messages. It assumes the best case: the schedule's GEMMs hide all of
     its transfers except the shortest, while serial hides none. If serial's collectives are small, weft sends their data

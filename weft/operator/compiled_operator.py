@@ -188,8 +188,8 @@ class CompiledOperator:
     def _scheduled(
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
-        """Run the chosen schedule and return its results. Return None if the chosen schedule is serial, so that the call must
-        run unfused.
+        """Run the chosen schedule and return its results. Return None if the serial schedule is chosen, so that the call
+        must run unfused.
         """
         self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)

@@ -232,8 +232,8 @@ class _Measured:
     """The schedules that were chosen by measurement, for problems that differ only in size (`Problem.measured_family`).
 
     names: {size bucket: the chosen schedules}.
-    contenders: serial and the fastest schedules of the first measurement, the only schedules to measure for other
-        sizes. Empty before the first measurement.
+    contenders: the serial schedule, and the schedules that were fastest in the first measurement. Only these are measured for
+        other sizes. Empty before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -358,11 +358,12 @@ def _fastest(
     """Return the names of the fastest schedule for usual calls and of the fastest for captured calls, by measured or cached
     times. All ranks must make this call.
 
-    Candidates are serial, the schedules worth running (`Problem.worth_running`), and users' schedules. Serial wins
-    unless another schedule is clearly faster. For captured calls, only schedules that can be captured are compared.
+    Candidates are the serial schedule, the schedules worth running (`Problem.worth_running`), and users' schedules. The
+    serial schedule is chosen unless another schedule is clearly faster. For captured calls, only schedules that can be
+    captured are compared.
 
-    family: the results for other sizes of this problem. The first call with a `family` stores its contenders in it: serial
-        and the fastest candidates. Later calls compare only these.
+    family: the results for other sizes of this problem. The first call with a `family` stores its contenders in it: the
+        serial schedule and the fastest candidates. Later calls compare only these.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

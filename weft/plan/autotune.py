@@ -37,7 +37,7 @@ _known: dict[str, dict[str, float]] = {}
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
     """Return the candidates to run: the `count` candidates with the shortest predicted times, and all candidates of the
-    builders serial and gather.
+    builders `serial` and `gather`, which do not overlap.
 
     Candidates that round partial sums (`Row.rough`) do not count among the fastest. In mode "graph", neither do
     candidates that cannot be captured.
@@ -124,8 +124,8 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`; None if serial was not
-    measured.
+    """Return the cached times of candidates that still exist, for `choose(..., measured=...)`; None if the serial
+    schedule was not measured.
 
     If nothing was measured in mode "graph", return the times of mode "queued", which does the same work.
     """

@@ -238,7 +238,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return the fraction of serial's time by which `row` must be faster than serial to be chosen."""
+    """Return by how much `row` must be faster than the serial schedule to be chosen, as a fraction of that schedule's time."""
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder in ("chunked", "tracked"):
@@ -247,7 +247,7 @@ def _clearly(row: Row) -> float:
 
 
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
-    """Return by how many us `row` must be predicted to be faster than serial to be chosen.
+    """Return by how many us `row` must be predicted to be faster than `serial`, the serial schedule, to be chosen.
 
     Usually this is a fraction of serial's time (`_clearly`), but at least `CLEARLY_US`. The result is smaller if serial
     makes the CPU wait for sizes, and `row` does not. After such a wait the device is idle until the CPU has issued more work.
@@ -261,7 +261,7 @@ def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Return the reasons why no candidate except serial can be chosen, as a phrase.
+    """Return the reasons why no candidate except the serial schedule can be chosen, as a phrase.
 
     measured: True if the rows have measured times, False for predicted times.
     """
@@ -295,7 +295,8 @@ def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if the CPU time of `row` is longer than its device time, serial's CPU time and serial's device time.
+    """True if the CPU time of `row` is longer than three other times: its device time, and the CPU time and the device time of
+    `serial`, the serial schedule.
 
     In a loop of such calls the device would always wait for the CPU.
     """
@@ -304,7 +305,7 @@ def _outlasts(row: Row, serial: Row) -> bool:
 
 
 def _spares_host(row: Row, serial: Row) -> bool:
-    """True if `row` is predicted to be no slower than serial, and to take clearly less CPU time.
+    """True if `row` is predicted to be no slower than `serial`, the serial schedule, and to take clearly less CPU time.
 
     Return False in two cases in which a wrong prediction could cost much:
     - Serial is so short that `CLEARLY_US` is more than the fraction `SPARED` of its time.

@@ -127,7 +127,7 @@ def comparison(
     """Simulate the schedules of `op`, and return their times.
 
     op, M, N, K, hw, topology, mode, options: see `weft.plan.explain`.
-    schedules: the names of the schedules to simulate in addition to serial. Default: all schedules that calls may use.
+    schedules: the names of the schedules to simulate in addition to the serial schedule. Default: all schedules that calls may use.
     written: the names of schedules that are simulated too, because the caller will write their traces.
 
     More than `MOST_RANKS` ranks are supported only for embeddings on a torus (`weft.sim.orbits`).

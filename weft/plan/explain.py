@@ -90,7 +90,7 @@ class Explanation:
         return self.choice.row(self.choice.candidate.name).losses is not None
 
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
-        """Return the table's rows: the `shown` fastest candidates, serial, the choice and the heuristic's choice.
+        """Return the table's rows: the `shown` fastest candidates, the serial schedule, the choice and the heuristic's choice.
 
         shown: the number of the fastest candidates to include; None for all candidates with a time.
         """

@@ -47,8 +47,8 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if the
-    schedule is clearly faster than serial, and takes so long that the differences between the modes matter little.
+    If the choice for the first mode is clear, the other modes take it without planning. A choice is clear if it is clearly faster
+    than the serial schedule, and takes so long that the differences between the modes matter little.
 
     among: the names of the candidates to consider; None for all. near: True if the choice also applies to nearby sizes.
     """
@@ -138,7 +138,7 @@ def names_near(
 def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
     """Return the name of the schedule for `problem`, given the `choice` for the middle size of its bucket.
 
-    If serial is faster than this choice, choose among the candidates `contenders` for exactly this size instead.
+    If the serial schedule is faster than this choice, choose among the candidates `contenders` for exactly this size instead.
     """
     name = choice.candidate.name
     if name == "serial" or problem == choice.problem:

@@ -122,7 +122,7 @@ class Row:
         """The approximate CPU time to issue a run, in us.
 
         Costs are multiples of the CPU time of a cuBLAS GEMM. A collective costs 1.5. In schedules with several lanes,
-        each step (such as a signal or a copy) costs another 0.1. A run of a schedule other than serial costs 0.6 more.
+        each step (such as a signal or a copy) costs another 0.1. A run of any schedule except the serial schedule costs 0.6 more.
         Steps with dynamic sizes are issued from Python, and each takes `Model.host_late_us`.
 
         These numbers were fitted to about 45 shapes on two H100s (benchmarks/results/h100-never-slower.jsonl at commit
