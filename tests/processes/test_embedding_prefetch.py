@@ -223,3 +223,17 @@ def test_errors_on_every_rank(pool: Pool) -> None:
         ):
             assert found[name][0] == kind, (name, found[name])
             assert text in found[name][1], (name, found[name])
+
+
+@pytest.mark.parametrize(
+    ("batches", "features_of", "text"),
+    [
+        ([], [nn.Linear(1, 1)], "features_of is a list: pass a dict"),
+        ([], {nn.Linear(1, 1): 3}, "a value of features_of is an int: pass a dict"),
+        (5, {}, "batches is .*: pass a DataLoader"),
+        ([], {nn.Linear(1, 1): len}, "does not prefetch"),
+    ],
+)
+def test_a_loop_of_other_objects_is_refused(batches: Any, features_of: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        weft.nn.prefetched(batches, features_of)

@@ -62,3 +62,9 @@ def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
 
 def no_group(group: dist.ProcessGroup) -> str:
     return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
+
+
+def test_a_pool_with_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="backend='nccl' needs GPUs, but torch sees none: pass backend='gloo'"):
+        Pool(2, backend="nccl")

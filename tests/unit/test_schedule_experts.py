@@ -15,7 +15,8 @@ from schedule_checks import check_value
 from support.sim_toys import applicable
 from support.slow import pairs, slow
 
-from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, named
+from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, described, named
+from weft.builders.all_to_all_matmul import dispatch_sorted
 from weft.builders.problems.experts import ExpertsProblem
 from weft.errors import ScheduleError
 from weft.hw import load_machine
@@ -165,3 +166,22 @@ def test_some_splits(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_any_splits(data: st.DataObject) -> None:
     any_splits(data)
+
+
+def test_schedules_that_do_not_fit_are_refused() -> None:
+    for p, chunks, why in (
+        (
+            AllToAllMatmul.even(8, 8, 8, 2, 2),
+            0,
+            "the number of pieces of experts of a rank is 0: it must be at least 1",
+        ),
+        (
+            AllToAllMatmul.even(4096, 8, 8, 2, 2),
+            1,
+            "more than 192 tokens on average, so GEMM tiles with tokens of several",
+        ),
+    ):
+        with pytest.raises(NotApplicableError, match=why):
+            dispatch_sorted(p, chunks=chunks)
+    with pytest.raises(ValueError, match="experts=100000000 is too large: plan for at most 65536 experts"):
+        described("all_to_all_matmul", m=8, n=8, k=8, ranks=2, experts=100_000_000)
