@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from schedule_cases import GATHER, of_gather
+from schedule_checks import check_candidate
 from schedule_interpreter import edited
 from support import made_up
-from test_schedule_candidates import PROBLEMS, check
 
 import weft.schedule
 from weft import plan
@@ -64,9 +65,9 @@ def test_every_combination_of_its_parameters_is_a_candidate() -> None:
     assert tuple(candidate.name for candidate in candidates(LARGE, ("ring",))) == NAMES
 
 
-@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.world_size > 1], ids=str)
+@pytest.mark.parametrize("problem", [p for p in GATHER if p.world_size > 1], ids=str)
 def test_it_verifies_keeps_its_value_in_json_and_computes_the_product(problem: AllGatherMatmul) -> None:
-    check(problem, ring(problem), "ring", seeds=range(3), runs=3)
+    check_candidate(problem, "ring", ring(problem), of_gather, runs=3, seeds=3)
 
 
 def test_it_cannot_be_done_alone_and_says_so() -> None:

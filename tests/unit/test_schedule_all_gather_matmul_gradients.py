@@ -1,8 +1,4 @@
-"""Gradients of all-gather + GEMM and of GEMM + all-gather, each as one schedule.
-
-Every candidate verifies, runs on GPUs, and gives the gradients in random legal orders over several runs. Inputs are
-small whole numbers, whose sums are exact in any order, so results are compared for equality.
-"""
+"""Gradients of all-gather + GEMM and of GEMM + all-gather, each as one schedule. `test_schedule_gemms.py` runs them."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from schedule_checks import Small, check_candidate, check_candidates, check_rows_in_one_plan
-from schedule_interpreter import Tensors, edited
+from schedule_cases import GATHER_GRADIENTS, JOIN_GRADIENTS
+from schedule_interpreter import edited
 from support.sim_toys import applicable, gpu
-from support.slow import mostly, slow
+from support.slow import slow
 
 from weft import plan
 from weft.builders import AllGatherMatmulGradients, MatmulAllGatherGradients, NotApplicableError, named
@@ -30,56 +24,6 @@ from weft.schedule.verify import verify
 
 Problem = AllGatherMatmulGradients | MatmulAllGatherGradients
 OPERATORS = {one.name: one for one in (all_gather_matmul_gradients.OPERATOR, matmul_all_gather_gradients.OPERATOR)}
-GATHERED: list[Problem] = [
-    AllGatherMatmulGradients(1, 5, (3,), 4, "fp32"),
-    AllGatherMatmulGradients(2, 14, (3, 2), 4, "bf16"),
-    AllGatherMatmulGradients(3, 15, (2, 5, 1), 3, "fp16"),
-    AllGatherMatmulGradients(4, 36, (7,), 3, "fp32"),
-    AllGatherMatmulGradients(8, 16, (3, 1), 2, "bf16"),
-]
-SIZES = (
-    (1, 5, 3, 4, "fp32"),
-    (2, 14, 9, 4, "bf16"),
-    (3, 11, 8, 3, "fp16"),
-    (4, 1, 2, 3, "fp32"),
-    (8, 9, 10, 2, "bf16"),
-)
-JOINED: list[Problem] = [MatmulAllGatherGradients(*sizes, columns) for sizes in SIZES for columns in (False, True)]
-
-
-def of_gathered(p: AllGatherMatmulGradients, small: Small) -> tuple[list[Tensors], list[Tensors]]:
-    ranks = range(p.world_size)
-    xs, gs = [small(p.rows, p.k) for _ in ranks], [[small(p.m, n) for n in p.n] for _ in ranks]
-    ws = [[small(n, p.k) for n in p.n] for _ in ranks]
-    total = sum(g @ w for of_g, of_w in zip(gs, ws, strict=True) for g, w in zip(of_g, of_w, strict=True))
-    inputs = [
-        {"x_shard": xs[r]}
-        | {f"g{i}": g for i, g in enumerate(gs[r])}
-        | {f"gt{i}": g.T for i, g in enumerate(gs[r])}
-        | {f"wt{i}": w for i, w in enumerate(ws[r])}
-        for r in ranks
-    ]
-    parts = np.split(np.asarray(total), p.world_size)
-    return inputs, [
-        {"grad_x": parts[r]} | {f"grad_wt{i}": g.T @ np.concatenate(xs) for i, g in enumerate(gs[r])} for r in ranks
-    ]
-
-
-def of_joined(p: MatmulAllGatherGradients, small: Small) -> tuple[list[Tensors], list[Tensors]]:
-    inputs = [{"g": small(*p.shape), "xt": small(p.k, p.m), "wt": small(p.n, p.k)} for _ in range(p.world_size)]
-    parts = np.split(np.sum([one["g"] for one in inputs], axis=0), p.world_size, axis=int(p.columns))
-    return inputs, [
-        {"grad_x": own @ one["wt"], "grad_w": one["xt"] @ own} for own, one in zip(parts, inputs, strict=True)
-    ]
-
-
-def of_run(p: Problem, small: Small) -> tuple[list[Tensors], list[Tensors]]:
-    return of_joined(p, small) if isinstance(p, MatmulAllGatherGradients) else of_gathered(p, small)
-
-
-@pytest.mark.parametrize("p", mostly([*GATHERED, *JOINED], *GATHERED, *JOINED[:-2]), ids=str)
-def test_every_candidate_gives_the_gradients(p: Problem) -> None:
-    check_candidates(p, of_run, {"direct"})
 
 
 @pytest.mark.parametrize("world", [3, slow(4), slow(8)])
@@ -93,16 +37,6 @@ def test_every_number_of_chunks_verifies(world: int, columns: bool) -> None:
             verify(schedule)
     for name in ("direct[chunks=3]", "direct[chunks=7,last=columns]"):
         verify(named(MatmulAllGatherGradients(world, 1030, 300, 4, "bf16", columns), name).build())
-
-
-@settings(max_examples=40)
-@given(data=st.data())
-def test_some_small_shapes(data: st.DataObject) -> None:
-    world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 12), label="m")
-    n, k = data.draw(st.integers(0, 12), label="n"), data.draw(st.integers(0, 3), label="k")
-    p = MatmulAllGatherGradients(world, m, n, k, "fp32", data.draw(st.booleans(), label="columns"))
-    name, schedule = data.draw(st.sampled_from(sorted(applicable(p).items(), key=lambda one: one[0])))
-    check_candidate(p, name, schedule, of_run, runs=2, seeds=1)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +65,9 @@ def test_what_cannot_overlap_is_refused_with_the_reason(change: dict[str, int], 
 @pytest.mark.parametrize(
     ("p", "name", "signals"),
     [
-        (GATHERED[2], "direct", ("arrived", "computed", "there", "credit")),
-        (JOINED[4], "direct[chunks=2]", ("there", "credit")),
-        (JOINED[5], "direct[chunks=4,last=columns]", ("there", "credit")),
+        (GATHER_GRADIENTS[2], "direct", ("arrived", "computed", "there", "credit")),
+        (JOIN_GRADIENTS[4], "direct[chunks=2]", ("there", "credit")),
+        (JOIN_GRADIENTS[5], "direct[chunks=4,last=columns]", ("there", "credit")),
     ],
     ids=str,
 )
@@ -174,7 +108,7 @@ def test_each_element_is_rounded_once_and_copy_engines_send(name: str, columns: 
     assert sum(step.src.rows * step.src.cols for step in sent) == 2 * p.m * p.n
 
 
-@pytest.mark.parametrize("p", [GATHERED[2], JOINED[3]], ids=str)
+@pytest.mark.parametrize("p", [GATHER_GRADIENTS[2], JOIN_GRADIENTS[3]], ids=str)
 def test_its_gemms_are_timed_on_random_matrices(p: Problem) -> None:
     """A first call on GPUs measures all GEMMs on which its choice depends."""
     op = OPERATORS[p.name]
@@ -215,8 +149,3 @@ def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -
     assert plan.choose(MatmulAllGatherGradients(2, 64, 512, 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
     text = plan.explain("matmul_all_gather_gradients", M=8192, N=8192, K=8192, ranks=2, hw="h200", gather_dim=-1)
     assert "gradients of [8192, 8192] @ [8192, 8192] on each of 2 ranks, all columns to each rank, bf16" in text
-
-
-def test_a_new_number_of_rows_is_no_new_plan() -> None:
-    p = MatmulAllGatherGradients(2, 4096, 4096, 2048, "bf16")
-    check_rows_in_one_plan(p, (4095, 4200, 3900), replace(p, columns=True), 3)

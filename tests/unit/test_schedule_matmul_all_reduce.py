@@ -1,8 +1,4 @@
-"""Every registered builder of GEMM + all-reduce: its schedule verifies, survives JSON, can be issued from one thread,
-and runs on GPUs. In random legal orders, over several runs, it reduces the products.
-
-Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality.
-"""
+"""Schedules of GEMM + all-reduce: signals, the order of sums, and the norm of a sum. `test_schedule_gemms.py` runs them."""
 
 from __future__ import annotations
 
@@ -13,86 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from schedule_checks import Small, assert_noticed, builders, check_candidate, check_candidates, check_rows_in_one_plan
-from schedule_interpreter import Tensors, edited
+from schedule_interpreter import edited
 from support.sim_toys import applicable, gpu
-from support.slow import mostly
 
 from weft import plan
 from weft.builders import MatmulAllReduce, NotApplicableError, named
 from weft.errors import ScheduleError
-from weft.plan.gemms import ladder
 from weft.schedule import RANK, Copy, Draft, Norm, Reduce, Schedule, Tiles, Wait
 from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim.costs import Operand, cost
-
-PROBLEMS = (
-    MatmulAllReduce(1, 5, 3, 4, "fp32"),
-    MatmulAllReduce(2, 14, 3, 4, "bf16"),
-    MatmulAllReduce(2, 601, 270, 2, "fp16"),
-    MatmulAllReduce(3, 15, 2, 3, "bf16"),
-    MatmulAllReduce(4, 5, 17, 3, "fp32"),  # the third rank has one row, and the last none
-    MatmulAllReduce(2, 13, 3, 4, "bf16", bias=True, residual=True),
-    MatmulAllReduce(3, 18, 2, 3, "fp32", residual=True),
-    MatmulAllReduce(4, 1, 2, 3, "fp32", bias=True),
-    MatmulAllReduce(1, 5, 3, 4, "fp32", eps=1e-6),
-    MatmulAllReduce(2, 13, 3, 4, "bf16", bias=True, residual=True, eps=0.5),
-    MatmulAllReduce(3, 19, 5, 3, "fp32", residual=True, eps=1e-6),
-    MatmulAllReduce(4, 20, 17, 3, "fp16", eps=2.0),
-    MatmulAllReduce(8, 30, 3, 2, "bf16"),
-)
-
-
-def of_run(p: MatmulAllReduce, small: Small) -> tuple[list[Tensors], list[Tensors]]:
-    following = {"bias": small(1, p.n)} if p.bias else {}
-    following |= {"residual": small(p.m, p.n)} if p.residual else {}
-    norm = {"norm": small(1, p.n)} if p.eps is not None else {}
-    inputs = [{"x": small(p.m, p.k), "w": small(p.k, p.n), **following, **norm} for _ in range(p.world_size)]
-    y = np.asarray(sum(t["x"] @ t["w"] for t in inputs) + sum(following.values()))
-    return inputs, [{**normed(y, t, p.eps), "y": y} for t in inputs]
-
-
-def normed(y: np.ndarray, given: Tensors, eps: float | None) -> Tensors:
-    if eps is None:
-        return {}
-    return {"normed": y * (1 / np.sqrt((y * y).sum(1, keepdims=True) / max(1, y.shape[1]) + eps)) * given["norm"]}
-
-
-@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3:2], *PROBLEMS[8:-1:2]), ids=str)
-def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
-    overlapping = {"one_shot", "two_shot", "collective"} | ({"chunked"} if p.m > 1 else set())
-    check_candidates(p, of_run, overlapping | ({"tracked"} if p.m % p.world_size == 0 else set()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [5, 8])
-def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
-    for m in (150 * world, 30 * world - 1):
-        found = applicable(MatmulAllReduce(world, m, 20, 4, "bf16"))
-        assert builders(found) >= {"serial", "one_shot", "two_shot", "chunked"}
-        for schedule in found.values():
-            verify(schedule)
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-def test_some_small_shapes(data: st.DataObject) -> None:
-    world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 40), label="m")
-    n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
-    p = MatmulAllReduce(world, m, n, k, "fp32", eps=data.draw(st.sampled_from((None, 0.25)), label="eps"))
-    name, schedule = data.draw(st.sampled_from(list(applicable(p).items())), label="candidate")
-    check_candidate(p, name, schedule, of_run, runs=2)
-
-
-@pytest.mark.parametrize("by", ["dma", "load"])
-def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
-    p = MatmulAllReduce(3, 18, 2, 3, "fp32")
-    assert_noticed(p, named(p, f"one_shot[by={by}]").build(), of_run)
 
 
 @pytest.mark.parametrize(
@@ -149,23 +77,6 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes must be whole numbers of at least 0"),
-        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
-        ({"dtype": "int64"}, "dtype='int64'"),
-        ({"eps": -1.0}, "eps=-1.0 must be a finite number of at least 0"),
-        ({"eps": float("nan")}, "eps=nan must be"),
-        ({"eps": float("inf")}, "eps=inf must be a finite number of at least 0"),
-        ({"m": True}, "m=True, n="),
-    ],
-)
-def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(fault)):
-        replace(PROBLEMS[1], **change)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("name", "m", "why"),
     [
         ("tracked[chunks=1,to=dma]", 15, "m=15 must be divisible by world_size=2"),
@@ -193,12 +104,6 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
     assert large.predicted_us < 0.85 * large.row("serial").predicted_us  # type: ignore[operator]
     small = plan.choose(MatmulAllReduce(2, 256, 8192, 4096, "bf16"), gpu("h200", 2), mode="graph")
     assert small.candidate.builder == "one_shot"
-
-
-def test_a_new_number_of_rows_is_no_new_plan() -> None:
-    p = MatmulAllReduce(2, 8192, 4096, 2048, "bf16")
-    check_rows_in_one_plan(p, (8191, 8400, 7801), replace(p, n=8), 4)
-    assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,7 @@
-"""Every registered builder of GEMM + reduce-scatter: its schedule verifies, survives JSON, can be issued from one
-thread, and runs on GPUs. In random legal orders, over several runs, it reduces the products.
-
-Inputs are small whole numbers, whose sums are exact in any order, so results are compared for equality.
-"""
+"""Schedules of GEMM + reduce-scatter: tiles, scaled GEMMs and plans. `test_schedule_gemms.py` runs them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import Small, assert_noticed, builders, check_candidate, check_candidates, check_rows_in_one_plan
-from schedule_interpreter import Tensors
+from schedule_cases import SCALED_SCATTER
 from support.sim_toys import applicable, gpu
-from support.slow import mostly, slow
 
 from weft import plan
 from weft.builders import (
@@ -30,59 +23,17 @@ from weft.builders import (
     named,
 )
 from weft.operator.gpu_gemms import GemmTimer
-from weft.plan import nearby
 from weft.plan.gemms import ladder
 from weft.schedule import Compute, Set, Tiles
 from weft.schedule.kernels import TrackedMatmul
-from weft.schedule.verify import verify
 from weft.sim import simulate
 
-PROBLEMS = (
-    MatmulReduceScatter(1, 5, 3, 4, "fp32"),
-    MatmulReduceScatter(2, 14, 3, 4, "bf16"),
-    MatmulReduceScatter(2, 600, 270, 2, "fp16"),  # several chunks of whole tiles, the last of which is smaller
-    MatmulReduceScatter(3, 15, 2, 3, "bf16"),
-    MatmulReduceScatter(4, 36, 17, 3, "fp32"),
-    MatmulReduceScatter(8, 32, 3, 2, "bf16"),
-)
 
-SCALED = (
-    ScaledMatmulReduceScatter(1, 5, 32, 16, "fp32", "row", False, True),
-    ScaledMatmulReduceScatter(2, 14, 16, 16, "bf16", "row", True, False),
-    ScaledMatmulReduceScatter(2, 14, 16, 32, "fp32", "tensor", False, True),
-    ScaledMatmulReduceScatter(4, 36, 16, 16, "fp16", "row", False, False),
-)
-
-
-def of_run(p: MatmulReduceScatter, small: Small) -> tuple[list[Tensors], list[Tensors]]:
-    def of_rank() -> Tensors:
-        found = {"x": small(p.m, p.k), "w": small(p.k, p.n)}
-        if isinstance(p, ScaledMatmulReduceScatter):
-            rows, columns = (p.m, p.n) if p.by == "row" else (1, 1)
-            found |= {"x_scale": small(rows, 1), "w_scale": small(1, columns)}
-            found |= {"bias": small(1, p.n)} if p.biased else {}
-        return found
-
-    def product(t: Tensors) -> np.ndarray:
-        scaled = (t["x"] * t.get("x_scale", 1.0)) @ (t["w"] * t.get("w_scale", 1.0))
-        return np.asarray(scaled + t.get("bias", 0.0))
-
-    inputs = [of_rank() for _ in range(p.world_size)]
-    return inputs, [{"y": part} for part in np.split(np.asarray(sum(map(product, inputs))), p.world_size)]
-
-
-@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:3]), ids=str)
-def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
-    ring = {"ring"} if p.world_size > 2 else set()
-    check_candidates(p, of_run, {"scatter", "direct", "tracked", "pulled", "collective"} | ring)
-
-
-@pytest.mark.parametrize("p", mostly(SCALED, *SCALED[:-1]), ids=str)
+@pytest.mark.parametrize("p", SCALED_SCATTER, ids=str)
 def test_scaled_gemms_have_the_schedules_in_which_none_adds(p: ScaledMatmulReduceScatter) -> None:
     found = applicable(p)
     ways = {f"direct[chunks={n},by={by},add=reduce]" for n in (1, 2, 4) for by in ("dma", "kernel", "store")}
     assert found.keys() == {"serial"} | (ways | {"scatter"} if p.world_size > 1 else set())
-    check_candidates(p, of_run, {"direct", "scatter"})
     if p.world_size > 1:
         assert sum(p.worth_running(named(p, name)) for name in found) == 4
         with pytest.raises(NotApplicableError, match="output maps do not support scaled"):
@@ -107,30 +58,6 @@ def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
         ran, usual = (simulate(named(one, name).build(), model) for one in (p, plain))
         assert ran.end_us < usual.end_us
         assert sum(s.bytes for s in ran.timeline) == sum(s.bytes for s in usual.timeline) > 0
-
-
-@pytest.mark.parametrize("world", [4, slow(8)])
-def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
-    found = applicable(MatmulReduceScatter(world, 150 * world, 20, 4, "bf16"))
-    assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring", "pulled", "collective"}
-    for schedule in found.values():
-        verify(schedule)
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-def test_some_small_shapes(data: st.DataObject) -> None:
-    world, rows = data.draw(st.integers(1, 4), label="world_size"), data.draw(st.integers(0, 40), label="rows")
-    n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
-    p = MatmulReduceScatter(world, rows * world, n, k, "fp32")
-    name, schedule = data.draw(st.sampled_from(list(applicable(p).items())), label="candidate")
-    check_candidate(p, name, schedule, of_run, runs=2)
-
-
-@pytest.mark.parametrize("builder", ["direct", "tracked", "ring", "pulled"])
-def test_who_fills_a_slot_again_too_early_is_noticed(builder: str) -> None:
-    p = MatmulReduceScatter(3, 18, 2, 3, "fp32")
-    assert_noticed(p, candidates(p, (builder,))[0].build(), of_run)
 
 
 @settings(max_examples=40)
@@ -163,35 +90,6 @@ def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, ch
     assert len(set(order)) == 2 * chunks
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
-        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes must be whole numbers of at least 0"),
-        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
-        ({"dtype": "int64"}, "dtype='int64'"),
-    ],
-)
-def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(fault)):
-        replace(PROBLEMS[1], **change)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
-        ({"n": 24}, "N=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
-        ({"k": 0}, "K=0 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
-        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16"),
-        ({"dtype": "fp64"}, "dtype='fp64' is not supported: results of scaled GEMMs are bf16, fp16 or fp32"),
-    ],
-)
-def test_what_cannot_be_scaled(change: dict[str, object], fault: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(fault)):
-        replace(SCALED[1], **change)  # type: ignore[arg-type]
-
-
 def test_plans_take_the_dtype_of_a_scaled_result() -> None:
     for said, dtype in {"fp8": "bf16", "bf16": "bf16", "fp32": "fp32"}.items():
         p = described("scaled_matmul_reduce_scatter", m=64, n=32, k=16, ranks=2, dtype=said)
@@ -221,13 +119,6 @@ def test_its_gemms_are_timed_in_memory_of_their_own() -> None:
         timer._gemm("w", timer.x[: m * k].view(m, k), tensors["w"], out)()
         torch.testing.assert_close(out, timer.x[: m * k].view(m, k) @ tensors["w"])
     assert all(torch.equal(t, torch.ones_like(t)) for t in tensors.values())
-
-
-def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "_families", {})
-    p = MatmulReduceScatter(2, 8192, 4096, 2048, "bf16")
-    check_rows_in_one_plan(p, (8190, 8400, 7800), replace(p, n=8), 4)
-    assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
 
 
 def test_no_sum_is_pulled_unasked() -> None:

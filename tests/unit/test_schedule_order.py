@@ -1,7 +1,7 @@
 """The order in which one thread issues a rank's steps, and the happens-before relation.
 
 The tests compare known orders of issue, find cycles, and compare `HappensBefore` with its definition: x is before y if
-y never runs while x is blocked. test_schedule_candidates.py checks that every candidate can be issued.
+y never runs while x is blocked. test_schedule_gemms.py checks that every candidate can be issued.
 """
 
 from __future__ import annotations

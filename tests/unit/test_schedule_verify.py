@@ -1,7 +1,7 @@
 """Hangs, races, unwritten memory and occupancy deadlocks that are planted in schedules: `verify` finds each, and the error
 gives rank, lane, step and region.
 
-`test_schedule_well_formed.py` has steps and declarations that are not well formed. `test_schedule_candidates.py` tests that
+`test_schedule_well_formed.py` has steps and declarations that are not well formed. `test_schedule_gemms.py` tests that
 all candidates pass. Faults that not every run shows (races, early reuse) are also planted in real schedules.
 """
 
