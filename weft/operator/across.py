@@ -73,8 +73,8 @@ class AcrossRanks:
             None. A CPU rank runs the first part while it waits for its peers.
 
         If CPU ranks have synchronised in this method, return the number that each rank reports about the first part of
-        its call (`Begun.number`). For example, the number is 1 if a message was too large to be sent. Otherwise return
-        None.
+        its call (`Begun.number`). For example, the number says if a message was too large to be sent.
+        Otherwise return None.
         """
         self.note()
         numbers = None

@@ -8,13 +8,13 @@ calls. The first call of a block does not count, because it allocates memory.
 To compare the implementations, weft sorts the times of each. Later calls use the second implementation if one of these
 conditions holds:
 
-- Its fastest call was clearly faster than the fastest call of the first implementation. Also its second fastest call was clearly
-  faster than the second fastest of the first, or its median was less.
-- Each of its sorted times is less than that of the first implementation, and its median is clearly less.
+- Its fastest call was clearly faster than the fastest call of the first implementation. In addition, its second fastest call was
+  clearly faster than the second fastest call of the first, or its median time was less.
+- Each of its sorted times is less than the corresponding time of the first implementation, and its median is clearly less.
 
 With the first condition, the fastest calls count most, because other work on the machine slows single calls, and on a busy
-machine most calls. The second condition finds a gain even if the fastest calls are almost equal: gloo's all-to-all may take up
-to twice as long, because it may send in one direction after the other. If the measured links show
+machine most calls. The second condition finds a gain even if the fastest calls are almost equal. gloo's all-to-all
+may send in one direction after the other, and then takes up to twice as long. If the measured links show
 that the second implementation cannot be clearly faster, no call uses it.
 """
 
@@ -90,7 +90,10 @@ class TwoWays:
 
 
 def _is_faster(first: list[float], other: list[float]) -> bool:
-    """True if the sorted times `other` show that the second implementation is faster. `first` has the sorted times of the first."""
+    """True if the measured times show that the second implementation is faster (see the top of this file).
+
+    first, other: the sorted times of the first and of the second implementation.
+    """
     medians, pairs = (statistics.median(first), statistics.median(other)), list(zip(first, other, strict=True))
     fastest, second = (_is_clear(*pair) for pair in pairs[:2])
     if fastest and (second or medians[1] < medians[0]):

@@ -40,7 +40,7 @@ class Begun(Protocol):
     """
 
     number: int
-    """A number that the rendezvous sends to all ranks (`begun_number`)."""
+    """A number about this rank's part of the call, which the rendezvous sends to all ranks. `begun_number` makes it."""
     cargo: Cargo | None
     """A small collective whose data are sent with the messages of the rendezvous (`weft.runtime.rails`). None if there is
     no such collective.
@@ -59,13 +59,17 @@ class Begun(Protocol):
 
 
 def begun_number(rows: int, too_large: bool = False) -> int:
-    """Return `Begun.number` of a call that sends `rows` rows. too_large: True if a message was too large to be sent."""
+    """Return one number (`Begun.number`) that contains both arguments.
+
+    rows: the number of rows that this rank sends. too_large: True if a message of this rank was too large to be sent.
+    """
     return 2 * rows + too_large
 
 
 def read_numbers(numbers: list[int]) -> tuple[int, bool]:
-    """Return the largest number of rows that a rank sends, and True if a message of a rank was too large. numbers:
-    `Begun.number` of all ranks.
+    """Return the largest number of rows that a rank sends, and True if a message of any rank was too large.
+
+    numbers: `Begun.number` of each rank.
     """
     return max(numbers) // 2, any(number % 2 for number in numbers)
 

@@ -211,8 +211,9 @@ def _are_few(nbytes: int, splits: torch.Tensor) -> bool:
 class _Combined:
     """A call of `matmul_all_to_all` that multiplies all rows, and then exchanges the results.
 
-    most: the number of rows that the busiest rank was expected to send. riding: the same call, whose results travel with the
-    rendezvous if they are small enough; None to exchange them afterwards.
+    most: the number of rows that the busiest rank was expected to send.
+    riding: an implementation of the same call that sends the results with the messages of the rendezvous, if they are small
+        enough. None: the results are always exchanged after the rendezvous.
     """
 
     def __init__(

@@ -71,8 +71,9 @@ class FarFirst:
         self, key: Hashable, rows: int, row_bytes: int, turn: Turn, begin_s: float, early: Early | None = None
     ) -> tuple[bool, Callable[[int], None]]:
         """Choose whether this call sends rows for other hosts first. Return two values: the choice, and a function that the
-        caller must call when its call ends. The function gets the largest number of rows of a rank. It records the time of
-        the call if this number belongs to the same choice as `rows`. All ranks must make the same calls of this method.
+        caller must call when its call ends. The argument of the function is the largest number of rows of any rank. If calls
+        with this number share their choice with calls with `rows` rows, the function records the time of the call. All ranks
+        must make the same calls of this method.
 
         The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` whose rows take
         long to send is not timed: it always sends the rows for other hosts first.
@@ -80,7 +81,7 @@ class FarFirst:
         key: the kind of call: dispatch or combine, with the shape and dtype of the weights. Each kind is measured
             separately.
         rows: the largest number of rows of any rank, or a guess, equal on all ranks. row_bytes: the size of a row in bytes.
-        begin_s: the time at which the call began on this rank, by `time.perf_counter`.
+        begin_s: the time at which the call began on this rank, as a time of `time.perf_counter()`.
         early: the exchanges with which this call may begin before its rendezvous has ended. None if the call begins
             after the rendezvous.
         """
@@ -103,10 +104,12 @@ class FarFirst:
     """The result of `way` for a call that never sends rows for other hosts first."""
 
     def riding_bytes(self, key: Hashable, row_bytes: int, few_bytes: int) -> int:
-        """Return the largest number of bytes of a rank's rows that travel with the rendezvous in the next call of this kind.
-        For the next larger calls, far first is faster, or is to be timed. Equal on all ranks.
+        """Return a limit for the next call of this kind. If no rank has rows of more bytes, ranks send the rows with the messages
+        of the rendezvous. Slightly larger calls send the rows for other hosts first, which is faster, or must be timed. The
+        limit is equal on all ranks.
 
-        key, row_bytes: as for `way`. few_bytes: calls with up to this number of bytes never use far first.
+        key: the kind of call (see `way`). row_bytes: the size of a row in bytes.
+        few_bytes: the least limit. Calls with at most this number of bytes never send the rows for other hosts first.
         """
         if self._memory is not None and (ways := self._ways.get(key)) is not None:
             first, last = (nbytes // row_bytes for nbytes in (few_bytes, MOST_ROWS_BYTES))
@@ -201,7 +204,7 @@ class FarFirst:
     def make_early(self, key: Hashable, most: int) -> None:
         """Construct the object that `early` returns, unless messages are too large for it. All ranks must make this call.
 
-        key, most: as for `early`.
+        key, most: the kind of the call, and the number of rows that the busiest rank is expected to send.
         """
         if self._has_rails and not self._is_too_large(key, most) and self.early(key, most) is None:
             try:
@@ -210,8 +213,9 @@ class FarFirst:
                 self._early, self._has_rails = None, False
 
     def never_early(self, key: Hashable, most: int) -> None:
-        """Make `early` return None from now on for calls with half as many rows or more, because messages were too large. key,
-        most: as for `early`.
+        """Make `early` return None from now on for calls with at least half of `most` rows, because messages were too large.
+
+        key, most: the kind of the call, and the number of rows that the busiest rank was expected to send.
         """
         self._never_early[key] = min(self._never_early.get(key, most), most // 2)
 

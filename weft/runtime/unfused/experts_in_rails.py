@@ -46,8 +46,8 @@ def dispatch_in_rails(
 
     splits: the number of this rank's tokens for each expert of all ranks, int64, of up to `TABLE_BYTES`.
     name: the name of the exchange, for error texts.
-    most_bytes: the largest number of bytes of a rank's tokens that may travel with the rendezvous, equal on all ranks.
-        Fewer may travel if less memory is reserved.
+    most_bytes: the largest number of bytes of tokens that a rank may send with the messages of the rendezvous, equal on all
+        ranks. The limit is lower if less memory is reserved.
     Other arguments: as for `experts.all_to_all_matmul`.
     """
     rails = turn.rails
