@@ -234,9 +234,9 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key that is equal for calls that differ only in the contents and addresses of their tensors. Return None
-    if every call must be checked: with a pinned schedule, or if weft's native reader of calls does not support this version
-    of torch.
+    """Return a key by which the cache finds the compiled operator of a repeated call. Calls that differ only in the contents
+    and addresses of their tensors have equal keys. Return None if every call must be checked: with a pinned schedule, or
+    if weft's native reader of calls does not support this version of torch.
     """
     if op.has_executors:
         return op.key(call), op.given(call), op.wanted(call)

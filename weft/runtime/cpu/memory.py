@@ -89,8 +89,8 @@ class Memory:
         self.mapped: Mapped | None = None
         self.workers: list[Worker] = []
         self.kinds: set[Hashable] = set()
-        """The keys (`kind` of `CpuSchedule`) of schedules that ranks have already compared and checked. Schedules with
-        the same key differ only in sizes, so only the first is checked.
+        """The kinds (`kind` of `CpuSchedule`) of schedules that ranks have already compared and checked. Schedules of one
+        kind differ only in sizes, so only the first is checked.
         """
         self._bound: dict[MemoryUser, None] = {}  # in the order of their last runs
         comm._holders.add(self)

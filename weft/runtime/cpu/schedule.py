@@ -42,8 +42,8 @@ class CpuSchedule(Executor):
     `OutOfSharedMemoryError`.
 
     what: the user's call, for error texts if ranks make different calls.
-    kind: a key that is equal for schedules that differ only in sizes. Ranks compare and check only the first schedule with
-        each key. None: compare and check this schedule.
+    kind: identifies schedules that differ only in sizes; any hashable value. Ranks compare and check only the first schedule
+        of each kind. None: compare and check this schedule.
     """
 
     def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:

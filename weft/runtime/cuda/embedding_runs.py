@@ -149,7 +149,7 @@ class Rows:
     def __init__(self, shape: Shape, count: int, of_places: torch.dtype, is_scaled: bool, device: torch.device) -> None:
         self.shape, self.count, self.is_scaled = shape, count, is_scaled and count > 0
         self.ok: torch.Tensor | None = None
-        """int64 [1] on the device; if it is 0, an update changes nothing. None: the update always runs."""
+        """A flag on the device, int64 [1]: if it is 0, an update changes nothing. None: the update always runs."""
         self.of_starts, self.of_places = torch.int32 if count < MOST_32 else torch.int64, of_places
         self.segments = 2 * (count // SEGMENT) + 1  # a run is cut only if it is longer than a segment
         self.blocks = -(-count // _BLOCK)

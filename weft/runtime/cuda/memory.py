@@ -266,7 +266,8 @@ class ScheduleMemory:
 
 
 SPARE_BYTES = 64 << 20
-"""Limit on the outgrown memory of a group, not counting memory that a graph has captured.
+"""The largest number of bytes of a group's outgrown memories, without memories that a graph has captured. A memory is outgrown
+if a larger one has replaced it.
 
 The limit is enough for all batch sizes of a decoder, which are called first and captured later.
 """
@@ -298,7 +299,7 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
     """Return the memory that schedules of one `kind` share, and this rank's steps of `schedule`. Return None if `schedule`
     differs from the other schedules of its kind in more than sizes.
 
-    kind: a key that is equal for schedules that may share memory.
+    kind: identifies schedules that may share memory; any hashable value.
 
     If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """
