@@ -20,7 +20,8 @@ import weft
 from weft import _core
 from weft.errors import RefusedError
 from weft.launch import Pool
-from weft.operator import calls, replay
+from weft.operator import calls
+from weft.operator import recorded as recorded_calls
 from weft.symm import control
 
 _PACKAGE = f"{Path(weft.__file__).parent}/"  # the folder of a checkout may be called weft too
@@ -258,22 +259,22 @@ def test_an_error_of_a_peer_is_heard_on_the_short_way(pool: Pool) -> None:
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Let calls that are recorded inside the context repeat as on GPUs, where ranks do not synchronise."""
-    init, around = replay._Short.__init__, replay._SURROUNDINGS
+    init, around = recorded_calls.Recorded.__init__, recorded_calls.SURROUNDINGS
 
     def recorded(self: Any, *what: Any) -> None:
         init(self, *what)
         # On a busy machine the watchdog may be late, which would send only this rank to a rendezvous.
         self.kind, self.health = "cuda", _core.Health(1e9)
 
-    replay._Short.__init__ = recorded
-    replay._SURROUNDINGS = _core.Surroundings(
-        groups=replay._pg_map, coalescing=replay.COALESCING, is_any_autocast_enabled=bool, is_autocast_enabled=bool,
+    recorded_calls.Recorded.__init__ = recorded
+    recorded_calls.SURROUNDINGS = _core.Surroundings(
+        groups=recorded_calls._pg_map, coalescing=recorded_calls.COALESCING, is_any_autocast_enabled=bool, is_autocast_enabled=bool,
         is_capturing=bool,
     )  # fmt: skip
     try:
         yield
     finally:
-        replay._Short.__init__, replay._SURROUNDINGS = init, around
+        recorded_calls.Recorded.__init__, recorded_calls.SURROUNDINGS = init, around
 
 
 def entered(call: Callable[[], Any]) -> tuple[list[str], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.errors import DeadlineError
-from weft.symm.communicator import _threads_inside
+from weft.symm.at_exit import threads_inside
 from weft.symm.store import PatientStore
 
 
@@ -32,8 +32,8 @@ def test_the_exit_waits_for_a_query_that_was_abandoned() -> None:
         store.get("key")
     thread = store._thread
     assert thread is not None
-    assert thread.ident in _threads_inside()
+    assert thread.ident in threads_inside()
     stopped.answers.set()
     store.close()
     thread.join()
-    assert thread.ident not in _threads_inside()
+    assert thread.ident not in threads_inside()

@@ -19,9 +19,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,116 +31,13 @@ from weft.embedding.check import missing_feature
 from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_range
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.nn.id_batches import HEAD, BegunBatch, Exchange, Layout, LocalBatch, Route, SentBatch
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import turn_on
 from weft.words import by_rank, counted
-
-_HEAD = 3  # the first words of a header: refused (0 or 1), bits of an id, batch size. Counts follow
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The order in which ranks send features to each other, for inputs with the feature names `keys`.
-
-    blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: which numbers of this rank's own header to copy into the headers for other ranks. The own header has the
-        number of ids of every feature; the header for a rank has only the features that the rank needs. `header_index` has an
-        entry for each number of all these headers, one header after the other: the number's index in the own header.
-    """
-
-    keys: tuple[str, ...]
-    blocks: tuple[int, ...]
-    header_index: torch.Tensor
-    pieces: Any  # `weft.runtime.cuda.input_dist.Pieces` if kernels write messages, else None
-
-
-@dataclass(frozen=True)
-class _LocalBatch:
-    """The input of this rank's samples, after the checks that need not wait for the device."""
-
-    layout: _Layout
-    values: torch.Tensor
-    lengths: torch.Tensor
-    offsets: torch.Tensor | None
-    weights: torch.Tensor | None
-    batch_size: int
-
-
-class _Route(NamedTuple):
-    """The routing of one batch's ids: what this rank sent to each rank, and received from each rank. Gradients of
-    per-sample weights take the reverse way.
-
-    blocks: the features that this rank sent, in sending order, as indices into the input's keys.
-    counts: the number of ids of each feature (key) of the input.
-    begin: the index of the first id in the input's values.
-    ids_out, ids_in: the number of ids sent to each rank, and received from each rank.
-    heads: the header (batch size, numbers of ids) received from each rank.
-    """
-
-    blocks: tuple[int, ...]
-    counts: list[int]
-    begin: int
-    ids_out: list[int]
-    ids_in: list[int]
-    heads: list[list[int]]
-
-    @property
-    def ids(self) -> list[int]:
-        """The number of received ids for each (source rank, feature), as one list."""
-        return [count for head in self.heads for count in head[_HEAD:]]
-
-    @property
-    def order(self) -> list[int]:
-        """The permutation that reorders received blocks of ids from [source rank][feature] to [feature][source rank]."""
-        features = len(self.heads[0]) - _HEAD
-        return [source * features + feature for feature in range(features) for source in range(len(self.heads))]
-
-
-class _Exchange(NamedTuple):
-    """All-to-alls that have begun: the tensors to receive into, and the work handles to wait for."""
-
-    received: list[torch.Tensor]
-    works: list[Any]
-
-    def wait(self) -> list[torch.Tensor]:
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-@dataclass(frozen=True)
-class BegunBatch:
-    """A batch whose headers (batch size, numbers of ids) are being exchanged.
-
-    numbers: one tensor that the CPU reads at once. First come the headers received from all ranks. Then comes this rank's
-        own header, with the number of ids of every feature. The last number is `offsets[0]`: the index in `values` of this
-        rank's first id, which may be above 0.
-    """
-
-    local: _LocalBatch | None
-    refusal: Exception | None
-    numbers: torch.Tensor
-    headers: _Exchange
-
-
-@dataclass(frozen=True)
-class SentBatch:
-    """A batch whose features this rank has sent, while the features from other ranks may not have arrived. numbers: the
-    exchanged headers, as in `BegunBatch`.
-    """
-
-    local: _LocalBatch
-    numbers: torch.Tensor
-    route: _Route
-    features: _Exchange
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that `InputDist.arrive` reads."""
-        return [*self.features.received, self.numbers]
 
 
 class InputDist:
@@ -174,7 +70,7 @@ class InputDist:
         # sizes.
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._is_packed = device.type == "cuda" and self.world_size > 1
 
     @opaque
@@ -226,7 +122,7 @@ class InputDist:
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
         return jagged, tuple(head[2] for head in sent.route.heads)
 
-    def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
+    def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. All ranks must make this call.
 
         grad: the gradient of the weights that arrived on this rank. like: this rank's own weights. route: the numbers
@@ -246,7 +142,7 @@ class InputDist:
             )
         return total
 
-    def _read(self, features: Any) -> _LocalBatch:
+    def _read(self, features: Any) -> LocalBatch:
         check_keyed(features)
         keys, batch_size = tuple(features.keys()), features.stride()
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
@@ -287,15 +183,15 @@ class InputDist:
             raise ValueError(
                 f"the batch has {values.numel()} ids, but at most 2**31 - 1 are allowed on a rank: use a smaller batch"
             )
-        return _LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
+        return LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
 
-    def _lay_out(self, keys: tuple[str, ...]) -> _Layout:
+    def _lay_out(self, keys: tuple[str, ...]) -> Layout:
         block_of_key = {key: block for block, key in enumerate(keys)}
         for slot in self.sharding.slots:
             if slot.feature not in block_of_key:
                 raise ValueError(missing_feature(slot, keys, self.sharding))
         blocks = [[block_of_key[feature] for feature in features] for features in self.features_of_rank]
-        header = [word for own in blocks for word in (*range(_HEAD), *(_HEAD + block for block in own))]
+        header = [word for own in blocks for word in (*range(HEAD), *(HEAD + block for block in own))]
         flat = tuple(block for own in blocks for block in own)
         pieces = None
         if self._is_packed:
@@ -303,23 +199,23 @@ class InputDist:
 
             ranks = [rank for rank, own in enumerate(blocks) for _ in own]
             pieces = Pieces(*torch.tensor([flat, ranks], device=self.device))
-        return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
+        return Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device), pieces)
 
-    def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
+    def _begin_headers(self, local: LocalBatch | None) -> tuple[torch.Tensor, Exchange]:
         """Begin to exchange headers (batch sizes and numbers of ids). Return (the tensor `BegunBatch.numbers`, the exchange to
         wait for).
 
         local: this rank's samples; None if this rank refuses its input.
         """
-        words = [_HEAD + len(features) for features in self.features_of_rank]
+        words = [HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         arrive = self.world_size * mine
-        size = _HEAD if local is None else _HEAD + len(local.layout.keys) + 1
+        size = HEAD if local is None else HEAD + len(local.layout.keys) + 1
         numbers = torch.empty(arrive + size, dtype=torch.int64, device=self.device)
         own = numbers[arrive:]
         if local is None:
             own.zero_()[0] = 1
-            send = torch.cat([torch.nn.functional.pad(own, (0, count - _HEAD)) for count in words])
+            send = torch.cat([torch.nn.functional.pad(own, (0, count - HEAD)) for count in words])
         elif self._is_packed:
             from weft.runtime.cuda.input_dist import header
 
@@ -346,23 +242,23 @@ class InputDist:
         """Wait for the headers (batch size, number of ids of each feature). Return the headers that all ranks sent to this
         rank, and this rank's own header.
         """
-        mine = _HEAD + len(self.features_of_rank[self.rank])
+        mine = HEAD + len(self.features_of_rank[self.rank])
         begun.headers.wait()
         host = begun.numbers.tolist()  # the only wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
     def _begin_features(
-        self, local: _LocalBatch, numbers: torch.Tensor, heads: list[list[int]], own: list[int]
+        self, local: LocalBatch, numbers: torch.Tensor, heads: list[list[int]], own: list[int]
     ) -> SentBatch:
         blocks, batch_size = local.layout.blocks, local.batch_size
-        counts, begin = own[_HEAD:-1], own[-1]
+        counts, begin = own[HEAD:-1], own[-1]
         features = self.features_of_rank[self.rank]
         ends = list(accumulate((len(names) for names in self.features_of_rank), initial=0))
         ids_out = [sum(counts[block] for block in blocks[first:last]) for first, last in pairwise(ends)]
-        ids_in = [sum(head[_HEAD:]) for head in heads]
+        ids_in = [sum(head[HEAD:]) for head in heads]
         bags_out = [len(names) * batch_size for names in self.features_of_rank]
         bags_in = [len(features) * head[2] for head in heads]
-        route = _Route(blocks, counts, begin, ids_out, ids_in, heads)
+        route = Route(blocks, counts, begin, ids_out, ids_in, heads)
         if self._is_packed:
             from weft.runtime.cuda.input_dist import pack
 
@@ -412,7 +308,7 @@ class InputDist:
     def _all_to_all(
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]],
         received: list[torch.Tensor] | None = None,
-    ) -> _Exchange:  # fmt: skip
+    ) -> Exchange:  # fmt: skip
         """Begin an all-to-all for each tensor in `send`.
 
         what: the data, for error texts.
@@ -423,21 +319,21 @@ class InputDist:
         if self.world_size == 1:
             if received is not None:
                 torch._foreach_copy_(received, list(send))
-            return _Exchange(list(send), [])
+            return Exchange(list(send), [])
         if received is None:
             received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         if self.device.type == "cuda":  # in stream order: an asynchronous call takes more CPU time
             for i, parts in enumerate(zip(received, send, into, out, strict=True)):
                 turn.run(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
-            return _Exchange(received, [])
+            return Exchange(received, [])
         works = [
             turn.begin(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
             for i, parts in enumerate(zip(received, send, into, out, strict=True))
         ]
-        return _Exchange(received, works)
+        return Exchange(received, works)
 
-    def _bad_lengths(self, local: _LocalBatch) -> str:
+    def _bad_lengths(self, local: LocalBatch) -> str:
         """Return the error text for lengths or offsets that the check on the device has refused. Either a length is
         negative, or the lengths do not match the number of values.
         """
@@ -477,7 +373,7 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, own: torch.Tensor, arrived: torch.Tensor, distribution: InputDist, route: _Route
+        ctx: Any, own: torch.Tensor, arrived: torch.Tensor, distribution: InputDist, route: Route
     ) -> torch.Tensor:
         ctx.distribution, ctx.route = distribution, route
         ctx.save_for_backward(own)

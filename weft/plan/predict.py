@@ -18,25 +18,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias, cast, get_args
+from typing import TypeAlias, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
 from weft.builders.registry import outside_builders
 from weft.errors import ScheduleError
-from weft.schedule import ITEM_BYTES, Collective, Compute, Region, Schedule, Step, Tiles
-from weft.schedule.expr import Values
-from weft.schedule.steps import iterations, substitute
+from weft.plan.counts import Counts, Priced
+from weft.schedule import ITEM_BYTES, Collective, Compute, Schedule, Step
 from weft.schedule.verify import check_steps
 from weft.sim import Inefficiencies, Model, inefficiencies
-from weft.sim.costs import Operand, kept_cost
+from weft.sim.costs import kept_cost
 from weft.sim.losses import gemms_us
 from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
 from weft.sim.run_time import Mode, dynamic_steps, reading_host_us, run_us
-from weft.sim.vectorised import key_of, values_of_ranks
 from weft.words import in_us
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -151,14 +149,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Priced:
-    """A step with the sizes of its operands, but without offsets: all that determines the step's cost."""
-
-    step: Step
-    operands: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
 class _Built:
     """A candidate with its schedule. If it has no schedule, `row.why_not` has the reason.
 
@@ -168,7 +158,7 @@ class _Built:
 
     row: Row
     schedule: Schedule | None = None
-    lanes: tuple[Counter[_Priced], ...] = ()
+    lanes: tuple[Counter[Priced], ...] = ()
     even: bool = False
 
 
@@ -298,7 +288,7 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     # Look only at rank 0: ranks differ at most in empty steps. Omit the bodies of tiles, because evaluating them takes
     # long.
-    counts = _Counts(schedule)
+    counts = Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
     matmuls = [(operands, times) for _, step, operands, times in each if step.multiplies]
@@ -331,69 +321,6 @@ def _stages(step: Step) -> bool:
     """True if the step is a kernel that sends or signals while it computes (`Row.stages`)."""
     kinds = {inner.kind for inner in step.inner if step.tile_kernel}
     return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
-
-
-class _Counts:
-    """The number of occurrences of each distinct step in the lanes of rank 0, without steps on empty regions.
-
-    Steps that differ only in offsets are not distinct.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.steps = 0
-        self.grouped = 0  # the number of executions of `Tiles` steps with matmuls
-        self.even = True  # True while no size depends on the rank
-        self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
-        self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
-        self._operands: dict[tuple, Operand] = {}
-        self._known: dict[tuple, _Priced | None] = {}  # by `key_of`
-        self._first: dict[tuple, _Priced] = {}  # by kind, settings and operands
-
-    def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
-        times: Counter[int] = Counter()  # keys are ids, because hashing a step visits all its fields
-        for step, values in iterations(steps, self._values):
-            if step.tile_kernel:
-                if not substitute(cast(Tiles, step).extent, values):
-                    continue
-                self.grouped += any(inner.multiplies for inner in step.inner)
-            # Test `copies_by` and `multiplies` first for speed: most steps are copies or GEMMs, and `decisive` is
-            # slower.
-            elif step.copies_by or step.multiplies or step.decisive:
-                if (priced := self._priced(step, values)) is None:
-                    continue
-                times[id(priced)] += 1
-            self.steps += 1
-        return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
-
-    def _priced(self, step: Step, values: Values) -> _Priced | None:
-        """Return the step as a `_Priced`; None if it has nothing to do."""
-        if values is not self._values:
-            return self._in_numbers(step, values)
-        key = key_of(step)
-        if key not in self._known:
-            self._known[key] = self._in_numbers(step, values)
-        return self._known[key]
-
-    def _in_numbers(self, step: Step, values: Values) -> _Priced | None:
-        operands = tuple(self._operand(region, values) for region in step.regions)
-        if not step.meets and any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
-            return None
-        sent = enumerate(substitute(step.sizes, values))
-        operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
-        kind = (type(step), step.settings, operands)
-        return self._first.setdefault(kind, _Priced(step, operands))
-
-    def _operand(self, region: Region, values: Values) -> Operand:
-        key = (region.buffer, region.rows, region.cols, region.at)
-        if (known := self._operands.get(key)) is not None:
-            return known
-        buffer = self._buffers[region.buffer]
-        self.even &= isinstance(region.rows, int) and isinstance(region.cols, int)
-        rows, cols, at = (substitute(n, values) for n in (region.rows, region.cols, region.at))
-        found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
-        if values is self._values:
-            self._operands[key] = found
-        return found
 
 
 # -- times

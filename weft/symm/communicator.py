@@ -9,17 +9,13 @@ overlap.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.util
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +24,7 @@ import torch.distributed as dist
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import bootstrap, cpu, failures
+from weft.symm.at_exit import close_at_exit
 from weft.symm.calls import calls_of
 from weft.symm.control import CALLBACK_S, EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
@@ -35,10 +32,6 @@ from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 LOOK_S = 0.1  # interval at which a native wait returns to Python, to check for Ctrl-C and goodbyes
-_COME_OUT_S = 1.0  # longest time that the exit of the process waits for threads to leave native code
-_LET_GO_S = 0.1  # time after that for the threads' clean-up
-_WATCHING = "weft-watchdog", "weft-stream-watch", "weft-spoil"  # prefixes of thread names
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager
@@ -373,7 +366,6 @@ class Communicator:
 _cache: list[Communicator] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_exit_hook_of = 0  # pid
 
 
 def communicator(
@@ -429,7 +421,7 @@ def communicator(
             made.poison(misused)
         with _cache_lock:
             _cache.append(made)
-        _close_at_exit()
+        close_at_exit(close_all)
         return made
 
 
@@ -474,50 +466,6 @@ def close_all() -> None:
     until = time.monotonic() + CALLBACK_S
     for open_communicator in list(_cache):
         open_communicator._close(EXITING, until)
-
-
-def _leave_all() -> None:
-    """Close all communicators at interpreter exit, which ends native waits. Then give daemon threads time to leave native code
-    (`_COME_OUT_S`) and to free their tensors (`_LET_GO_S`). A thread that does this after the interpreter has ended would abort
-    the process.
-    """
-    came_out = _threads_inside()
-    close_all()
-    until = time.monotonic() + _COME_OUT_S
-    while (inside := _threads_inside()) and time.monotonic() < until:
-        came_out |= inside
-        time.sleep(0.001)  # lets these threads acquire the GIL
-    until = time.monotonic() + _LET_GO_S
-    while came_out & sys._current_frames().keys() and time.monotonic() < until:
-        time.sleep(0.001)
-
-
-def _threads_inside() -> set[int]:
-    """Return the ids of other threads that run weft's code, or native code called by weft. Threads that only watch for
-    failures (`_WATCHING`) are omitted: they call nothing that could abort the process at exit.
-    """
-    watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_WATCHING)}
-    return {
-        thread
-        for thread, frame in sys._current_frames().items()
-        if thread != threading.get_ident() and thread not in watching and _is_inside(frame)
-    }
-
-
-def _is_inside(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _close_at_exit() -> None:
-    # Use multiprocessing's exit hook, because its child processes end without running the functions of `atexit`.
-    global _exit_hook_of
-    if _exit_hook_of != os.getpid():
-        _exit_hook_of = os.getpid()
-        multiprocessing.util.Finalize(None, _leave_all, exitpriority=100)
 
 
 def _after_fork_in_child() -> None:

@@ -30,7 +30,7 @@ from weft.embedding import EmbeddingBagConfig, JaggedInput
 from weft.embedding.check import CheckedInput, no_tables_on
 from weft.embedding.options import OutputDtype
 from weft.embedding.partition import TableWise
-from weft.nn.input_dist import BegunBatch, SentBatch
+from weft.nn.id_batches import BegunBatch, SentBatch
 from weft.nn.partitioned_input import Arranged
 from weft.operator.together import together
 from weft.torchrec.parts import is_cut
