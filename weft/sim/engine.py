@@ -192,8 +192,8 @@ class _Engine:
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
-                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever; add or correct the sets of their "
-                "signals:\n" + "\n".join(map(self._stuck, stuck))
+                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever. Add or correct the steps that "
+                "set their signals:\n" + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 

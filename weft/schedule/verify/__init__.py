@@ -40,7 +40,7 @@ from weft.schedule.steps import Copy, Set, Step
 from weft.schedule.verify.boxes import overlapping
 from weft.schedule.verify.forked_tiles import forked, step_number
 from weft.schedule.verify.happens_before import HappensBefore
-from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
+from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play, too_few_sets
 from weft.schedule.verify.memory import Instance, accesses, hole_of_writes, races, unwritten
 from weft.schedule.verify.occupancy import occupancy_deadlock
 from weft.schedule.verify.well_formed import (
@@ -176,8 +176,7 @@ def _check_sets(faults: _Faults, moves: Moves) -> None:
         for i, of_lane in enumerate(of_rank):
             for number, move in enumerate(of_lane):
                 if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
-                    fix = f"wait for at most {sets}, or add a set" if sets else "add a set"
-                    text = f"it waits for {move.wait.count} sets, but a run makes {sets}: {fix}"
+                    text = too_few_sets(cast(int, move.wait.count), sets)
                     faults.add("missing set", text, Event(1, rank, i, number))
 
 
