@@ -140,7 +140,8 @@ class _Rank:
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
-"""An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order of planning.
+"""An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order
+of their sequence numbers.
 
 With a lane: the lane begins the work of its step if `works`, otherwise it goes to its next step. Without a lane: `counter` is
 incremented by `times`."""
