@@ -169,7 +169,7 @@ def test_an_output_that_is_not_covered() -> None:
     text = faults(
         edited(push(), lambda s: replace(s, out=part, inputs=(replace(part, buffer="box"),)) if hasattr(s, "op") else s)
     )
-    assert "output y@0[3:+1, 0:+8] is never written (1 more of this kind)" in text
+    assert "output y@0[3:+1, 0:+8] is never written: add a step that writes it (1 more of this kind)" in text
     assert text.startswith("schedule push has 1 fault:")
 
 
@@ -281,8 +281,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
     assert (
-        "this step may never get a compute unit: kernels of other lanes (to 0, to 1, to 2) may occupy all 132 while they "
-        "poll" in text
+        "this step may never get a compute unit (SM): kernels of other lanes (to 0, to 1, to 2) may occupy all 132 units, "
+        "and wait" in text
     )
     verify(polling(2))
     verify(polling(3), compute_units=304)

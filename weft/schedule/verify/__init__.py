@@ -190,8 +190,8 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
         text = (
-            f"this step may never get a compute unit: kernels of other lanes ({names}) may occupy all {compute_units} while "
-            f"they poll for steps that need a unit"
+            f"this step may never get a compute unit (SM): kernels of other lanes ({names}) may occupy all {compute_units} units, "
+            "and wait for steps that need a unit"
         )
         faults.add(
             "polling", f"{text}. Use copy engines on these lanes, or let their copies wait for fewer signals", event
@@ -225,7 +225,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
             if buffer.role == "output" and buffer.name not in sampled:
                 whole = (0, cast(int, buffer.rows), 0, buffer.cols)
                 if hole := hole_of_writes(whole, instances.get(Instance(rank, buffer.name, 1))):
-                    text = f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
+                    text = f"output {_text(f'{buffer.name}@{rank}', hole)} is never written: add a step that writes it"
                     faults.add(f"hole in {buffer.name}", text)
 
 
