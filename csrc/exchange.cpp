@@ -7,8 +7,8 @@
 
 namespace weft {
 
-PayloadExchange::PayloadExchange(std::vector<char *> memory, size_t rank, size_t nbytes)
-    : memory_(std::move(memory)), rank_(rank), nbytes_(nbytes) {
+PayloadExchange::PayloadExchange(std::vector<char *> memory, size_t rank, size_t nbytes, size_t data_bytes)
+    : memory_(std::move(memory)), rank_(rank), nbytes_(nbytes), data_bytes_(data_bytes) {
     if (rank >= memory_.size())
         throw std::invalid_argument("rank=" + std::to_string(rank) + " must be less than the number of ranks, " +
                                     std::to_string(memory_.size()));
@@ -19,7 +19,7 @@ void PayloadExchange::publish(std::string_view payload) {
         throw std::invalid_argument("the payload has " + std::to_string(payload.size()) + " bytes: pass at most " +
                                     std::to_string(nbytes_));
     ++epoch_;
-    char *const own = slot(rank_);
+    char *const own = slot(rank_, epoch_);
     const int64_t size = int64_t(payload.size());
     std::memcpy(own, &size, length_bytes);
     std::memcpy(own + length_bytes, payload.data(), payload.size());
@@ -42,12 +42,14 @@ bool PayloadExchange::is_equal() const {
 }
 
 std::string_view PayloadExchange::payload(size_t rank) const {
-    const char *const from = slot(rank);
+    const char *const from = slot(rank, epoch_);
     int64_t size = 0;
     std::memcpy(&size, from, length_bytes);
     return {from + length_bytes, std::min(size_t(size), nbytes_)};
 }
 
-char *PayloadExchange::slot(size_t rank) const { return memory_[rank] + line + size_t(epoch_ % 2) * slot_for(nbytes_); }
+char *PayloadExchange::slot(size_t rank, int64_t epoch) const {
+    return memory_[rank] + line + size_t(epoch % 2) * slot_for(nbytes_, data_bytes_);
+}
 
 }  // namespace weft

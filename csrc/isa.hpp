@@ -2,6 +2,7 @@
 #pragma once
 #include "embedding_update.hpp"
 #include "pooling.hpp"
+#include "sum.hpp"
 
 #define WEFT_STRING_(x) #x
 #define WEFT_STRING(x) WEFT_STRING_(x)
@@ -13,5 +14,6 @@ namespace weft {
 
 UpdateRows WEFT_ISA_NAME(update_rows_)(Dtype dtype);
 UpdateRuns WEFT_ISA_NAME(update_runs_)(const UpdateRule &rule, Dtype dtype, int64_t dim, bool scaled);
+void WEFT_ISA_NAME(sum_)(SumDtype dtype, const char *const *from, size_t count, char *to, size_t nbytes);
 
 }  // namespace weft

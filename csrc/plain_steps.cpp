@@ -20,6 +20,15 @@ nb::object call_with(nb::handle function, std::initializer_list<nb::handle> argu
         PyObject_Vectorcall(function.ptr(), given + 1, positional | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords.ptr()));
 }
 
+// Returns the dtype of a sum from DLPack's code of the dtype.
+SumDtype sum_dtype(int code, int bits) {
+    if (code == 4 && bits == 16) return SumDtype::bf16;
+    if (code == 2 && bits == 16) return SumDtype::fp16;
+    if (code == 2 && bits == 32) return SumDtype::fp32;
+    if (code == 2 && bits == 64) return SumDtype::fp64;
+    throw std::invalid_argument("elements of " + std::to_string(bits) + " bits cannot be summed: use fp32, bf16, fp16 or fp64");
+}
+
 }  // namespace
 
 nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle scale_a, nb::handle scale_b, nb::handle bias,
@@ -36,25 +45,24 @@ nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle
 }
 
 CpuTurns::CpuTurns(nb::object of, const CallCounts &counts, const Health &health)
-    : of_(of), meeting_(of.attr("meeting")), lock_(meeting_.attr("publishing")), exchange_object_(of.attr("exchange")),
-      timeout_(of.attr("timeout")), counts_(counts), health_(health), exchange_(nb::cast<PayloadExchange *>(exchange_object_)),
-      any_rows_(nb::cast<bool>(of.attr("any_rows"))), patience_s_(nb::cast<double>(of.attr("patience_s"))),
-      rank_(nb::cast<int64_t>(of.attr("rank"))) {
+    : of_(of), meeting_(of.attr("meeting")), lock_(meeting_.attr("publishing")), exchange_object_(of.attr("exchange")), counts_(counts),
+      health_(health), exchange_(nb::cast<PayloadExchange *>(exchange_object_)), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
+      patience_s_(nb::cast<double>(of.attr("patience_s"))) {
     for (nb::handle one : of.attr("published")) {
         const nb::bytes bytes = nb::cast<nb::bytes>(one);
         published_.emplace_back(bytes.c_str(), bytes.size());
     }
 }
 
-void CpuTurns::begin(size_t collective, uint64_t fingerprint, const Given &given) const {
-    const auto which = [&] { return number(int64_t(collective)); };
+void CpuTurns::run(size_t number_of_collective, SharedCollective collective, uint64_t fingerprint, const Given &given) const {
+    const auto which = [&] { return number(int64_t(number_of_collective)); };
     const auto of_call = [&] { return checked(PyLong_FromUnsignedLongLong(fingerprint)); };
     // In backward, or with options of layers, ranks compare more than this call.
     if (counts_.has_layers || is_true(checked(PyObject_GetAttr(meeting_.ptr(), forward_.ptr()))) || !health_.is_well()) {
-        call_method(of_, meet_, which(), of_call(), given.positional, given.named);
+        call_method(of_, meet_, which(), of_call(), given.positional, given.named, nb::cast(std::move(collective)));
         return;
     }
-    std::string payload = published_.at(collective);
+    std::string payload = published_.at(number_of_collective);
     if (any_rows_) payload.append(reinterpret_cast<const char *>(&fingerprint), sizeof fingerprint);
     struct Locked {
         const CpuTurns &of;
@@ -68,28 +76,24 @@ void CpuTurns::begin(size_t collective, uint64_t fingerprint, const Given &given
     } locked(*this);
     const nb::object one = number(1), count = checked(PyNumber_Add(published().ptr(), one.ptr()));
     if (PyObject_SetAttr(meeting_.ptr(), calls_.ptr(), count.ptr())) throw nb::python_error();
-    exchange_->publish(payload);
-    bool is_complete;
-    {
-        nb::gil_scoped_release unlocked;
-        is_complete = exchange_->wait(patience_s_, &health_.failed);
+    const int64_t rendezvous = exchange_->epoch() + 1;
+    for (bool is_met = false, is_begun = false;; is_met = true, is_begun = true) {
+        SharedCollective::Progress progress;
+        {
+            nb::gil_scoped_release unlocked;
+            if (!is_begun) {
+                collective.load();
+                exchange_->publish(payload);
+            }
+            progress = collective.run(patience_s_, &health_.failed, is_met);
+        }
+        if (progress == SharedCollective::complete) return;
+        const nb::bool_ is_complete(progress == SharedCollective::differs);
+        if (exchange_->epoch() == rendezvous)
+            call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()), is_complete);
+        else
+            call_method(of_, go_on_, which(), is_complete);
     }
-    if (is_complete && exchange_->is_equal()) return;
-    call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()),
-                nb::bool_(is_complete));
-}
-
-void CpuTurns::end(size_t collective, nb::handle work, const std::vector<nb::object> &buffers) const {
-    try {
-        call_method(work, wait_, timeout_);
-        return;
-    } catch (nb::python_error &error) {
-        if (!error.matches(PyExc_RuntimeError)) throw;
-    }
-    nb::list tensors;
-    for (const nb::object &one : buffers)
-        if (one.is_valid()) tensors.append(one);
-    call_method(of_, finish_, number(int64_t(collective)), work, tensors);
 }
 
 PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world)
@@ -146,17 +150,17 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
             if (!buffers[read].is_valid()) throw std::invalid_argument("a step reads a buffer that no step has written: correct the order of steps");
         const nb::object x = buffers[step.in[0]];
         nb::object work;
-        const auto begin = [&] {
-            if (on_cpu) on_cpu->turns.begin(collective, on_cpu->fingerprint, on_cpu->given);
-        };
+        if (on_cpu && (step.kind == gather || step.kind == scatter || step.kind == reduce)) {
+            run_on_cpu(step, collective++, buffers, *on_cpu);
+            continue;
+        }
         switch (step.kind) {
         case mm:
             buffers[step.out] = call(calls_.mm, x, buffers[step.in[1]]);
             break;
         case gather: {
             const TensorView shard = calls_.reader->view(x);
-            nb::object whole = new_matrix(x, world_ * shard.shape[0], shard.shape[1]);  // before ranks wait for this rank
-            begin();
+            nb::object whole = new_matrix(x, world_ * shard.shape[0], shard.shape[1]);
             if (shard.dtype_bits == 8)  // gloo and older NCCL versions do not know fp8
                 work = call(calls_.gather, group, call_method(whole, view_, calls_.byte), call_method(x, view_, calls_.byte),
                             calls_.gather_options);
@@ -167,18 +171,6 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
         }
         case scatter: {
             const TensorView all = calls_.reader->view(x);
-            if (on_cpu) {  // some backends have no reduce-scatter on CPU
-                nb::object total = is_true(step.dtype) ? x : call_method(x, clone_);
-                nb::list of_one;
-                of_one.append(total);
-                buffers[step.out] = total;
-                begin();
-                on_cpu->turns.end(collective++, call(calls_.reduce, group, of_one, calls_.reduce_options), buffers);
-                const int64_t rows = all.shape[0] / world_;
-                const nb::object mine = call_method(total, narrow_, number(0), number(on_cpu->turns.rank() * rows), number(rows));
-                buffers[step.out] = call_method(mine, clone_);
-                break;
-            }
             nb::object part = new_matrix(x, all.shape[0] / world_, all.shape[1]);
             work = call(calls_.scatter, group, part, x, calls_.scatter_options);
             buffers[step.out] = std::move(part);
@@ -187,7 +179,6 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
         case reduce: {
             nb::list all;
             all.append(x);
-            begin();
             work = call(calls_.reduce, group, all, calls_.reduce_options);
             buffers[step.out] = x;
             break;
@@ -205,12 +196,30 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
         }
         }
         // If the backend returns a work handle, make the stream wait for the collective. Other backends have done so already.
-        if (!work.is_valid() || work.is_none()) continue;
-        if (on_cpu)
-            on_cpu->turns.end(collective++, work, buffers);
-        else
-            call_method(work, wait_);
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);
     }
+}
+
+void PlainSteps::run_on_cpu(const Step &step, size_t number, std::vector<nb::object> &buffers, const CpuCall &call) const {
+    const nb::object x = call_method(buffers[step.in[0]], contiguous_);
+    const TensorView given = calls_.reader->view(x);
+    const auto address = [](const TensorView &tensor) { return static_cast<char *>(tensor.data) + tensor.byte_offset; };
+    const size_t nbytes = size_t(given.shape[0] * given.shape[1]) * given.dtype_bits / 8;
+    PayloadExchange &exchange = call.turns.exchange();
+    nb::object made;
+    const auto run = [&](SharedCollective collective) { call.turns.run(number, collective, call.fingerprint, call.given); };
+    if (step.kind == gather) {
+        made = new_matrix(x, world_ * given.shape[0], given.shape[1]);
+        run(SharedCollective::all_gather(exchange, address(given), address(calls_.reader->view(made)), nbytes));
+    } else if (step.kind == scatter) {
+        made = new_matrix(x, given.shape[0] / world_, given.shape[1]);
+        run(SharedCollective::reduce_scatter(exchange, address(given), address(calls_.reader->view(made)), nbytes / size_t(world_),
+                                             sum_dtype(given.dtype_code, given.dtype_bits)));
+    } else {
+        made = x;  // a product of this call, which is contiguous
+        run(SharedCollective::all_reduce(exchange, address(given), nbytes, sum_dtype(given.dtype_code, given.dtype_bits)));
+    }
+    buffers[step.out] = std::move(made);
 }
 
 nb::dict PlainSteps::run_by_name(nb::dict inputs, nb::object group) const {

@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "exchange.hpp"
 #include "group_calls.hpp"
 #include "layouts.hpp"
 #include "python.hpp"
 #include "recipe.hpp"
+#include "shared_collective.hpp"
 
 namespace weft {
 
@@ -36,32 +36,29 @@ struct TorchCalls {
     nb::object gather, gather_options, scatter, scatter_options, reduce, reduce_options;
 };
 
-// What CPU ranks do around each collective of a call: a rendezvous before it (weft/runtime/meeting.py), and a wait for its end
-// that returns to Python from time to time. Native code handles a rendezvous of equal calls. Python handles the rest.
+// The collectives of a call of CPU ranks on one host. Their data travel with the rendezvous before each collective
+// (weft/runtime/meeting.py). Native code handles a rendezvous of equal calls. Python handles the rest.
 class CpuTurns {
   public:
-    // of: a `Replay` or `Passing`, which has these attributes, and the methods `meet`, `settle` and `finish`.
+    // of: a `Replay` or `Passing`, which has these attributes, and the methods `meet`, `settle` and `go_on`.
     CpuTurns(nb::object of, const CallCounts &counts, const Health &health);
-    // Waits until all ranks have reached the collective with this number. fingerprint: the call, if it may have any size.
-    // given: the arguments of the call, for error texts.
-    void begin(size_t collective, uint64_t fingerprint, const Given &given) const;
-    // Waits for the end of the collective. buffers: the tensors that it may use.
-    void end(size_t collective, nb::handle work, const std::vector<nb::object> &buffers) const;
+    // Waits until all ranks have reached the collective with this number, and runs it. fingerprint: the call, if it may have any
+    // size. given: the arguments of the call, for error texts.
+    void run(size_t number, SharedCollective collective, uint64_t fingerprint, const Given &given) const;
+    PayloadExchange &exchange() const { return *exchange_; }
     nb::object published() const { return checked(PyObject_GetAttr(meeting_.ptr(), calls_.ptr())); }
-    int64_t rank() const { return rank_; }
 
   private:
     nb::handle of_;  // owns this object
-    nb::object meeting_, lock_, exchange_object_, timeout_;
+    nb::object meeting_, lock_, exchange_object_;
     const CallCounts &counts_;
     const Health &health_;
     PayloadExchange *exchange_;
     std::vector<std::string> published_;  // for each collective, the bytes that this rank publishes before the fingerprint
     bool any_rows_;
     double patience_s_;
-    int64_t rank_;
     nb::object calls_ = interned("calls"), forward_ = interned("forward"), acquire_ = interned("acquire"), release_ = interned("release"),
-               meet_ = interned("meet"), settle_ = interned("settle"), finish_ = interned("finish"), wait_ = interned("wait");
+               meet_ = interned("meet"), settle_ = interned("settle"), go_on_ = interned("go_on");
 };
 
 // One call of CPU ranks.
@@ -74,12 +71,11 @@ struct CpuCall {
 class PlainSteps {
   public:
     // buffers: the names of all buffers, inputs first. steps: (kind, the buffer that it writes, the buffers that it
-    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers. For the kind
-    //     "reduce_scatter", a boolean replaces it: true if no other step reads the source, and it is no result.
+    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
     // Runs all steps. buffers: one per name. The caller sets the inputs; the steps set the other buffers. on_cpu: null
-    // unless CPU ranks must synchronise before each collective.
+    // unless the collectives of CPU ranks travel with the rendezvous.
     void run(std::vector<nb::object> &buffers, nb::handle group, const CpuCall *on_cpu = nullptr) const;
     // Returns all buffers by their names.
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;
@@ -92,10 +88,11 @@ class PlainSteps {
         Kind kind;
         size_t out;
         std::vector<size_t> in;
-        nb::object dtype;  // or the function, or the boolean
+        nb::object dtype;  // or the function
     };
 
     nb::object new_matrix(nb::handle like, int64_t rows, int64_t cols) const;
+    void run_on_cpu(const Step &step, size_t number, std::vector<nb::object> &buffers, const CpuCall &call) const;
     nb::object scaled_product(const Step &step, const std::vector<nb::object> &buffers) const;
 
     nb::object torch_;
@@ -103,8 +100,7 @@ class PlainSteps {
     std::vector<nb::object> names_;
     std::vector<Step> steps_;
     int64_t world_;
-    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait"), clone_ = interned("clone"),
-               narrow_ = interned("narrow");
+    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait"), contiguous_ = interned("contiguous");
     nb::object dtype_keyword_ = nb::make_tuple("dtype"), elsewhere_keywords_ = nb::make_tuple("fast", "out");
 };
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "embedding_update.hpp"
+#include "sum.hpp"
 
 namespace weft {
 
@@ -68,6 +69,7 @@ struct Isa {
     UpdateRows (*update_rows)(Dtype tables);
     // Null if there is no such loop for the rule and the dimension.
     UpdateRuns (*update_runs)(const UpdateRule &rule, Dtype tables, int64_t dim, bool scaled);
+    Sum sum;
 };
 
 // The instruction sets of this machine, best first. Never empty: "portable" is always available.

@@ -211,7 +211,7 @@ void stream_copy(void *to, const void *from, int64_t bytes) {
 
 Isa WEFT_ISA_NAME(isa_)() {
     return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, read_bags, count_bad, stream_copy,
-            WEFT_ISA_NAME(update_rows_), WEFT_ISA_NAME(update_runs_)};
+            WEFT_ISA_NAME(update_rows_), WEFT_ISA_NAME(update_runs_), WEFT_ISA_NAME(sum_)};
 }
 
 }  // namespace weft

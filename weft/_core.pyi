@@ -31,13 +31,14 @@ class PayloadExchange:
     """A small all-gather through shared memory, which ranks may repeat (`weft.symm.exchange`).
 
     Args:
-        memory: the mapped memory of each rank, of `bytes_for(nbytes)` bytes, which are 0 at first.
+        memory: the mapped memory of each rank, of `bytes_for(nbytes, data_bytes)` bytes, which are 0 at first.
         nbytes: the length of the longest payload.
+        data_bytes: the memory for data that may travel with a payload (`SharedCollective`).
     """
 
-    def __init__(self, memory: list[Mapping], rank: int, nbytes: int) -> None: ...
+    def __init__(self, memory: list[Mapping], rank: int, nbytes: int, data_bytes: int = 0) -> None: ...
     @staticmethod
-    def bytes_for(nbytes: int) -> int: ...
+    def bytes_for(nbytes: int, data_bytes: int = 0) -> int: ...
     def begin(self, payload: bytes, patience_s: float, failed_address: int) -> bool:
         """Begin the next exchange. Return True if all ranks have begun it.
 
@@ -52,8 +53,49 @@ class PayloadExchange:
         """Return a copy of every rank's payload, by rank."""
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+
+    @property
     def epoch(self) -> int:
         """The number of exchanges that this rank has begun. The counter of a rank has this value."""
+
+class SharedCollective:
+    """A collective within a host, whose data travel with the payloads of `exchange` (csrc/shared_collective.hpp).
+
+    Call `load` before the exchange begins, and `run` afterwards. `exchange` must have `least_bytes(ranks)` bytes for data.
+
+    Args:
+        part, whole, from_, to: addresses of this rank's arrays. They must stay valid until the collective is complete.
+        part_bytes: the size of one rank's part.
+        dtype: the element type of a sum: 0 fp32, 1 fp16, 2 bf16, 3 fp64.
+        sent, received: the number of bytes to and from each rank.
+    """
+
+    @staticmethod
+    def least_bytes(ranks: int) -> int: ...
+    @staticmethod
+    def all_gather(exchange: PayloadExchange, part: int, whole: int, part_bytes: int) -> SharedCollective: ...
+    @staticmethod
+    def reduce_scatter(
+        exchange: PayloadExchange, whole: int, part: int, part_bytes: int, dtype: int
+    ) -> SharedCollective: ...
+    @staticmethod
+    def all_reduce(exchange: PayloadExchange, whole: int, nbytes: int, dtype: int) -> SharedCollective: ...
+    @staticmethod
+    def all_to_all(
+        exchange: PayloadExchange, from_: int, to: int, sent: list[int], received: list[int]
+    ) -> SharedCollective: ...
+    def load(self) -> None:
+        """Write this rank's first data to shared memory."""
+
+    def run(self, patience_s: float, failed_address: int, is_met: bool) -> int:
+        """Run the collective to its end, and return 0. Return 1 if peers take longer than `patience_s` in a round, or if the
+        int64 at `failed_address` is not 0. Return 2 if the payloads of a round differ. The caller may then call again.
+
+        is_met: True if the caller has checked that all ranks have begun the current round with the same payload.
+        Raise ValueError if a peer sends another number of bytes than `received`.
+        """
 
 # csrc/lease.cpp
 def lease(

@@ -1,7 +1,8 @@
 """Unfused calls of CPU ranks that native code replays: calls of a known size, and of sizes that never came before.
 
 1. Results of new data with 2 to 4 ranks, one of which is late in each call.
-2. Native code makes these calls: it enters none of the Python functions that replay other calls.
+2. Native code makes these calls: it enters none of the Python functions that replay other calls. Also collectives of several
+   rounds, with the bits that the slow path gives.
 3. Ranks that disagree, refuse a call, do not arrive, die, or are interrupted during a wait.
 """
 
@@ -28,8 +29,10 @@ from weft.errors import DisagreementError, RefusedError
 from weft.launch import Pool
 from weft.operator import replay
 from weft.operator.cache import PASSING
+from weft.runtime.meeting import DATA_BYTES
 from weft.runtime.unfused.serial import Unfused
-from weft.runtime.unfused.turn import turn_on
+from weft.runtime.unfused.turn import Turn, turn_on
+from weft.symm import Exchange
 
 K, N = 8, 6
 HOW = ["known size", "new size"]
@@ -114,7 +117,63 @@ def test_results_of_replayed_calls(pool: Pool, operator: str, how: str, ranks: i
     pool.run(replays, operator, how, ranks=ranks, timeout_s=120)
 
 
-def reduces_an_argument(group: dist.ProcessGroup) -> None:
+def in_rounds(group: dist.ProcessGroup, operator: str, dtype: torch.dtype) -> None:
+    """Repeat a call whose collective takes several rounds. One rank is late, by more or less than a wait in native code."""
+    own, rank, world, n = own_group(group), group.rank(), group.size(), 256
+    call = calls(own, "serial")[operator]
+    rows = world * (3 * DATA_BYTES // (world * dtype.itemsize * K) + 1)
+    if operator != "all_gather_matmul":
+        rows = world * (3 * DATA_BYTES // (world * dtype.itemsize * n) + 1)
+    w, xs = (
+        w_of(1, n).to(dtype),
+        [torch.randn(rows, K, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)],
+    )
+    first = call(xs[rank].clone(), w)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(first.double(), expected(operator, xs, w, rank), rtol=tolerance, atol=tolerance)
+    call(xs[rank], w)
+    for number in range(4):
+        if rank == number % world:
+            time.sleep((0.0, 0.002, 0.15)[number % 3])
+        with native_only():
+            found = call(xs[rank].clone(), w)
+        assert torch.equal(found, first)
+
+
+@pytest.mark.parametrize("dtype", mostly([torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_calls_of_several_rounds(pool: Pool, operator: str, dtype: torch.dtype) -> None:
+    pool.run(in_rounds, operator, dtype, ranks=3, timeout_s=120)
+
+
+def dies_between_rounds(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Kill rank 1 after the rendezvous of a collective of two rounds, for which its peers wait in native code."""
+    own = own_group(group)
+    call, x, w = calls(own, "serial")["matmul_all_reduce"], torch.randn(2 * DATA_BYTES // (4 * 256), K), w_of(1, 256)
+    for _ in range(3):
+        call(x, w)
+    if group.rank() == 1:
+        Exchange.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        weft.matmul_all_reduce(x, w, own, schedule="serial", deadline_s=20.0, timeline=weft.Timeline())
+    return [error_of(lambda: call(x, w)), error_of(lambda: call(x, w))]
+
+
+def test_a_rank_that_dies_between_rounds_is_named(mortals: Pool) -> None:
+    results = mortals.run(dies_between_rounds, return_exceptions=True, timeout_s=60)
+    for rank in (0, 2):
+        first, second = results[rank]
+        assert first[0] == "PeerLostError"
+        assert "rank 1" in first[1]
+        assert second[0] == "PoisonedGroupError"
+
+
+class _BetweenHosts(Turn):
+    """A turn that takes the steps of ranks on several hosts without rails, which reduce in place."""
+
+    shares_memory = False  # type: ignore[assignment]
+
+
+def reduces_an_argument(group: dist.ProcessGroup, between_hosts: bool) -> None:
     """Run a serial schedule that reduces a tensor of the caller, the gradient of a result."""
     rank, world, m = group.rank(), group.size(), 4
     steps = Unfused(named(MatmulAllGatherGradients(world, m, N, K, "fp32", False), "serial").build(), rank)
@@ -123,14 +182,17 @@ def reduces_an_argument(group: dist.ProcessGroup) -> None:
     grads = [torch.randn(m * world, N, generator=generator) for _ in range(world)]
     xt, wt, mine = torch.randn(K, m), torch.randn(N, K, generator=generator), grads[rank].clone()
     turn = turn_on(group, torch.device("cpu"), "a test", 20.0)
+    if between_hosts:
+        turn.__class__ = _BetweenHosts
     found = steps.run({"g": mine, "xt": xt, "wt": wt}, turn, group)
     assert torch.equal(mine, grads[rank]), "the call changes its argument"
     wanted = torch.stack(grads).double().sum(0).chunk(world)[rank] @ wt.double()
     torch.testing.assert_close(found["grad_x"].double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_reduction_keeps_its_argument(pool: Pool) -> None:
-    pool.run(reduces_an_argument, ranks=2, timeout_s=60)
+@pytest.mark.parametrize("between_hosts", [False, True])
+def test_a_reduction_keeps_its_argument(pool: Pool, between_hosts: bool) -> None:
+    pool.run(reduces_an_argument, between_hosts, ranks=2, timeout_s=60)
 
 
 def differs(group: dist.ProcessGroup, how: str) -> str:
@@ -171,8 +233,8 @@ def refuses(group: dist.ProcessGroup, how: str) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def w_of(rows: int) -> torch.Tensor:
-    return torch.randn(K, N, generator=torch.Generator().manual_seed(rows))
+def w_of(rows: int, columns: int = N) -> torch.Tensor:
+    return torch.randn(K, columns, generator=torch.Generator().manual_seed(rows))
 
 
 @pytest.mark.parametrize("how", HOW)

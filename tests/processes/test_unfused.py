@@ -28,11 +28,14 @@ import weft
 from weft import symm
 from weft.launch import Pool, RankDiedError
 from weft.operator import select
-from weft.runtime.unfused import collectives
+from weft.runtime.meeting import DATA_BYTES
+from weft.symm import Exchange
+from weft.timeline import Timeline
 
 BAD_RANK = 1
 LONG_S = 30.0
 K, N, EXPERTS = 16, 32, 2
+ROWS_OF_TWO_ROUNDS = 3 * DATA_BYTES // (2 * 4 * K)  # of a rank, in fp32
 OPERATORS = ["all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul"]
 COLLECTIVE = {
     "all_gather_matmul": "all_gather A_shard -> A",
@@ -327,26 +330,27 @@ def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken:
 
 
 def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Let rank 1 arrive, but not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give
-    up.
+    """Let rank 1 arrive, but not finish the collective, which takes two rounds: it raises, gets Ctrl-C, or does nothing until
+    the others give up.
     """
-    own = own_group(group)
-    call(own, "all_gather_matmul")
-    native = collectives.all_gather_single
+    own, options = own_group(group), {"deadline_s": 2.0 if doing == "hang" else LONG_S}
+    call(own, "all_gather_matmul", ROWS_OF_TWO_ROUNDS)
+    finish = Exchange.finish
 
     def instead(*_: Any, **__: Any) -> None:
         misbehave(doing, symm.communicator(own, "cpu"))
 
     if group.rank() == BAD_RANK:
-        collectives.all_gather_single = instead
-    error = failure_of(lambda: call(own, "all_gather_matmul", deadline_s=2.0 if doing == "hang" else LONG_S))
-    collectives.all_gather_single = native
+        Exchange.finish = instead  # type: ignore[method-assign]
+        options["timeline"] = Timeline()  # no native code makes such a call
+    error = failure_of(lambda: call(own, "all_gather_matmul", ROWS_OF_TWO_ROUNDS, **options))
+    Exchange.finish = finish  # type: ignore[method-assign]
     return error, again(own, "all_gather_matmul")
 
 
 @pytest.mark.parametrize("doing", ["hang", "raise", "interrupt"])
 def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
-    with Pool(3) as alone:  # close it while gloo's threads still wait
+    with Pool(3) as alone:
         answers = alone.run(stuck, doing)
     errors = [answers[rank][0] for rank in (0, 2)]
     if doing == "hang":
@@ -360,7 +364,8 @@ def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
 
 
 def killed(group: dist.ProcessGroup, when: str) -> list[tuple[str, str]]:
-    call(group, "all_gather_matmul")
+    call(group, "all_gather_matmul", ROWS_OF_TWO_ROUNDS)
+    options: dict[str, Any] = {"deadline_s": LONG_S}
 
     def instead(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -368,8 +373,9 @@ def killed(group: dist.ProcessGroup, when: str) -> list[tuple[str, str]]:
     if group.rank() == BAD_RANK:
         if when == "before":
             instead()
-        collectives.all_gather_single = instead
-    return [error_of(lambda: call(group, "all_gather_matmul", deadline_s=LONG_S)) for _ in range(2)]
+        Exchange.finish = instead  # type: ignore[method-assign]
+        options["timeline"] = Timeline()  # no native code makes such a call
+    return [error_of(lambda: call(group, "all_gather_matmul", ROWS_OF_TWO_ROUNDS, **options)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("when", ["before", "in it"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.recipes import Arguments, Given, Place, UnlikeError, with_division
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
-from weft.runtime.collectives import COALESCING, finish
+from weft.runtime.collectives import COALESCING
 from weft.runtime.meeting import HEADER, Topic, meeting_of, number_of_collective
 from weft.runtime.unfused.serial import Unfused
 from weft.symm.calls import calls_of
@@ -124,7 +123,7 @@ class Recorded:
 
 class RecordedOnCpu(Recorded):
     """A recorded unfused call that native code makes on CPU too. Native code (`_core.CpuTurns`) reads its attributes. It calls
-    the methods `meet`, `settle` and `finish` if a rendezvous or a wait needs Python.
+    the methods `meet`, `settle` and `go_on` if a rendezvous needs Python.
     """
 
     def can_be_native(self) -> bool:
@@ -140,12 +139,11 @@ class RecordedOnCpu(Recorded):
     def set_up_turns(self, compared: list[bytes]) -> None:
         """Set the attributes that native code reads. compared: for each collective, the bytes that ranks compare."""
         self.published = [HEADER + one for one in compared]
-        self.rank, self.meeting = self.prepared.rank, meeting_of(self._comm)
+        self.meeting = meeting_of(self._comm)
         assert self.meeting.exchange is not None
         native = self.meeting.exchange.native
         assert native is not None
         self.exchange, self.patience_s = native, min(LOOK_S, self._deadline_s or env.deadline_s())
-        self.timeout = timedelta(seconds=self.patience_s)
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
         """Return the description that ranks compare before a collective.
@@ -156,11 +154,14 @@ class RecordedOnCpu(Recorded):
         """
         return self.prepared.turns.topic(self.prepared.steps().collectives[number])
 
-    def meet(self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any]) -> None:
-        """Wait until all ranks have reached a collective. `number` and `fingerprint` are as for `topic`; p and k are the
-        positional and the keyword arguments of the public function.
+    def meet(
+        self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any], collective: _core.SharedCollective
+    ) -> None:  # fmt: skip
+        """Wait until all ranks have reached a collective, and run it. `number` and `fingerprint` are as for `topic`; p and k are
+        the positional and the keyword arguments of the public function.
         """
-        self.meeting.meet(self.topic(number, fingerprint, (p, k)), deadline_s=self._deadline_s)
+        topic = self.topic(number, fingerprint, (p, k))
+        self.meeting.meet(topic, deadline_s=self._deadline_s, collective=collective)
 
     def settle(
         self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any], payload: bytes, is_complete: bool
@@ -171,6 +172,11 @@ class RecordedOnCpu(Recorded):
         topic = self.topic(number, fingerprint, (p, k))
         self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())
 
+    def go_on(self, number: int, is_complete: bool) -> None:
+        """Complete a later round of a collective (`Meeting.go_on`). number: its index among the collectives of the call."""
+        name = f"{self.prepared.steps().collectives[number]} of {self.op.title}"
+        self.meeting.go_on(name, is_complete, self._deadline_s or env.deadline_s())
+
     def known_on_cpu(self, given: Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
         """Return the call as an object that native code replays.
 
@@ -180,13 +186,6 @@ class RecordedOnCpu(Recorded):
             return native_call(self, self.prepared.steps(), given, inputs, written, [True, False])
         except UnlikeError:  # an input buffer is a copy of an argument
             return native_call(self, None, given, inputs, written, [False, False])
-
-    def finish(self, number: int, work: dist.Work, tensors: list[torch.Tensor]) -> None:
-        """Wait for the end of a collective that takes long, or has failed. number: its index among the collectives of the call.
-        tensors: all tensors of the call.
-        """
-        name = f"{self.prepared.steps().collectives[number]} of {self.op.title}"
-        finish(work, self._comm, name, self._deadline_s or env.deadline_s(), tensors, self._comm.group, work)
 
 
 class Passing(RecordedOnCpu):

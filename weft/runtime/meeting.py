@@ -43,6 +43,7 @@ from weft.symm.layers import NOTHING, Noted, differ, difference
 from weft.words import by_rank
 
 _BYTES = 4096
+DATA_BYTES = 256 << 10  # of each rank, twice, for the data of collectives. More would not make collectives faster
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may publish for its peers
 _NOTHING = bytes(_EXTRA)
@@ -56,7 +57,6 @@ _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 HEADER = _CALL + _NOTHING + _FORWARD.pack(0) + _LAYERS.pack(*NOTHING.records)
 """The first bytes that a rank publishes for a forward call, if no layer has recorded options. `Topic.compared` follows."""
 _DIGEST = 16
-_KINDS_OF_CARGO = 16  # of a topic, whose bytes are kept
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
@@ -88,18 +88,6 @@ class Topic:
         self.text, self.difference, self.hint = text, difference, hint
         digest = _digest(f"{text}\0{details}".encode())
         self.compared = digest + text.encode()[: _BYTES - _AT - _DIGEST]
-        self._with_cargo: dict[tuple[type[Cargo], int], bytes] = {}
-
-    def compared_with(self, cargo: Cargo) -> bytes:
-        """Return the bytes to compare if the data of `cargo` are sent with the rendezvous: ranks must expect the same data."""
-        kind = type(cargo), cargo.far_bytes
-        found = self._with_cargo.get(kind)
-        if found is None:
-            about = f"{kind[0].__name__} {kind[1]}".encode()
-            found = _digest(self.compared[:_DIGEST] + about) + self.compared[_DIGEST:]
-            if len(self._with_cargo) < _KINDS_OF_CARGO:
-                self._with_cargo[kind] = found
-        return found
 
 
 class NumberedTopic(Topic):
@@ -112,7 +100,6 @@ class NumberedTopic(Topic):
 
     def __init__(self, collective: bytes, call: int, make: Callable[[], Topic]) -> None:
         self._make, self.compared = make, collective + call.to_bytes(8, "little")
-        self._with_cargo = {}
 
     @functools.cached_property
     def _whole(self) -> Topic:
@@ -145,12 +132,15 @@ class Meeting:
         which have equal topics.
         """
         self.lock = threading.Lock()  # a call holds it until its work is enqueued in order, or done
-        self.publishing = threading.Lock()  # held from the publication of a call until all ranks' payloads are read
+        self.publishing = (
+            threading.Lock()
+        )  # held from the publication of a call until all ranks' payloads and data are read
         self.rails = rails_for(comm, _BYTES)
         """The rendezvous of CPU ranks on several hosts, whose messages may also carry data. None if ranks form no rails: on one
         host, or if hosts do not have the same number of consecutive ranks, at least two.
         """
-        self.exchange = Exchange(comm, _BYTES) if self.rails is None else None
+        data_bytes = max(DATA_BYTES, _core.SharedCollective.least_bytes(comm.world_size))
+        self.exchange = Exchange(comm, _BYTES, data_bytes) if self.rails is None else None
         self._counts = calls_of(comm.group)
         self._layers = self._counts.layers
         comm._holders.add(self)
@@ -163,7 +153,7 @@ class Meeting:
 
     def meet(
         self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None,
-        meanwhile: Iterator[None] = NO_WORK,
+        meanwhile: Iterator[None] = NO_WORK, collective: _core.SharedCollective | None = None,
     ) -> list[bytes]:  # fmt: skip
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
@@ -172,25 +162,33 @@ class Meeting:
             complete on return. Pass it only if the attribute `rails` is not None, as between several hosts.
         meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute `rails`
             is not None, all steps are done on return; otherwise no step is done.
+        collective: a collective within the host, whose data travel with this rendezvous (`weft.runtime.shared_collectives`). It is
+            complete on return.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
         """
         noted = self._layers.take()
         forward = _FORWARD.pack(self.forward)
-        of_topic = topic.compared if cargo is None else topic.compared_with(cargo)
+        of_topic = topic.compared
+        if cargo is not None:  # ranks must expect the same data
+            about = f"{type(cargo).__name__} {cargo.far_bytes}".encode()
+            of_topic = _digest(of_topic[:_DIGEST] + about) + of_topic[_DIGEST:]
         compared = _LAYERS.pack(*noted.records) + of_topic
 
         def agree(payloads: list[bytes]) -> bool:
-            if _are_alike(payloads, payload):
-                return True
             is_equal = all(payload[:1] == _CALL and payload[_LAYERS_AT:] == compared for payload in payloads)
             return is_equal and _one_forward(payloads, forward)
 
         payload = _CALL + extra + forward + compared
-        payloads, data = self._publish(payload, lambda: topic.text, deadline_s, agree, cargo, meanwhile)
-        if payloads.count(payload) < len(payloads) and not _are_alike(payloads, payload):
-            self._require_equal(payload, payloads, topic, noted, of_topic)
+        with self.publishing:
+            payloads, data = self._publish(payload, lambda: topic.text, deadline_s, agree, cargo, meanwhile, collective)
+            if payloads.count(payload) < len(payloads):
+                self._require_equal(payload, payloads, topic, noted, of_topic)
+            if collective is not None:
+                assert self.exchange is not None
+                with _explained():
+                    self.exchange.finish(collective, deadline_s=deadline_s, name=lambda: self._named(topic.text))
         if cargo is not None:
             cargo.unpack(data)
         return [payload[1:_FORWARD_AT] for payload in payloads]
@@ -208,10 +206,22 @@ class Meeting:
         if not is_complete:
             until = time.monotonic() + deadline_s - min(LOOK_S, deadline_s)
             with _explained():
-                self.exchange.wait(native, deadline_s, until, f"{topic.text} (call {self.calls})")
+                self.exchange.wait(native, deadline_s, until, self._named(topic.text))
         payloads = native.payloads()
         if payloads.count(payload) < len(payloads):
             self._require_equal(payload, payloads, topic, NOTHING, topic.compared)
+
+    def _named(self, text: str) -> str:
+        return f"{text} (call {self.calls})"
+
+    def go_on(self, name: str, is_complete: bool, deadline_s: float) -> None:
+        """Complete a later round of a collective that native code runs (`Exchange.go_on`). The caller holds the lock `publishing`.
+
+        name: the collective, for error texts.
+        """
+        assert self.exchange is not None
+        with _explained():
+            self.exchange.go_on(is_complete, deadline_s, self._named(name))
 
     def _require_equal(self, mine: bytes, payloads: list[bytes], topic: Topic, noted: Noted, of_topic: bytes) -> None:
         """Raise the errors of `meet`, unless all ranks are about to make the same call.
@@ -243,40 +253,35 @@ class Meeting:
         self._counts.met = self._counts.begun
         message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + message, lambda: "the call that it refuses", deadline_s)[0])
+            with self.publishing:
+                return _refusals(self._publish(_REFUSAL + message, lambda: "the call that it refuses", deadline_s)[0])
         except WeftError as error:
             raise type(error)(f"{error}. This rank refused its call: {text}") from error
 
     def _publish(
         self, payload: bytes, what: Callable[[], str], deadline_s: float | None,
         agree: Callable[[list[bytes]], bool] = lambda payloads: False, cargo: Cargo | None = None,
-        meanwhile: Iterator[None] = NO_WORK,
+        meanwhile: Iterator[None] = NO_WORK, collective: _core.SharedCollective | None = None,
     ) -> tuple[list[bytes], dict[int, torch.Tensor]]:  # fmt: skip
         """Publish `payload`, the bytes that describe this rank's call. Return the payloads of all ranks, and the data that
-        `cargo` received, by host.
+        `cargo` received, by host. The caller holds the lock `publishing`.
 
         what: a function that returns the call as text, for errors.
         agree: a function that gets the payloads of some ranks, and returns True if these ranks make the same call. If it
             returns False, no data of `cargo` are sent.
         """
-        with self.publishing:
-            self.comm.check()
-            self.calls += 1
-            with _explained():
-                if self.rails is not None:
-                    until_s = env.deadline_s() if deadline_s is None else deadline_s
-                    return self.rails.exchange(
-                        payload,
-                        agree,
-                        cargo,
-                        deadline_s=until_s,
-                        name=f"{what()} (call {self.calls})",
-                        meanwhile=meanwhile,
-                    )
-                assert self.exchange is not None
-                return self.exchange.exchange(
-                    payload, deadline_s=deadline_s, name=lambda: f"{what()} (call {self.calls})"
-                ), {}
+        self.comm.check()
+        self.calls += 1
+        with _explained():
+            if self.rails is not None:
+                until_s = env.deadline_s() if deadline_s is None else deadline_s
+                return self.rails.exchange(
+                    payload, agree, cargo, deadline_s=until_s, name=self._named(what()), meanwhile=meanwhile
+                )
+            assert self.exchange is not None
+            return self.exchange.exchange(
+                payload, deadline_s=deadline_s, name=lambda: self._named(what()), collective=collective
+            ), {}
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
         """Raise `DisagreementError`, because ranks make different calls (their topics differ), and make the group fail. Every
@@ -317,12 +322,6 @@ class Meeting:
             f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "
             "of step, so this group has failed: make a new process group"
         )
-
-
-def _are_alike(payloads: list[bytes], mine: bytes) -> bool:
-    """True if all ranks have published a call that differs from `mine`, this rank's call, at most in the caller's extra bytes."""
-    rest = mine[_FORWARD_AT:]
-    return [(one[:1], one[_FORWARD_AT:]) for one in payloads].count((_CALL, rest)) == len(payloads)
 
 
 def _forward_of(payload: bytes) -> int:

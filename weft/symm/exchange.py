@@ -4,6 +4,9 @@ The epoch is the number of the exchange. Every rank writes its payload into its 
 epoch. It reads each peer's payload when the peer's counter has reached the epoch. Native code does this
 (`csrc/exchange.hpp`). Only a wait that takes longer than a moment returns to Python, which checks if peers have left.
 
+The data of a collective may travel with the payloads (`csrc/shared_collective.hpp`). A collective of many bytes takes several
+exchanges, each with up to `data_bytes` bytes of each rank.
+
 Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has read
 all payloads of epoch e. The payload of epoch e + 2 overwrites that of epoch e. A rank writes it only after it has seen every
 counter at e + 1. By then, all ranks have read epoch e.
@@ -15,7 +18,10 @@ import time
 from collections.abc import Callable
 
 from weft import _core, env
+from weft.errors import WeftError
 from weft.symm.communicator import LOOK_S, Communicator
+
+DIFFERS = 2  # a result of `_core.SharedCollective.run`
 
 
 class Exchange:
@@ -23,9 +29,11 @@ class Exchange:
     same calls from one thread at a time.
 
     comm: a communicator on CPU. In a group on several hosts, payloads travel over its connections, in about one round trip.
+    data_bytes: the memory of each rank for the data of collectives. There are two such memories, so it counts twice. It is not
+        used in a group on several hosts.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int = 2048):
+    def __init__(self, comm: Communicator, nbytes: int = 2048, data_bytes: int = 0):
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
         if comm.device.type != "cpu":
@@ -40,17 +48,20 @@ class Exchange:
         comm._holders.add(self)  # closed with the communicator, since it keeps memory mapped
         if not comm.all_mapped:
             return
-        self._region = comm.allocate(_core.PayloadExchange.bytes_for(nbytes), what=f"Exchange(nbytes={nbytes})")
+        total = _core.PayloadExchange.bytes_for(nbytes, data_bytes)
+        self._region = comm.allocate(total, what=f"Exchange(nbytes={nbytes}, data_bytes={data_bytes})")
         ranks = range(comm.world_size)
         self._counters = [self._region.address(rank) for rank in ranks]
-        self.native = _core.PayloadExchange([self._region.owner(rank) for rank in ranks], comm.rank, nbytes)
+        self.native = _core.PayloadExchange([self._region.owner(rank) for rank in ranks], comm.rank, nbytes, data_bytes)
 
     def exchange(
-        self, payload: bytes, *, deadline_s: float | None = None, name: str | Callable[[], str] = "exchange"
-    ) -> list[bytes]:
+        self, payload: bytes, *, deadline_s: float | None = None, name: str | Callable[[], str] = "exchange",
+        collective: _core.SharedCollective | None = None,
+    ) -> list[bytes]:  # fmt: skip
         """Run one exchange. Return every rank's payload, by rank.
 
         name: a name for error texts, or a function that returns it.
+        collective: a collective whose data travel with the payloads. If all ranks run it, the caller then calls `finish`.
 
         Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`: nothing is
         then published, and this rank may call again with a shorter payload.
@@ -67,6 +78,8 @@ class Exchange:
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         try:
+            if collective is not None:
+                collective.load()
             is_complete = native.begin(payload, min(deadline_s, LOOK_S), comm.failed_address)
         except KeyboardInterrupt:
             self._interrupted(name)
@@ -74,6 +87,38 @@ class Exchange:
         if not is_complete:
             self.wait(native, deadline_s, until, name)
         return [payload] * comm.world_size if native.is_equal() else native.payloads()
+
+    def finish(
+        self, collective: _core.SharedCollective, *, deadline_s: float | None, name: str | Callable[[], str]
+    ) -> None:  # fmt: skip
+        """Read the data of `collective`, whose first data have travelled with the last exchange, and complete it. All ranks must
+        make this call. Raises the errors of `exchange`. After an error of this rank the group fails.
+        """
+        is_met, deadline_s = True, env.deadline_s() if deadline_s is None else deadline_s
+        try:
+            while progress := collective.run(min(deadline_s, LOOK_S), self.comm.failed_address, is_met):
+                self.go_on(progress == DIFFERS, deadline_s, name)
+                is_met = True
+        except WeftError:
+            raise
+        except BaseException as error:  # peers wait for this rank
+            self.comm.poison(f"{name if isinstance(name, str) else name()}: {error!r}")
+            raise
+
+    def go_on(self, is_complete: bool, deadline_s: float, name: str | Callable[[], str]) -> None:
+        """Wait until all ranks have begun the current round of a collective, which is not the first one.
+
+        is_complete: True if all ranks have begun an exchange, but a rank's exchange is no round of this collective.
+        """
+        native = self.native
+        assert native is not None
+        if not is_complete:
+            self.wait(native, deadline_s, time.monotonic() + deadline_s - min(LOOK_S, deadline_s), name)
+        payloads = native.payloads()
+        if payloads.count(payloads[self.comm.rank]) < len(payloads):
+            text = f"ranks are out of step in {name if isinstance(name, str) else name()}"
+            self.comm.poison(text)
+            raise WeftError(f"{text}. This group has failed: make a new process group")
 
     def wait(
         self, native: _core.PayloadExchange, deadline_s: float, until: float, name: str | Callable[[], str]

@@ -34,8 +34,8 @@ def all_gather(
     else:  # gloo supports equal parts only
         padded = part.new_zeros(max(rows), x.shape[1])
         padded[: x.shape[0]] = part
-        parts = [torch.empty_like(padded) for _ in rows]
-        turn.run(name, dist.all_gather, parts, padded, group=group)
+        parts = padded.new_empty(len(rows), *padded.shape)
+        turn.run(name, all_gather_single, parts.flatten(0, 1), padded, group=group)
         torch.cat([one[:n] for one, n in zip(parts, rows, strict=True)], out=whole)
     return turn.done(name, gathered, (len(rows) - 1) * x.nbytes)
 
@@ -62,7 +62,7 @@ def _reduce_scatter(
     if even and (rails := _rails_to_reduce(x, turn)) is not None:
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.ride(name, riding.ReduceScatter(rails, x.contiguous(), mine))
-    elif even and x.device.type == "cuda":
+    elif even and (x.device.type == "cuda" or turn.shares_memory):
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
     else:  # some backends have no reduce-scatter on CPU, or for unequal parts

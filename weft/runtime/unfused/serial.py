@@ -159,7 +159,7 @@ class Unfused:
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
     """Describe a step for `_core.PlainSteps`, which runs steps in native code. Return (kind, output buffer, input buffers,
-    dtype, function or flag). Return None if native code does not support the step.
+    dtype or function). Return None if native code does not support the step.
     """
     if isinstance(step, Tiles):
         src, dst = _columns(step, here)
@@ -178,8 +178,7 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] |
     rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
     if len(set(rows)) > 1 or (step.op == "all_reduce" and step.src != step.dst):
         return None
-    last = here.is_temporary(step) if step.op == "reduce_scatter" else TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
-    return step.op, step.dst.buffer, (step.src.buffer,), last
+    return step.op, step.dst.buffer, (step.src.buffer,), TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
 
 
 @singledispatch

@@ -2,8 +2,11 @@
 
 CPU ranks synchronise before each collective, as before every call (`weft.runtime.meeting`), which takes microseconds. If a
 rank does not arrive, the rendezvous raises at the deadline. If a rank makes a different call, the error names the rank.
-Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different calls it would
-abort, or compute on wrong bytes. The wait for the collective has the same deadline, and raises if the group fails.
+
+On one host the data travel with the rendezvous, through shared memory (`weft.runtime.shared_collectives`). Between hosts gloo
+moves the data. Both errors are raised before gloo begins a collective: gloo cannot cancel a collective, and with different
+calls it would abort, or compute on wrong bytes. The wait for the collective has the same deadline, and raises if the group
+fails.
 
 GPU ranks do not synchronise, because a rendezvous would take longer than the call. On GPUs a `Turn` only fills a timeline,
 and NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, uses `STRAIGHT`, which adds
@@ -23,12 +26,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft import env, symm
+from weft import _core, env, symm
 from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import finish, leave
 from weft.runtime.meeting import NumberedTopic, Topic, meeting_of, number_of_collective, shown
 from weft.runtime.opaque import opaque
 from weft.runtime.rails import MOST_BYTES, Cargo, Rails
+from weft.runtime.shared_collectives import shared_collective
 from weft.symm import Communicator
 from weft.timeline import Timeline
 
@@ -75,9 +79,16 @@ class Turns:
 
         collective: its name, for error texts. function, arguments: torch's collective, and its arguments.
         meets: False to omit the rendezvous, because all ranks are known to have reached the collective.
+
+        On one host the collective is complete on return.
         """
         topic = self.topic(collective)
         try:
+            if (native := self._native) is not None and (
+                shared := shared_collective(native, function, arguments)
+            ) is not None:
+                self._meeting.meet(topic, deadline_s=deadline_s, collective=shared)
+                return Pending([], self.comm, group, topic.text, deadline_s, ())
             if meets:
                 self._meeting.meet(topic, deadline_s=deadline_s)
             work = function(*arguments, group=group, async_op=True)
@@ -87,6 +98,16 @@ class Turns:
             self.comm.poison(f"{topic.text}: {error!r}")
             raise
         return Pending([work], self.comm, group, topic.text, deadline_s, arguments)
+
+    @property
+    def _native(self) -> _core.PayloadExchange | None:
+        """The rendezvous of the ranks of one host; None between hosts."""
+        return None if self._meeting.exchange is None else self._meeting.exchange.native
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if the data of collectives travel with the rendezvous, through shared memory: on one host."""
+        return self._native is not None
 
     @property
     def rails(self) -> Rails | None:
@@ -188,6 +209,11 @@ class Turn:
         is no such rendezvous, or if ranks have already synchronised.
         """
         return None if self._turns is None or self.has_met else self._turns.rails
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if collectives of CPU ranks move their data through shared memory, because all ranks are on one host."""
+        return self._turns is not None and self._turns.shares_memory
 
     def ride(self, collective: str, cargo: Cargo, number: int = 0) -> int:
         """Run `cargo`, a small collective whose data are sent with the messages of the rendezvous. The collective is complete

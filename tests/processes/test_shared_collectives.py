@@ -1,0 +1,164 @@
+"""Collectives within a host, whose data travel with the rendezvous (`weft.runtime.shared_collectives`).
+
+1. Each collective with sizes around those of a round, in every dtype, with 2 to 5 ranks of which one is late, many in a row.
+   Copies are exact. Sums have the bits of a sum in the order of ranks, on all ranks.
+2. Rows of unequal numbers, and calls that gloo must make because no sum has their dtype.
+3. Ranks whose sizes differ although their calls look alike.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import failure_of, wait_for_failure
+from support.on_ranks import error_of, own_group
+from support.slow import mostly
+
+from weft import symm
+from weft.launch import Pool
+from weft.runtime.collectives import all_gather_single, all_reduce_single, all_to_all_single, reduce_scatter_single
+from weft.runtime.meeting import DATA_BYTES
+from weft.runtime.unfused import Turn, all_gather, all_reduce, reduce_scatter
+from weft.runtime.unfused.turn import turn_on
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+CPU = torch.device("cpu")
+
+
+def turn_of(group: dist.ProcessGroup) -> Turn:
+    turn = turn_on(group, CPU, "a test", 30.0)
+    assert turn.shares_memory
+    return turn
+
+
+def drawn(seed: int, world: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return a tensor for each rank. Some elements are large, so that sums depend on the order."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(world, *shape, generator=generator)
+    found *= torch.where(torch.rand(found.shape, generator=generator) < 0.2, 1000.0, 1.0)
+    return list(found.to(dtype))
+
+
+def summed(xs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in the order of ranks, rounded once."""
+    total = xs[0] if xs[0].dtype == torch.float64 else xs[0].float()
+    for x in xs[1:]:
+        total = total + x
+    return total.to(xs[0].dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def every_collective(group: dist.ProcessGroup, seed: int, calls: int) -> None:
+    own, rank, world = own_group(group), group.rank(), group.size()
+    turn, choose = turn_of(own), random.Random(seed)
+    for number in range(calls):
+        dtype = choose.choice(DTYPES)
+        of_round = DATA_BYTES // dtype.itemsize
+        size = choose.choice(
+            [0, 1, 3, 17, 1000, of_round // world, of_round, of_round + 1, 2 * of_round + choose.randrange(100)]
+        )
+        late, sleep_s = (
+            choose.randrange(world),
+            choose.choice([0.0, 0.001, 0.15]),
+        )  # 0.15 s: longer than a wait in native code
+        if rank == late:
+            time.sleep(sleep_s)
+        kind = choose.choice(["gather", "scatter", "reduce", "exchange"])
+        if kind == "gather":
+            xs, out = drawn(number, world, size, dtype=dtype), poisoned(world * size, dtype=dtype)
+            turn.run(kind, all_gather_single, out, xs[rank].clone(), group=own)
+            assert torch.equal(out, torch.cat(xs)), (kind, size, dtype)
+        elif kind == "scatter":
+            xs, out = drawn(number, world, world, size, dtype=dtype), poisoned(size, dtype=dtype)
+            mine = xs[rank].clone()
+            turn.run(kind, reduce_scatter_single, out, mine, group=own)
+            assert torch.equal(out, summed(xs)[rank]), (kind, size, dtype)
+            assert torch.equal(mine, xs[rank]), "the collective changes its input"
+        elif kind == "reduce":
+            xs = drawn(number, world, size, dtype=dtype)
+            out = xs[rank].clone()
+            turn.run(kind, all_reduce_single, out, group=own)
+            assert torch.equal(out, summed(xs)), (kind, size, dtype)
+        else:
+            counts = [[choose.choice([0, min(1, size), size // 3, size]) for _ in range(world)] for _ in range(world)]
+            xs = [
+                one[: sum(counts[source])]
+                for source, one in enumerate(drawn(number, world, world * size, 2, dtype=dtype))
+            ]
+            came = [counts[source][rank] for source in range(world)]
+            out = poisoned(sum(came), 2, dtype=dtype)
+            turn.run(kind, all_to_all_single, out, xs[rank].clone(), came, counts[rank], group=own)
+            wanted = torch.cat([xs[source].split(counts[source])[rank] for source in range(world)])
+            assert torch.equal(out, wanted), (kind, size, dtype, counts)
+
+
+@pytest.mark.parametrize("ranks", mostly([2, 3, 4, 5], 3))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_collective_in_a_row(pool: Pool, ranks: int, seed: int) -> None:
+    pool.run(every_collective, seed, 40, ranks=ranks, timeout_s=120)
+
+
+def of_matrices(group: dist.ProcessGroup) -> None:
+    """Run the collectives of matrices with equal and unequal numbers of rows."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+    turn = turn_of(own)
+    for seed, rows in enumerate([[2] * world, [3, 0, 5, 1, 2][:world], [700] * world]):
+        xs = [x[: rows[r]] for r, x in enumerate(drawn(seed, world, max(rows), 300))]
+        assert torch.equal(all_gather(xs[rank], rows, rank, own, turn, "gather"), torch.cat(xs))
+        wholes = drawn(seed + 10, world, sum(rows), 300)
+        mine = wholes[rank].clone()
+        assert torch.equal(reduce_scatter(mine, rows, rank, own, turn, "scatter"), summed(wholes).split(rows)[rank])
+        assert torch.equal(all_reduce(mine, rows, rank, own, turn, "reduce"), summed(wholes))
+        assert torch.equal(mine, wholes[rank]), "the collective changes its input"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_matrices(pool: Pool, ranks: int) -> None:
+    pool.run(of_matrices, ranks=ranks, timeout_s=60)
+
+
+def of_other_dtypes(group: dist.ProcessGroup) -> None:
+    own, rank, world = own_group(group), group.rank(), group.size()
+    turn = turn_of(own)
+    x = torch.full((3,), rank + 1)
+    turn.run("sum", all_reduce_single, x, group=own)  # gloo makes this call
+    assert x.tolist() == [world * (world + 1) // 2] * 3
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn):
+        out = torch.ones(2 * world, 3).to(dtype)
+        turn.run("copies", all_gather_single, out, torch.full((2, 3), rank % 2).to(dtype), group=own)
+        assert out.float().tolist() == [[float(r % 2)] * 3 for r in range(world) for _ in range(2)]
+
+
+def test_other_dtypes(pool: Pool) -> None:
+    pool.run(of_other_dtypes, ranks=3, timeout_s=60)
+
+
+def other_sizes(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Let rank 1 send fewer rows than its peers expect."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+    turn, counts = turn_of(own), [4] * world
+    sent = [3 if rank == 1 and target != 1 else 4 for target in range(world)]
+    out = torch.zeros(4 * world, 2)
+
+    def call() -> None:
+        turn.run("rows", all_to_all_single, out, torch.ones(sum(sent), 2), counts, sent, group=own)
+
+    comm = symm.communicator(own, "cpu")
+    first = failure_of(call)  # on rank 1 the call may succeed before its peers fail
+    wait_for_failure(comm)
+    return [first, error_of(comm.check)]
+
+
+def test_rows_that_a_peer_does_not_expect(pool: Pool) -> None:
+    for rank, (first, then) in enumerate(pool.run(other_sizes, ranks=3, timeout_s=60)):
+        assert then[0] == "PoisonedGroupError"
+        assert "which expects 32 bytes" in then[1]
+        if rank != 1:  # a rank may learn of the failure of its peer first
+            assert first[0] in ("ValueError", "PoisonedGroupError"), first
