@@ -362,7 +362,7 @@ def test_schedules_that_cannot_be_run_are_refused_on_every_rank(pool: Pool) -> N
         "rank 2: lane compute: relu y[2:+3, 0:+3]",
         "is for 4 ranks",
         "fp8 only in scaled GEMMs",
-        "a run makes 0",
+        "no step of a run sets the signal",
         "several lanes",
     ]
     for errors in pool.run(bad_schedules, ranks=3):

@@ -87,8 +87,12 @@ def test_a_circle_is_named() -> None:
     d.lane("a").wait(ready, RANK).set(ready, 1 - RANK, at=1 - RANK)
     with pytest.raises(ScheduleError, match=r"schedule circle deadlocks\. These lanes wait forever") as error:
         issue_order(d.schedule())
-    assert "rank 0, lane a, step 1: wait ready[0]: only 0 of the 1 sets of its signal can happen" in str(error.value)
-    assert "rank 1, lane a, step 1: wait ready[1]: only 0 of the 1 sets of its signal can happen" in str(error.value)
+    assert "rank 0, lane a, step 1: wait ready[0]: only 0 of the 1 steps that set its signal can run" in str(
+        error.value
+    )
+    assert "rank 1, lane a, step 1: wait ready[1]: only 0 of the 1 steps that set its signal can run" in str(
+        error.value
+    )
     assert isinstance(error.value, WeftError)
     assert isinstance(error.value, ValueError)
 

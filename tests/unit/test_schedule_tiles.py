@@ -52,7 +52,7 @@ def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
     text = faults(pushed(rows, wait=rows - 1))
     assert "race on box@" in text
     assert "lane compute, step 2: relu y" in text  # as printed in the table
-    assert "sets, but a run makes" in faults(pushed(rows, wait=rows + 1))
+    assert "times, but a run sets the signal" in faults(pushed(rows, wait=rows + 1))
 
 
 def test_a_row_that_no_tile_writes() -> None:

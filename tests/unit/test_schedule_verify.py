@@ -58,29 +58,35 @@ def test_push_is_right() -> None:
 def test_missing_set() -> None:
     text = faults(without(push(), Set, signal="arrived"))
     assert "1 fault" in text
-    assert re.search(r"rank 0, lane compute, step 1: wait arrived\[0\].* a run makes 0", text)
+    assert re.search(r"rank 0, lane compute, step 1: wait arrived\[0\].* no step of a run sets the signal: add", text)
     assert text.endswith("(1 more of this kind)"), "the same on rank 1"
 
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
     text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
-    assert "lane out, step 1: wait credit[0] x2 of the previous run | it waits for 2 sets, but a run makes 1" in text
+    assert (
+        "lane out, step 1: wait credit[0] x2 of the previous run | it waits until its signal is set 2 times, but a run sets the "
+        "signal 1 time" in text
+    )
 
 
 def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of the 1 sets of its signal can happen" in text
         assert (
-            f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of the 1 sets of its signal can happen" in text
+            f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of the 1 steps that set its signal can run" in text
+        )
+        assert (
+            f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of the 1 steps that set its signal can run"
+            in text
         )
 
 
 def test_a_wait_in_front_of_its_own_set() -> None:
     schedule = with_steps(Wait("here"), Set("here"))
     text = faults(replace(schedule, signals=(*schedule.signals, Signals("here", 1))))
-    assert "rank 0, lane more, step 1: wait here[0]: only 0 of the 1 sets of its signal can happen" in text
+    assert "rank 0, lane more, step 1: wait here[0]: only 0 of the 1 steps that set its signal can run" in text
     assert "arrived" not in text
 
 
@@ -163,7 +169,7 @@ def test_an_output_that_is_not_covered() -> None:
     text = faults(
         edited(push(), lambda s: replace(s, out=part, inputs=(replace(part, buffer="box"),)) if hasattr(s, "op") else s)
     )
-    assert "output y@0[3:+1, 0:+8] is never written (1 more of this kind)" in text
+    assert "output y@0[3:+1, 0:+8] is never written: add a step that writes it (1 more of this kind)" in text
     assert text.startswith("schedule push has 1 fault:")
 
 
@@ -275,8 +281,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
     assert (
-        "this step may never get a compute unit: kernels of other lanes (to 0, to 1, to 2) may occupy all 132 while they "
-        "poll" in text
+        "this step may never get a compute unit (SM): kernels of other lanes (to 0, to 1, to 2) may occupy all 132 units, "
+        "and wait" in text
     )
     verify(polling(2))
     verify(polling(3), compute_units=304)

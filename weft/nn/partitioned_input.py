@@ -65,7 +65,7 @@ class PartitionedInput:
         feature}.
         """
         self.passed: dict[str, tuple[str, int | None]] = {}
-        """The features of table-wise and column-wise tables. Their ids need not be divided. {name under which the
+        """The features of table-wise and column-wise tables, whose ids need not be divided. A dict {name under which the
         table's first part reads the feature: (name of the feature in the input, number of rows to which ids are hashed,
         or None)}.
         """

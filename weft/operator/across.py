@@ -102,7 +102,9 @@ class AcrossRanks:
         comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
         assert pairs is not None
-        sent, expected = (table.reshape(world, -1).to("cpu", torch.int64).contiguous() for table in pairs)
+        sent, expected = [
+            table if _is_plain(table) else table.to("cpu", torch.int64).contiguous().view(world, -1) for table in pairs
+        ]
         of_sent, of_expected = _weights(world, sent.shape[1], comm.rank)
         excess = (_sum(sent, of_sent) - _sum(expected, of_expected)) & _MASK
         number, meanwhile, cargo = (0, NO_WORK, None) if begun is None else (begun.number, begun.alone(), begun.cargo)
@@ -175,6 +177,11 @@ def _weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Ten
     drawn = np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
     sent, expected = (torch.from_numpy(of.copy().view(np.int64)) for of in (drawn[rank], drawn[:, rank]))
     return sent, expected
+
+
+def _is_plain(table: torch.Tensor) -> bool:
+    """True if `table` is a contiguous matrix of int64 in the memory of the CPU, so that its address is enough to read it."""
+    return table.is_cpu and table.dtype == torch.int64 and table.dim() == 2 and table.is_contiguous()
 
 
 def _sum(table: torch.Tensor, weights: torch.Tensor) -> int:

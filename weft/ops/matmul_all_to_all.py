@@ -94,7 +94,9 @@ def matmul_all_to_all(
 
     Returns y [rows, N] in h's dtype, in ordinary memory, in the order of this rank's tokens as passed to
     `all_to_all_matmul`: sorted by global expert. On GPUs it is valid in stream order. Every row is computed in fp32 and
-    rounded once, so equal calls give equal bits. Under torch.compile without rows, y has a dynamic size, which needs
+    rounded once, so equal calls give equal bits. There is one exception: CPU ranks on several hosts use two methods in
+    the first calls of each size, and then the faster one (docs/hosts.md). The methods split GEMMs in different ways, so
+    equal calls may differ by rounding. Under torch.compile without rows, y has a dynamic size, which needs
     `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds

@@ -118,6 +118,7 @@ class Rails:
         `far_bytes` to each other host.
         """
         self.near.reserve(self._slot + near_bytes + _ALIGNMENT)
+        self._near_data = [memory[self._slot :] for memory in self.near.flat]
         capacity = self._head_bytes + aligned(far_bytes) + _ALIGNMENT
         if capacity > self._capacity:
             self._capacity, total = capacity, len(self._others) * capacity
@@ -127,6 +128,7 @@ class Rails:
     def close(self) -> None:
         """Drop the views of shared memory. `Meeting.close` calls this method when the communicator closes."""
         self.near.close()
+        self._near_data = []
 
     def exchange(
         self, payload: bytes, agree: Callable[[list[bytes]], bool], cargo: Cargo | None, *, deadline_s: float, name: str,
@@ -156,7 +158,7 @@ class Rails:
         mine = levels.index
         near.views[mine][: _LENGTH.size + len(payload)] = _joined([payload])
         if cargo is not None:
-            cargo.load(near.flat[mine][self._slot :])
+            cargo.load(self._near_data[mine])
         near.publish(deadline_s=deadline_s, what=name, meanwhile=meanwhile)
         payloads = [_split(view, 0, 1)[0] for view in near.views]
         agreed = cargo if cargo is not None and agree(payloads) else None
@@ -191,7 +193,7 @@ class Rails:
             self._sent_view[at + _ALIGNMENT : at + _ALIGNMENT + len(head)] = head
         if cargo is not None:
             far = {host: self._sent[at + start : at + room] for at, host in zip(starts, others, strict=True)}
-            used_bytes = cargo.pack([memory[self._slot :] for memory in self.near.flat], far)
+            used_bytes = cargo.pack(self._near_data, far)
             if used_bytes is not None:
                 sizes = [start + used_bytes[host] for host in others]
         return starts, sizes
@@ -448,7 +450,7 @@ def aligned(nbytes: int) -> int:
 
 
 def _joined(payloads: Sequence[bytes]) -> bytes:
-    return b"".join(part for payload in payloads for part in (_LENGTH.pack(len(payload)), payload))
+    return b"".join([_LENGTH.pack(len(payload)) + payload for payload in payloads])
 
 
 def _split(data: memoryview, at: int, count: int) -> list[bytes]:

@@ -143,7 +143,7 @@ class HostNetwork:
 
 
 _PLAUSIBLE = {"rate": (0.01, 1e6), "round trip": (1.0, 1e7), "copy rate": (1.0, 1e6)}
-"""(smallest, largest) plausible value, in bytes per microsecond and microseconds."""
+"""(smallest, largest) plausible value. Rates are in bytes per microsecond, the round trip in microseconds."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class _Rank:
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
-"""An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order of planning.
+"""An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order
+of their sequence numbers.
 
 With a lane: the lane begins the work of its step if `works`, otherwise it goes to its next step. Without a lane: `counter` is
 incremented by `times`."""
@@ -192,8 +193,8 @@ class _Engine:
         stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
-                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever; add or correct the sets of their "
-                "signals:\n" + "\n".join(map(self._stuck, stuck))
+                f"schedule {self.program.schedule.name} deadlocks. These lanes wait forever. Add or correct the steps that "
+                "set their signals:\n" + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 

@@ -39,15 +39,16 @@ RESTS = (0.2, 0.3, 0.4, REST, 0.45)
 SEQUENCE, HEAD = 1024, 128
 """The number of tokens of a sequence (table 2), and the size of an attention head (assumed)."""
 PASSES = {"scores": 10, "hidden": 14, "mlp": 4}
-"""The number of reads and writes in a forward pass, assumed. scores: written, scaled, masked, softmax, dropout, read. hidden:
-dropout, residual and norm, twice."""
+"""The assumed numbers of reads and writes in a forward pass. scores: written, scaled, masked, softmax, dropout, read. hidden:
+dropout, residual and norm, twice. mlp: bias and GeLU."""
 UPDATE_BYTES = 28
 """The bytes of Adam's update per parameter: four reads and three writes in fp32, assumed."""
 _TITLES = {"t3": "T3", "t3-mca": "MCA"}
 Phase = Literal["training", "prompt"]
 PHASES: tuple[Phase, Phase] = ("training", "prompt")
 FUTURE = (Network("1T", 25600, 2048, (64,), True), Network("10T", 65536, 2048, (64,), True))
-"""The futuristic networks of 2.4, whose sizes the paper does not give: hidden sizes for 128 and 194 layers, both assumed."""
+"""The futuristic networks of 2.4. The paper does not give their sizes. With an assumed number of 128 and 194 layers, these hidden
+sizes give the numbers of parameters."""
 _NETWORKS = {network.name: network for network in (*NETWORKS, *FUTURE)}
 PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = {
     ("training", False): {"t3": (7, 9), "t3-mca": (10, 12)}, ("prompt", False): {"t3": (9, 12), "t3-mca": (12, 15)},

@@ -101,7 +101,7 @@ class EmbeddingAllToAll(Problem):
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
         tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
-        rows: Annotated[float | None, "Rows of each table. Default: unknown, so that no row is read again from a cache."] = None,
+        rows: Annotated[float | None, "Rows of each table. Default: unknown; then no cache hits are predicted."] = None,
         zipf: Annotated[float | None, "Exponent of Zipf's law for ids, with rows. Default: 0, which is uniform."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
         """M: samples of all ranks. N: columns of each table. K: rows that a bag reads. The plan predicts the choice of

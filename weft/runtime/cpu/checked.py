@@ -14,7 +14,7 @@ from weft.schedule import Collective, Compute, Lane, Read, Schedule, Send, Tiles
 from weft.schedule.messages import Post, Receive, has_sends, with_messages, wrong_sends
 from weft.schedule.steps import of_kind, variables_of
 from weft.schedule.text import describe
-from weft.schedule.verify.issue_order import sets_per_run
+from weft.schedule.verify.issue_order import sets_per_run, too_few_sets
 from weft.schedule.verify.well_formed import declared, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.words import counted
 
@@ -135,7 +135,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             fixed = not step.tile_kernel and not (open_ and variables_of(step))
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
-                wrong.append(f"it waits for {wait.count} sets, but a run makes {n}: wait for at most {n}, or add a set")
+                wrong.append(too_few_sets(value(wait.count), n))
             if not (step.tile_kernel or isinstance(step, Read | Send) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"

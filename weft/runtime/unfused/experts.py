@@ -222,7 +222,7 @@ class _Combined:
         self._far, self._call, self._most, self._ended, self._riding = far, call, most, ended, riding
         self._made: torch.Tensor | None = None
         self.cargo: Cargo | None = None if riding is None else riding.cargo
-        self.number = begun_number(sum(call.sizes.host.came))
+        self.number = begun_number(sum(call.sizes.host.came) if riding is None else riding.sends)
 
     def alone(self) -> Iterator[None]:
         if self._riding is not None:

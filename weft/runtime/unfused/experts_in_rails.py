@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import torch
 
 from weft.runtime.rails import Rails
@@ -114,6 +113,8 @@ class CombineInRails:
         self._rails, self._h, self._w, self._turn, self._name = rails, h, w, turn, name
         came: Cells = sizes.received.numpy()
         self._sent: Cells = sizes.splits.numpy().reshape(came.shape)
+        self.sends = int(came.sum())
+        """The number of rows that this rank sends, also to itself."""
         self._y = h.new_empty(rows, w.shape[2])
         self._room, self._of_experts = rails.rows_bytes, came.sum(0).tolist()
         self.cargo = AllToAll(rails, self._y, came, self._multiply, self._place, by_expert=True)
@@ -125,10 +126,10 @@ class CombineInRails:
 
     def _place(self, rows: int, counts: Cells) -> torch.Tensor | None:
         """Return the part of the result for the rows from ranks of this host."""
-        near = self._rails.near.ranks
-        if not np.array_equal(counts, self._sent[near]):
+        first = self._rails.near.ranks[0]
+        if counts.tobytes() != self._sent[first : first + len(counts)].tobytes():
             return None  # ranks do not agree on the numbers of rows, and refuse the call
-        at = int(self._sent[: near[0]].sum())
+        at = int(self._sent[:first].sum()) if first else 0
         return self._y[at : at + rows]
 
     def end(self, nbytes: int) -> torch.Tensor | None:
@@ -144,9 +145,8 @@ class CombineInRails:
         for host in range(levels.n_hosts):
             if host != levels.host:
                 first = host * levels.per_host
-                at, count = (
-                    int(part.sum()) for part in (self._sent[:first], self._sent[first : first + levels.per_host])
-                )
-                self.cargo.copy_from(host, rows := y[at : at + count])
+                at = int(self._sent[:first].sum()) if first else 0
+                rows = y[at : at + int(self._sent[first : first + levels.per_host].sum())]
+                self.cargo.copy_from(host, rows)
                 far += rows.nbytes
         return self._turn.done(self._name, y, far)

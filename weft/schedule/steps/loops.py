@@ -159,9 +159,10 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
 
 
 def occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Return a sorted list of (column, number of tiles) for the distinct columns of `table`. A column has values of tiles.
+    """Count tiles with equal values. Return (values, number of tiles) for each distinct column of `table`, sorted by values.
 
-    times: for each column of `table`, the number of tiles with these values. Equal columns may occur more than once.
+    table: a column for some tiles: their values. Several columns may have the same values.
+    times: for each column of `table`, the number of tiles for which it stands.
     """
     order = np.lexsort(table[::-1])
     table = table[:, order]

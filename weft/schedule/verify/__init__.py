@@ -40,7 +40,7 @@ from weft.schedule.steps import Copy, Set, Step
 from weft.schedule.verify.boxes import overlapping
 from weft.schedule.verify.forked_tiles import forked, step_number
 from weft.schedule.verify.happens_before import HappensBefore
-from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
+from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play, too_few_sets
 from weft.schedule.verify.memory import Instance, accesses, hole_of_writes, races, unwritten
 from weft.schedule.verify.occupancy import occupancy_deadlock
 from weft.schedule.verify.well_formed import (
@@ -176,8 +176,7 @@ def _check_sets(faults: _Faults, moves: Moves) -> None:
         for i, of_lane in enumerate(of_rank):
             for number, move in enumerate(of_lane):
                 if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
-                    fix = f"wait for at most {sets}, or add a set" if sets else "add a set"
-                    text = f"it waits for {move.wait.count} sets, but a run makes {sets}: {fix}"
+                    text = too_few_sets(cast(int, move.wait.count), sets)
                     faults.add("missing set", text, Event(1, rank, i, number))
 
 
@@ -191,8 +190,8 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
         text = (
-            f"this step may never get a compute unit: kernels of other lanes ({names}) may occupy all {compute_units} while "
-            f"they poll for steps that need a unit"
+            f"this step may never get a compute unit (SM): kernels of other lanes ({names}) may occupy all {compute_units} units, "
+            "and wait for steps that need a unit"
         )
         faults.add(
             "polling", f"{text}. Use copy engines on these lanes, or let their copies wait for fewer signals", event
@@ -226,7 +225,7 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
             if buffer.role == "output" and buffer.name not in sampled:
                 whole = (0, cast(int, buffer.rows), 0, buffer.cols)
                 if hole := hole_of_writes(whole, instances.get(Instance(rank, buffer.name, 1))):
-                    text = f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
+                    text = f"output {_text(f'{buffer.name}@{rank}', hole)} is never written: add a step that writes it"
                     faults.add(f"hole in {buffer.name}", text)
 
 

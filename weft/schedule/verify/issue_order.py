@@ -29,6 +29,7 @@ from weft.schedule.printing import describe
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Awaited, Counters, Lane, Set, Step
 from weft.schedule.verify.forked_tiles import step_number
+from weft.words import counted
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Counted: TypeAlias = tuple[Index, str, Index]
@@ -63,7 +64,7 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
     events, stuck = play(ranks)
     if stuck:
         raise ScheduleError(
-            f"schedule {schedule.name} deadlocks. These lanes wait forever; add or correct the sets of their signals:\n"
+            f"schedule {schedule.name} deadlocks. These lanes wait forever. Add or correct the steps that set their signals:\n"
             + "\n".join(explain(ranks, stuck))
         )
     order: dict[int, list[tuple[str, Step]]] = {rank: [] for rank in range(schedule.world_size)}
@@ -135,6 +136,16 @@ def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
     return total
 
 
+def too_few_sets(wanted: int, made: int) -> str:
+    """Return the error text for a wait until its signal is set `wanted` times, if a run sets the signal only `made` times."""
+    if not made:
+        return "it waits for its signal, but no step of a run sets the signal: add a step that does"
+    return (
+        f"it waits until its signal is set {counted(wanted, 'time')}, but a run sets the signal {counted(made, 'time')}: wait "
+        f"for at most {made}, or add a step that sets it"
+    )
+
+
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
     """Return a line of text for each stuck lane, with the signal that it waits for. stuck: the second result of `play`."""
     per_run = sets_per_run(ranks)
@@ -144,7 +155,9 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
         step = lane.steps[event.step]
         if wait := step.awaits:
             total = per_run[event.rank, wait.signal, wait.index]
-            found = f"only {count} of the {total} sets of its signal can happen" if total else "its signal is never set"
+            found = (
+                f"only {count} of the {total} steps that set its signal can run" if total else "its signal is never set"
+            )
         else:
             found = f"only {count} of {len(ranks)} ranks reach it"
         lines.append(
