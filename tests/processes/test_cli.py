@@ -56,24 +56,6 @@ def test_help_of_bench_teaches_by_examples() -> None:
         assert words in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "dlrm"], "no preset 'dlrm': give one of pgas-weak"),
-        (["--variants", "direct,fast"], "no variant 'fast'"),
-        (["--scale", "lots"], "scale 'lots' is not a number: write it as 1/32 or 0.03"),
-        (["--scale", "2"], "scale=2.0 must be above 0"),
-        (["--ranks", "0"], "ranks=0 must be at least 1"),
-    ],
-)
-def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["weft", "bench", "embedding_all_to_all", "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_ranks_and_torchrun_exclude_each_other(monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -22,7 +22,7 @@ from weft.bench.core.operators import LAYERS, names
 from weft.builders import MatmulAllReduce, builder, unregister
 from weft.builders import matmul_all_reduce as all_reduce
 from weft.builders.problem import PROBLEMS
-from weft.cli.app import app, main
+from weft.cli.app import app
 from weft.cli.operators import shape_of
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
@@ -279,30 +279,6 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            [],
-            "all_to_all_matmul needs the number of experts of all ranks together, a multiple of 2 (--option experts=NUMBER)",
-        ),
-        (["--option", "experts=9"], "experts=9 must be a positive multiple of ranks=2"),
-        ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: each must be at least 1"),
-        (
-            [*EIGHT, "--mode", "graph"],
-            "plan it with --option bounded=true (in Python bounded=True), and call it with max_rows",
-        ),
-    ],
-)
-def test_what_experts_cannot_be(arguments: list[str], message: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["weft", *EXPERTS, *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert not captured.out
-
-
 def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     comma, times = (
         runner.invoke(app, [*COMMAND, "--shape", shape, "--hw", "h200"]).output
@@ -310,66 +286,6 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     )
     assert "[512, 8192] gathered from 2 ranks @ [8192, 4096]" in comma
     assert comma == times
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--json", "."], "--json . is a folder: give a file"),
-        (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: the folder /nowhere does not exist"),
-        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl cannot be written"),
-        (["--pictures", __file__], "is a file: give a folder"),
-        (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
-    ],
-)
-def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
-    arguments: list[str], message: str, monkeypatch, capsys
-) -> None:
-    command = ["bench", "all_gather_matmul", "--device", "cpu", "--preset", "8x8x8", "--quick"]
-    monkeypatch.setattr(sys, "argv", ["weft", *command, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert not captured.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "512,4096"], "--shape '512,4096' must be three positive integers M,N,K"),
-        (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three positive integers"),
-        (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three positive integers"),
-        (["--shape", "512,8,0"], "M=512, N=8, K=0: each must be at least 1"),
-        (["--shape", "512,8,8", "--ranks", "1024"], "ranks=1024: at most 256 can be simulated"),
-        (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
-        (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder"),
-        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json cannot be written"),
-        (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
-        (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
-        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),
-        (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
-        (
-            ["--shape", "512,8,8", "--topology", "rings"],
-            "no topology 'rings': give one of hosts, mesh, ring, switch, torus",
-        ),
-        (
-            ["--shape", "512,8,8", "--hw", "h200", "--topology", "ring"],
-            "NVIDIA H200 has no link.pair_usable: add it to the file",
-        ),
-        (
-            ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
-            "dtype='bf8': NVIDIA H200 has matmul rates only for fp32, fp16",
-        ),
-    ],
-)
-def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["weft", *COMMAND, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

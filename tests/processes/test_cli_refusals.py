@@ -22,6 +22,9 @@ from weft.studies import ficco, t3, t3_hardware
 
 SMALL = ["--device", "cpu", "--shape", "8,8,8", "--quick"]
 GEMM = ["plan", "all_gather_matmul", "--shape"]
+EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
+BENCH = ["bench", "all_gather_matmul", "--device", "cpu", "--preset", "8x8x8", "--quick"]
+EMBEDDINGS = ["bench", "embedding_all_to_all", "--device", "cpu"]
 
 
 def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -60,6 +63,31 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["plan", "matmul_all_gather", "--shape", "8,8,8", "--option", "gather_dim=x"], "gather_dim=x: give a whole number"),
         (["plan", "all_gather_scaled_matmul", "--shape", "8,8,8", "--dtype", "bf16"], "all_gather_scaled_matmul needs --dtype fp8"),
         (["bench", "all_gather_scaled_matmul", "--dtype", "bf16", *SMALL], "all_gather_scaled_matmul needs --dtype fp8"),
+        ([*EXPERTS], "needs the number of experts of all ranks together, a multiple of 2 (--option experts=NUMBER)"),
+        ([*EXPERTS, "--option", "experts=9"], "experts=9 must be a positive multiple of ranks=2"),
+        ([*EXPERTS, "--option", "experts=8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: each must be at least 1"),
+        ([*EXPERTS, "--option", "experts=8", "--mode", "graph"], "bounded=true (in Python bounded=True), and call it with"),
+        ([*BENCH, "--json", "."], "--json . is a folder: give a file"),
+        ([*BENCH, "--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: the folder /nowhere does not exist"),
+        ([*BENCH, "--pictures", __file__], "is a file: give a folder"),
+        ([*BENCH, "--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
+        ([*GEMM, "-512,8,8"], "--shape '-512,8,8' must be three positive integers"),
+        ([*GEMM, "512,1e3,8"], "--shape '512,1e3,8' must be three positive integers"),
+        ([*GEMM, "512,8,0"], "M=512, N=8, K=0: each must be at least 1"),
+        ([*GEMM, "512,8,8", "--ranks", "1024"], "ranks=1024: at most 256 can be simulated"),
+        ([*GEMM, "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
+        ([*GEMM, "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
+        ([*GEMM, "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
+        ([*GEMM, "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),
+        ([*GEMM, "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
+        ([*GEMM, "512,8,8", "--topology", "rings"], "no topology 'rings': give one of hosts, mesh, ring, switch, torus"),
+        ([*GEMM, "512,8,8", "--hw", "h200", "--topology", "ring"], "NVIDIA H200 has no link.pair_usable: add it to the file"),
+        ([*GEMM, "512,8,8", "--dtype", "bf8", "--hw", "h200"], "dtype='bf8': NVIDIA H200 has matmul rates only for fp32, fp16"),
+        ([*EMBEDDINGS, "--preset", "dlrm"], "no preset 'dlrm': give one of pgas-weak"),
+        ([*EMBEDDINGS, "--variants", "direct,fast"], "no variant 'fast'"),
+        ([*EMBEDDINGS, "--scale", "lots"], "scale 'lots' is not a number: write it as 1/32 or 0.03"),
+        ([*EMBEDDINGS, "--scale", "2"], "scale=2.0 must be above 0"),
+        ([*EMBEDDINGS, "--ranks", "0"], "ranks=0 must be at least 1"),
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:

@@ -24,7 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import assert_deadline, wait_for_failure
 from support import embedding_training as training
-from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
+from support.embedding_training import (
+    CLIPPED,
+    OPTIMIZERS,
+    Steps,
+    assert_as_exact_as_torch,
+    gradients_by_torch,
+    of_tables,
+)
 from support.on_ranks import error_of
 from support.reference import Problem, even, problem, tables_of
 from support.slow import in_turn
@@ -138,7 +145,7 @@ def test_gradients_of_per_sample_weights(pool: Pool, pooling: str, world: int) -
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
-@pytest.mark.parametrize(("optimizer", "world"), in_turn(OPTIMIZERS, [3, 1, 2]), ids=str)
+@pytest.mark.parametrize(("optimizer", "world"), in_turn([*OPTIMIZERS, *CLIPPED], [3, 1, 2]), ids=str)
 def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
     steps = Steps(replace(problem(world, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
     found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=world))

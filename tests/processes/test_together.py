@@ -14,7 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,23 +55,21 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
+def failing(group: dist.ProcessGroup, error: BaseException) -> Any:
+    """Return a context in which calls of known shapes raise `error` on one rank, before the rendezvous."""
+    fails = mock.Mock(side_effect=error)
+    return mock.patch.object(_OfGroup, "called", fails) if group.rank() == BAD_RANK else nullcontext()
+
+
 # --- before a rank has joined the call ---
 
 
 def fails_early(group: dist.ProcessGroup, schedule: str, error: str) -> tuple[tuple[str, str], list[bool]]:
     own = own_group(group)
     assert right(own, 0, schedule)
-    called = _OfGroup.called
-
-    def fail(*_: Any) -> Any:
-        raise {"memory": MemoryError("on purpose"), "runtime": RuntimeError("on purpose")}[error]
-
-    if group.rank() == BAD_RANK:
-        _OfGroup.called = fail  # every known call calls it before the rendezvous
-    try:
+    kinds = {"memory": MemoryError("on purpose"), "runtime": RuntimeError("on purpose")}
+    with failing(group, kinds[error]):
         found = error_of(lambda: call(own, 1, schedule))
-    finally:
-        _OfGroup.called = called
     return found, [right(own, step, schedule) for step in (2, 3)]
 
 
@@ -107,17 +107,8 @@ def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]
     """Interrupt rank 1 with Ctrl-C inside a call, before it has published anything."""
     own = own_group(group)
     assert right(own, 0, schedule)
-    called = _OfGroup.called
-
-    def fail(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    if group.rank() == BAD_RANK:
-        _OfGroup.called = fail  # every known call calls it before the rendezvous
-    try:
+    with failing(group, KeyboardInterrupt()):
         first = told(lambda: call(own, 1, schedule))
-    finally:
-        _OfGroup.called = called
     return [first, told(lambda: call(own, 2, schedule))]
 
 

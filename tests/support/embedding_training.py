@@ -30,6 +30,13 @@ OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
     weft.RowwiseAdagrad(lr=0.1, weight_decay=0.05, eps=1e-3),
     weft.Adam(lr=0.02, beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.05),
 )
+CLIPPED: tuple[EmbeddingOptimizer, ...] = (
+    weft.SGD(lr=0.1, clip_value=0.3),
+    weft.Adagrad(lr=0.1, clip_value=0.3, weight_decay=0.05),
+    weft.SGD(lr=0.1, clip_norm=2.0),
+    weft.Adam(lr=0.1, clip_norm=2.0),
+    weft.RowwiseAdagrad(lr=0.1, clip_norm=1e6),
+)
 
 
 @dataclass(frozen=True)
