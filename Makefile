@@ -85,7 +85,7 @@ test-torchrec: setup  ## Train with weft's sharder and with TorchRec's; installs
 
 test-formats: setup  ## Read traces and topologies with Chakra, HolisticTraceAnalysis and InfraGraph; installs them into build/formats
 	$(INSTALL) -q --upgrade --target build/formats mlc-chakra HolisticTraceAnalysis infragraph
-	PYTHONPATH=build/formats $(BIN)/python -m pytest tests/unit/test_sim_chakra.py tests/unit/test_trace_kineto.py tests/unit/test_topology_infragraph.py
+	PYTHONPATH=build/formats $(BIN)/python -m pytest tests/unit/test_sim_chakra.py tests/unit/test_trace.py tests/unit/test_topology_infragraph.py
 
 test-all: test test-slow test-models test-torchrec test-formats  ## Run the five targets above
 

@@ -2,8 +2,7 @@
 
 Rank 1 alone passes tensors of other kinds, wrong dimensions or numbers of rows, for a known shape (with few checks) and
 for a new shape. Every rank must refuse the call, with the argument's name and the fix. Then the next call must work.
-`test_deadlines_refused.py`, `test_groups_refused.py` and `test_variables_refused.py` have the refusals of deadlines, groups
-and environment variables.
+`test_surroundings_refused.py` has the refusals of deadlines, groups and environment variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules that are selected by measurement: warnings, autotuning, caching, and a user's own builders."""
+"""Schedules that are selected by measurement: warnings, autotuning, caching, self-calibration, and a user's own builders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from support import choosing_ranks as choosing
 from support import measuring_ranks as ranks
-from support.slow import mostly
+from support import self_calibration_ranks as calibrating
+from support.slow import mostly, slow
 
 from weft.launch import Pool
 
@@ -74,3 +76,30 @@ def test_a_builder_from_outside_that_races_is_named_on_every_rank(pool: Pool) ->
         for how, text in found.items():
             assert text.startswith("ScheduleError: builder hasty, for all_gather_matmul of [42, 24]"), (how, text)
             assert "race on box" in text
+
+
+@pytest.mark.parametrize("exact", [True, slow(False)], ids=["exact", "bounded"])
+def test_without_a_model_schedules_are_run_and_all_ranks_take_one(pool: Pool, exact: bool) -> None:
+    found = pool.run(choosing.chooses_for_experts, exact, False, ranks=3, timeout_s=100)
+    assert len(set(found)) == 1
+    ((_, captured),) = set(found)
+    assert bool(captured) == (not exact)  # if y has exactly the arriving rows, the CPU reads their number
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])
+def test_with_a_model_the_plan_is_taken(pool: Pool, exact: bool) -> None:
+    found = pool.run(choosing.chooses_for_experts, exact, True, ranks=2, timeout_s=100)
+    assert len(set(found)) == 1
+    ((_, captured),) = set(found)
+    assert captured.startswith("dispatch") == (not exact)
+
+
+def test_ranks_measure_once_and_plan_by_the_first_ranks_numbers(pool: Pool) -> None:
+    first, *others = pool.run(calibrating.at_first_calls, ranks=3, timeout_s=100)
+    assert first["measured"] == [1, 1]
+    known = first["known"]
+    derived = calibrating.Measured(known["machine"], 0, 3).base
+    assert known["copy_bytes_per_us"] == derived.copy_bytes_per_us
+    assert known["host_step_us"] == derived.host_step_us
+    for other in others:
+        assert other == {**first, "rank": other["rank"]}

@@ -1,9 +1,13 @@
-"""Generated pages are up to date and complete. The package page has no dead links."""
+"""Pages that are generated from records and docstrings."""
+
+from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.scripts import DOCS, load
@@ -87,3 +91,58 @@ def test_every_address_of_the_project_is_of_one_repository() -> None:
 
 def test_the_changelog_has_this_version() -> None:
     assert re.search(rf"^## {re.escape(weft.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load(DOCS / "hosts_page.py")
+
+
+def test_the_page_and_its_picture_follow_from_the_records(script: ModuleType) -> None:
+    assert script.page() == (DOCS / "hosts.md").read_text(), "out of date: python docs/hosts_page.py"
+    assert script.ratios().split("\n")[0] in script.PICTURE.read_bytes().decode("latin-1"), "python docs/hosts_page.py"
+
+
+@pytest.mark.parametrize("op", ["matmul_all_gather", "embedding_all_to_all", "all_to_all_matmul"])
+def test_the_simulated_record_is_what_the_planner_predicts(script: ModuleType, op: str) -> None:
+    recorded = [json.dumps(record) for record in json.loads(script.SIMULATED.read_text()) if record["op"] == op]
+    assert len(recorded) == len(script.HOSTS)
+    assert json.dumps(script.simulate(op, 2)) == recorded[0], "python docs/hosts_page.py --simulate"
+
+
+def test_the_page_follows_from_the_records() -> None:
+    script = load(DOCS / "torchrec_page.py")
+    for document in (script.PAGE, script.README):
+        assert script.written(document) == document.read_text(), (
+            f"{document} is out of date: python docs/torchrec_page.py"
+        )
+        assert "<!-- torchrec-gain:h100-torchrec step -->" in document.read_text()
+    assert {path.name for path in script.records("modules")} >= {"h100-torchrec.json", "h200-torchrec.json"}
+    for name in re.findall(r"<!-- torchrec:(\w+) -->", script.PAGE.read_text()):
+        for path in script.records(name):
+            records = json.loads(path.read_text())
+            assert records[0]["machine"] in script.body(name)
+            speedup = "speedup" if name == "pipeline" else "step, speedup"
+            assert all(f"{record['ms'][speedup]:.2f}x" in script.body(name) for record in records)
+
+
+def test_a_speedup_is_a_geometric_mean_or_the_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load(DOCS / "torchrec_page.py")
+    lines = [{"ms": {"forward, speedup": gain, "step, speedup": gain / 2}} for gain in (2.0, 4.5)]
+    (tmp_path / "g-torchrec.json").write_text(json.dumps(lines))
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    for what, wanted in {"forward": "3.00x", "step": "1.50x", "step worst": "1.00x"}.items():
+        mark, end = f"a <!-- torchrec-gain:g-torchrec {what} -->", "<!-- /torchrec-gain --> b"
+        (tmp_path / "page.md").write_text(f"{mark}0.00x{end}")
+        assert script.written(tmp_path / "page.md") == f"{mark}{wanted}{end}"
+
+
+def test_a_pipeline_hides_a_part_of_the_exposed_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load(DOCS / "torchrec_page.py")
+    ms = {"torchrec, pipeline": 4.0, "torchrec, distributed": 3.5, "torchrec, hidden by pipeline": 0.5}
+    ms |= {"weft, pipeline": 2.5, "weft, prefetch": 2.25, "weft, distributed": 2.0, "speedup": 1.6}
+    ms |= {"weft, hidden by pipeline": 0.25, "weft, hidden by prefetch": 0.75}
+    known = {"machine": "2 x G", "peers": {"torchrec": "1"}, "versions": {"torch": "2"}, "commit": "abc"}
+    (tmp_path / "g-torchrec-pipeline.json").write_text(json.dumps([{"case": "c", "ms": ms, **known}]))
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    assert "| c | 4.00 | 0.50 | 50% | 2.50 | 0.50 | 25% | 2.25 | 0.25 | 75% | 1.60x |" in script.body("pipeline")

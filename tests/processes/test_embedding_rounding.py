@@ -1,4 +1,4 @@
-"""Clipped gradients, stochastic rounding of rows, and the end of accumulate(), on CPU processes."""
+"""Clipped and rounded gradients, stochastic rounding of rows, and the end of accumulate(), on CPU processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from support import embedding_training as training
 from support.embedding_modules import batch, made, state
-from support.embedding_training import Steps, of_tables
+from support.embedding_training import Steps, narrowed, of_tables, rounded_on_the_way
 from support.on_ranks import own_group, told
-from support.reference import Problem, even, problem
+from support.reference import Problem, assert_close, even, problem
 
 import weft
 from weft.embedding import EmbeddingOptimizer
@@ -129,3 +129,18 @@ def test_options_are_checked(numbers: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=r"must|pass|leave") as caught:
         weft.SGD(lr=0.1, **numbers)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gradients_are_rounded_once(pool: Pool, ranks: int, name: str, dtype: torch.dtype) -> None:
+    p = problem(ranks, (8, 3, 16, 70), 13)
+    assert pool.run(rounded_on_the_way, p, name, dtype, ranks=ranks) == [True] * ranks
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_vectors_are_rounded_once(pool: Pool, ranks: int, name: str, dtype: torch.dtype) -> None:
+    p = problem(ranks, (8, 3, 16, 70), 13, weighted=True)
+    for rank, found in enumerate(pool.run(narrowed, p, name, dtype, "auto", ranks=ranks)):
+        assert_close(found, p, p.rows_of(rank), dtype=dtype)
