@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from pool import run_with_one_wrong
 from support.bench import cpu_ranks, quick, records_of
+from support.pretended_hosts import on_two_hosts
 from support.slow import slow
 
 import weft
@@ -153,6 +154,23 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
             added = None if row["mode"] == "queued" else pytest.approx(1e3 * (row["p50_ms"] - base["p50_ms"]))
             assert row["added_us"] == added
     json.dumps(rows, allow_nan=False)
+
+
+def _between_hosts(group: dist.ProcessGroup, op: str) -> list[dict]:
+    with on_two_hosts(group) as own:
+        return records_of(own, quick(op, "64x64x64", variants=("weft",)))
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", slow("matmul_reduce_scatter"), slow("matmul_all_reduce")])
+def test_presets_run_on_several_hosts_without_copies_to_peers(pool: Pool, op: str) -> None:
+    rows = pool.run(_between_hosts, op, ranks=4, timeout_s=120)[0]
+    assert {row["variant"] for row in rows} == {"serial", "weft"}
+    for row in rows:
+        assert row["ideal_ms"] is None
+        assert row.get("communication_ms") is None
+        assert row["ceilings"][0]["link_gbps"] is None
+        assert row["collective_ms"] > 0
+        assert row["speedup"] > 0
 
 
 def _scaled(group: dist.ProcessGroup) -> list[dict]:

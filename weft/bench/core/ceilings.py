@@ -1,7 +1,8 @@
 """The peak rates of this machine, measured in the same run as the results that are compared with them.
 
     memory   bytes read plus bytes written per second, by a copy within local memory. On CPU also by a read; the faster counts
-    link     bytes per second from a rank to the next rank: by a copy engine on GPUs, by memcpy into shared memory on CPU
+    link     bytes per second from a rank to the next rank: by a copy engine on GPUs, by memcpy into shared memory on CPU. Not
+             measured on several hosts, where the rate is different for each pair of ranks
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`
 
 All ranks measure at the same time, because ranks on CPU share the memory bus. They use as many threads as in the
@@ -19,7 +20,7 @@ import torch
 
 from weft.bench.core.harness import Ranks
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.symm import SymmetricBuffer
+from weft.symm import SymmetricBuffer, communicator
 
 _REPETITIONS = 7
 _IN_A_ROW = 5  # copies per measurement on GPUs, so that the launch time is negligible
@@ -28,8 +29,8 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank. matmul: FLOP/s,
-    or None if not measured.
+    """The peak rates of one rank. memory, link: bytes/s; `link` is infinite if there is only one rank, or if ranks are on
+    several hosts. matmul: FLOP/s, or None if not measured.
     """
 
     memory: float
@@ -69,7 +70,7 @@ def measure_ceilings(
     if ranks.device.type == "cpu":
         memory = max(memory, size / _best_seconds(lambda: source.sum(), ranks))
     link = float("inf")
-    if ranks.world_size > 1:
+    if ranks.world_size > 1 and communicator(ranks.group, ranks.device).all_mapped:
         with SymmetricBuffer(tuple(source.shape), source.dtype, group=ranks.group, device=ranks.device) as buffer:
             peer = buffer.peer((ranks.rank + 1) % ranks.world_size)
             link = size / _best_seconds(lambda: peer.copy_(source), ranks)

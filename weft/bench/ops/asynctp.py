@@ -21,7 +21,7 @@ from weft.bench.core.tables import Record, geomean, times
 from weft.bench.ops.any_operator import COLLECTIVE, COMMUNICATION, GEMM, AnyOperator, Variant
 from weft.bench.ops.by_hand import HandVariants
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.symm import SymmetricBuffer
+from weft.symm import SymmetricBuffer, communicator
 
 ASYNCTP = "asynctp"
 
@@ -53,6 +53,12 @@ class TorchVariants(HandVariants):
         if self.ranks.device.type == "cuda" and ASYNCTP in (wanted or (ASYNCTP,)):
             enable_symmetric_memory(self.ranks.group.group_name)
             variants[ASYNCTP] = self.torchs()
+        if self.ranks.world_size > 1 and not communicator(self.ranks.group, self.ranks.device).all_mapped:
+            del beside[COMMUNICATION]
+            notes = [
+                *notes,
+                f"{COMMUNICATION} and the ideal time not measured: peers on other hosts cannot be copied to",
+            ]
         return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
