@@ -93,20 +93,20 @@ def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
     return found
 
 
-def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, Any]:
+def parse_toml(content: str | bytes, where: str) -> dict[str, Any]:
     """Return the table of a TOML text.
 
-    where: the name of the text's file or sender. fix: advice for the user. Both are for the error text.
+    where: the name of the text's file or sender, for the error text.
     """
-    text = _text(content, MOST_TOML_BYTES, where, fix)
+    text = _text(content, MOST_TOML_BYTES, where, "")
     rest = _NO_MARKS.sub("", _TOML_TEXT.sub("", text))
     dots = max(map(len, _DOTS.findall(rest)), default=0)  # a dotted key nests as deep as it has parts
-    _check_depth(_depth(rest) + dots, where, fix)
+    _check_depth(_depth(rest) + dots, where, "")
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(where, f"it is not valid TOML: {error}", fix) from error
-    _check_values(found, where, fix)
+        raise _unreadable(where, f"it is not valid TOML: {error}", "") from error
+    _check_values(found, where, "")
     return found
 
 

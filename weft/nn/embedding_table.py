@@ -85,11 +85,7 @@ def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> fu
 
     seed: the random seed of the whole table.
     """
-    return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
-
-
-def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, row: int, column: int) -> None:
-    fill(weight, table, seed, row, column)
+    return functools.partial(fill, table=table, seed=seed, row=row, column=column)
 
 
 def first_values(table: EmbeddingBagConfig) -> str:

@@ -65,7 +65,7 @@ class Recorded:
     def __init__(self, seen: Seen) -> None:
         op, prepared = seen.op, seen.prepared
         self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
-        if prepared.chosen is None or prepared.comm is None or not op.repeats(seen.call) or env.check_calls():
+        if prepared.chosen is None or prepared.comm is None or env.check_calls():
             raise UnlikeError
         group = prepared.group
         self.group_ref, self.chosen, self._comm = weakref.ref(group), prepared.chosen, prepared.comm

@@ -166,15 +166,6 @@ class Operator(ABC, Generic[C]):
         """
         return call
 
-    def repeats(self, call: C) -> bool:
-        """True if calls that differ only in the contents and addresses of tensors do the same work, and may be replayed
-        (`weft.operator.replay`).
-
-        In such an operator, no field of the call may depend on the contents of a tensor. The public function may divide
-        the first result by the number of ranks (`averages`). Apart from this, it must return the results unchanged.
-        """
-        return True
-
     def averages(self, call: C) -> bool:
         """True if the public function divides the first result in place by the number of ranks, as for op="avg". Default: the
         field `average` of the call.

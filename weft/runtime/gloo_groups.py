@@ -35,17 +35,11 @@ class Membership(NamedTuple):
     part: str
 
 
-def gloo_of_its_own(
-    comm: Communicator, whom: str, rank: int, size: int, part: str = "", deadline_s: float | None = None
-) -> dist.ProcessGroup:
-    """Divide the ranks of `comm` into gloo groups: ranks that pass the same `part` form a group. Return this rank's group.
-    All ranks of `comm` must make this call.
-
-    rank, size: this rank's number in its group, and the number of ranks in the group. part: the name of the group. whom: a
-        description of the groups' ranks, for error texts. deadline_s: the longest wait for connections, in seconds (default:
-        the deadline of set-up).
+def gloo_of_its_own(comm: Communicator, whom: str) -> dist.ProcessGroup:
+    """Return a new gloo group of all ranks of `comm`. All ranks must make this call. whom: a description of the ranks, for
+    error texts.
     """
-    return gloo_groups(comm, whom, [Membership(rank, size, part)], deadline_s)[0]
+    return gloo_groups(comm, whom, [Membership(comm.rank, comm.world_size, "")])[0]
 
 
 def gloo_groups(

@@ -78,15 +78,15 @@ def library_of(comm: Communicator) -> str:
     return "gloo" if comm.device.type == "cpu" else "nccl"
 
 
-def measure_links(comm: Communicator, budget_s: float = BUDGET_S, deadline_s: float | None = None) -> Measured:
+def measure_links(comm: Communicator, deadline_s: float | None = None) -> Measured:
     """Measure the links of a group on several hosts. Return the same result on every rank. All ranks must make this call.
     GPUs must use NCCL.
 
     Raises `DeadlineError` after `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
     """
     probe = _Probe(comm, env.deadline_s() if deadline_s is None else deadline_s)
-    links = _measure_pairs(probe, comm, _LINKS_UNTIL * budget_s)
-    world, until_s = comm.world_size, _EXCHANGES_UNTIL * budget_s
+    links = _measure_pairs(probe, comm, _LINKS_UNTIL * BUDGET_S)
+    world, until_s = comm.world_size, _EXCHANGES_UNTIL * BUDGET_S
     every = [(a, b) for a in range(world) for b in range(world)]
     far = max(count * (world - count) for count in map(comm.hosts.count, comm.hosts))
     latency_s = max((link.round_trip_us for link in links), default=0.0) / 2e6

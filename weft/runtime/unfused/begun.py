@@ -86,7 +86,7 @@ class Early:
         self._comm, self._far = comm, [not mapped for mapped in comm.mapped]
         near = [rank for rank, mapped in enumerate(comm.mapped) if mapped]
         self._near = range(near[0], near[-1] + 1)
-        self._ways = [gloo_of_its_own(comm, "ranks of other hosts", comm.rank, comm.world_size) for _ in range(2)]
+        self._ways = [gloo_of_its_own(comm, "ranks of other hosts") for _ in range(2)]
         self._refused = meeting_of(comm).refused
         # A multiple of 8 bytes, so that rows of every dtype are aligned.
         self.capacity_bytes = min(_MOST_BYTES, _ROOM_BYTES // (exchanges * sum(self._far))) // 8 * 8

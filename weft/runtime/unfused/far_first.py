@@ -81,7 +81,7 @@ class _Ways:
         self.near, self.groups, self._comm = range(near[0], near[-1] + 1), list[dist.ProcessGroup](), comm
         if ranks_per_host(comm.hosts):
             with contextlib.suppress(DeadlineError):  # on every rank
-                self.groups = [gloo_of_its_own(comm, "all ranks", comm.rank, comm.world_size) for _ in range(2)]
+                self.groups = [gloo_of_its_own(comm, "all ranks") for _ in range(2)]
         comm._holders.add(self)
 
     def close(self) -> None:
