@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from weft.bench.core.options import BenchOptions
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm, find_gemms, fit
 from weft.studies.losses import (
-    OPERATOR,
     PAPER_MEANS,
     LossRow,
     by_chance,
@@ -27,6 +26,7 @@ from weft.studies.losses import (
     spearman,
     tables,
 )
+from weft.studies.losses_bench import OPERATOR
 from weft.studies.losses_measure import (
     BASELINES,
     CUTS,

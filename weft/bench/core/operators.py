@@ -21,7 +21,7 @@ LAYERS = "tensor_parallel"
 """The benchmark of layers that call several operators. `weft plan` does not plan layers: plan their operators instead.
 """
 _STUDIES = {
-    "inefficiency": "weft.studies.losses:OPERATOR", "fused_embedding": "weft.studies.fused_embedding_measure:OPERATOR",
+    "inefficiency": "weft.studies.losses_bench:OPERATOR", "fused_embedding": "weft.studies.fused_embedding_measure:OPERATOR",
     "pgas": "weft.studies.pgas_measure:OPERATOR",
 }  # fmt: skip
 """{study: "module:object" of its benchmark}, for studies that measure on GPUs but are no operators: the losses from
