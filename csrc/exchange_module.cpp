@@ -76,6 +76,19 @@ void register_exchange(nb::module_ &m) {
                 return Collective::all_to_all(exchange, memory_at(from), memory_at(to), std::move(sent), std::move(received));
             },
             nb::arg("exchange"), nb::arg("from_"), nb::arg("to"), nb::arg("sent"), nb::arg("received"), nb::keep_alive<0, 1>())
+        .def_static(
+            "exchange_rows",
+            [](PayloadExchange &exchange, uintptr_t from, std::vector<int64_t> counts, size_t row_bytes, bool from_by_expert,
+               bool to_by_expert) {
+                return Collective::exchange_rows(exchange, memory_at(from), std::move(counts), row_bytes, from_by_expert, to_by_expert);
+            },
+            nb::arg("exchange"), nb::arg("from_"), nb::arg("counts"), nb::arg("row_bytes"), nb::arg("from_by_expert"),
+            nb::arg("to_by_expert"), nb::keep_alive<0, 1>())
+        .def_static("has_room", &Collective::has_room, nb::arg("exchange"), nb::arg("numbers"))
+        .def("counts", &Collective::counts)
+        .def(
+            "place", [](Collective &self, uintptr_t to, size_t nbytes) { self.place(memory_at(to), nbytes); }, nb::arg("to"),
+            nb::arg("nbytes"))
         .def("load", &Collective::load, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "run",

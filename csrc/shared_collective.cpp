@@ -24,6 +24,20 @@ void copy_overlap(char *dst, size_t dst_at, size_t dst_bytes, const char *src, s
     if (start < end) std::memcpy(dst + (start - dst_at), src + (start - src_at), end - start);
 }
 
+// Returns the first row for each rank and expert, from the number of rows of each. by_expert: rows are ordered by expert, and then
+// by rank.
+std::vector<size_t> first_rows(const std::vector<int64_t> &counts, size_t ranks, bool by_expert) {
+    const size_t experts = counts.size() / ranks;
+    std::vector<size_t> found(counts.size());
+    size_t at = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+        const size_t place = by_expert ? i % ranks * experts + i / ranks : i;
+        found[place] = at;
+        at += size_t(counts[place]);
+    }
+    return found;
+}
+
 }  // namespace
 
 SharedCollective SharedCollective::all_gather(PayloadExchange &exchange, const char *part, char *whole, size_t part_bytes) {
@@ -69,17 +83,31 @@ SharedCollective SharedCollective::all_reduce(PayloadExchange &exchange, char *w
 SharedCollective SharedCollective::all_to_all(PayloadExchange &exchange, const char *from, char *to, std::vector<int64_t> sent,
                                               std::vector<int64_t> received) {
     const size_t ranks = exchange.ranks(), rank = exchange.rank();
-    const auto is_negative = [](int64_t size) { return size < 0; };
-    if (sent.size() != ranks || received.size() != ranks || sent[rank] != received[rank] ||
-        std::any_of(sent.begin(), sent.end(), is_negative) || std::any_of(received.begin(), received.end(), is_negative))
+    if (sent.size() != ranks || received.size() != ranks || sent[rank] != received[rank])
         throw std::invalid_argument("an all-to-all needs a size for each of the " + std::to_string(ranks) + " ranks, and equal sizes for this rank");
+    SharedCollective made = exchange_rows(exchange, from, std::move(sent), 1, false, false);
+    made.place(to, size_t(std::accumulate(received.begin(), received.end(), int64_t(0))));
+    made.expected_ = std::move(received);
+    return made;
+}
+
+SharedCollective SharedCollective::exchange_rows(PayloadExchange &exchange, const char *from, std::vector<int64_t> counts, size_t row_bytes,
+                                                 bool from_by_expert, bool to_by_expert) {
+    const size_t ranks = exchange.ranks(), experts = counts.size() / ranks;
+    if (counts.empty() || counts.size() % ranks || !has_room(exchange, counts.size()) ||
+        std::any_of(counts.begin(), counts.end(), [](int64_t count) { return count < 0; }))
+        throw std::invalid_argument(std::to_string(counts.size()) + " numbers of rows must be a few for each of the " + std::to_string(ranks) +
+                                    " ranks, and not negative");
     SharedCollective made(exchange, SharedCollective::exchange);
     made.from_ = from;
-    made.to_ = to;
-    made.room_ = exchange.data_bytes() - ranks * sizeof(int64_t);
-    made.nbytes_ = size_t(std::accumulate(sent.begin(), sent.end(), int64_t(0)) - sent[rank]);
-    made.sent_ = std::move(sent);
-    made.received_ = std::move(received);
+    made.row_bytes_ = row_bytes;
+    made.head_bytes_ = counts.size() * sizeof(int64_t);
+    made.room_ = exchange.data_bytes() - made.head_bytes_;
+    made.to_by_expert_ = to_by_expert;
+    made.from_at_ = first_rows(counts, ranks, from_by_expert);
+    for (size_t i = 0; i < counts.size(); ++i)
+        if (i / experts != exchange.rank()) made.nbytes_ += size_t(counts[i]) * row_bytes;
+    made.sent_ = std::move(counts);
     return made;
 }
 
@@ -103,16 +131,14 @@ void SharedCollective::load() {
         copy(data, from_ + at_, size_in_round(0));
         break;
     case exchange: {
-        const size_t head = ranks * sizeof(int64_t);
-        std::memcpy(data, sent_.data(), head);
-        size_t start = 0, source = 0;  // in the bytes to send, and in `from_`, which also has this rank's own bytes
-        for (size_t peer = 0; peer < ranks; ++peer) {
-            const size_t size = size_t(sent_[peer]);
-            if (peer != rank) {
-                copy_overlap(data + head, at_, room_, from_ + source, start, size);
-                start += size;
-            }
-            source += size;
+        if (at_ == 0) std::memcpy(data, sent_.data(), head_bytes_);
+        size_t start = 0;
+        const size_t experts = sent_.size() / ranks;
+        for (size_t i = 0; i < sent_.size(); ++i) {
+            if (i / experts == rank) continue;
+            const size_t size = size_t(sent_[i]) * row_bytes_;
+            copy_overlap(data + head_bytes_, at_, room_, from_ + from_at_[i] * row_bytes_, start, size);
+            start += size;
         }
         break;
     }
@@ -159,34 +185,56 @@ SharedCollective::Progress SharedCollective::run(double patience_s, const std::a
     }
 }
 
-bool SharedCollective::take_exchange() {
-    const size_t rank = exchange_->rank(), ranks = exchange_->ranks(), head = ranks * sizeof(int64_t);
-    char *to = to_;
-    const char *own = from_;
-    for (size_t peer = 0; peer < rank; ++peer) own += sent_[peer];
-    std::vector<int64_t> theirs(ranks);
+const std::vector<int64_t> &SharedCollective::counts() {
+    if (!received_.empty()) return received_;
+    const size_t rank = exchange_->rank(), ranks = exchange_->ranks(), experts = sent_.size() / ranks;
+    std::vector<int64_t> theirs(sent_.size());
+    starts_.resize(ranks);
+    most_ = nbytes_;
     for (size_t peer = 0; peer < ranks; ++peer) {
-        const size_t size = size_t(received_[peer]);
-        if (peer == rank) {
-            if (at_ == 0) copy(to, own, size);
-        } else {
-            const char *const data = exchange_->data(peer);
-            std::memcpy(theirs.data(), data, head);
-            size_t start = 0, total = 0;
-            for (size_t target = 0; target < ranks; ++target) {
-                if (target == rank) start = total;
-                if (target != peer) total += size_t(theirs[target]);
-            }
-            if (theirs[rank] != received_[peer])
-                throw std::invalid_argument("rank " + std::to_string(peer) + " sends " + std::to_string(theirs[rank]) + " bytes to rank " +
-                                            std::to_string(rank) + ", which expects " + std::to_string(received_[peer]) + " bytes");
-            most_ = std::max(most_, total);
-            copy_overlap(to, start, size, data + head, at_, room_);
+        if (peer == rank)
+            theirs = sent_;
+        else
+            std::memcpy(theirs.data(), exchange_->data(peer), head_bytes_);
+        size_t total = 0;
+        for (size_t i = 0; i < theirs.size(); ++i) {
+            if (i == rank * experts) starts_[peer] = total;
+            if (i / experts != peer) total += size_t(theirs[i]) * row_bytes_;
         }
-        to += size;
+        most_ = std::max(most_, total);
+        received_.insert(received_.end(), theirs.begin() + rank * experts, theirs.begin() + (rank + 1) * experts);
+    }
+    to_at_ = first_rows(received_, ranks, to_by_expert_);
+    return received_;
+}
+
+bool SharedCollective::take_exchange() {
+    const size_t rank = exchange_->rank(), ranks = exchange_->ranks(), experts = sent_.size() / ranks;
+    if (at_ == 0) {
+        const std::vector<int64_t> &found = counts();
+        for (size_t peer = 0; peer < expected_.size(); ++peer)
+            if (found[peer] != expected_[peer])
+                throw std::invalid_argument("rank " + std::to_string(peer) + " sends " + std::to_string(found[peer]) + " bytes to rank " +
+                                            std::to_string(rank) + ", which expects " + std::to_string(expected_[peer]) + " bytes");
+        const size_t total = size_t(std::accumulate(found.begin(), found.end(), int64_t(0))) * row_bytes_;
+        if (total != to_bytes_)
+            throw std::invalid_argument("ranks send " + std::to_string(total) + " bytes to rank " + std::to_string(rank) + ", which expects " +
+                                        std::to_string(to_bytes_) + " bytes");
+    }
+    for (size_t peer = 0; peer < ranks; ++peer) {
+        size_t start = starts_[peer];
+        for (size_t i = peer * experts; i < (peer + 1) * experts; ++i) {
+            const size_t size = size_t(received_[i]) * row_bytes_;
+            char *const to = to_ + to_at_[i] * row_bytes_;
+            if (peer != rank)
+                copy_overlap(to, start, size, exchange_->data(peer) + head_bytes_, at_, room_);
+            else if (at_ == 0)
+                copy(to, from_ + from_at_[i] * row_bytes_, size);
+            start += size;
+        }
     }
     at_ += room_;
-    return at_ >= std::max(most_, nbytes_);
+    return at_ >= most_;
 }
 
 }  // namespace weft

@@ -8,7 +8,7 @@
 //     reduce-scatter    each rank writes the parts of its peers, and adds up its own part
 //     all-reduce        few bytes or two ranks: each rank writes its whole array, and adds up all arrays.
 //                       Otherwise a reduce-scatter, and then an all-gather
-//     all-to-all        each rank writes the sizes and the bytes for its peers, and copies those for itself
+//     all-to-all        each rank writes the numbers and the rows for its peers, and copies those for itself
 //
 // Sums are computed in the order of ranks, in fp32 (fp64 for fp64), and rounded once. So all ranks get the same bits, for
 // any size of a round, and with both forms of the all-reduce.
@@ -36,6 +36,21 @@ class SharedCollective {
     // number of bytes.
     static SharedCollective all_to_all(PayloadExchange &exchange, const char *from, char *to, std::vector<int64_t> sent,
                                        std::vector<int64_t> received);
+
+    // An all-to-all of rows for the experts of each rank. counts: the number of rows for each rank and expert, ranks x experts.
+    // from: this rank's rows, ordered by rank and then by expert, or by expert and then by rank (`from_by_expert`). The result has
+    // the order that `to_by_expert` says. The caller calls `place` when it knows `counts`. Throws std::invalid_argument if the
+    // table of numbers is too large (`has_room`).
+    static SharedCollective exchange_rows(PayloadExchange &exchange, const char *from, std::vector<int64_t> counts, size_t row_bytes,
+                                          bool from_by_expert, bool to_by_expert);
+    static bool has_room(const PayloadExchange &exchange, size_t numbers) { return 2 * numbers * sizeof(int64_t) <= exchange.data_bytes(); }
+    // Returns the number of rows from each rank for each expert of this rank, when all ranks have begun the first round.
+    const std::vector<int64_t> &counts();
+    // Sets the memory of the result. nbytes: the size of all rows. `take` throws std::invalid_argument if this is not their size.
+    void place(char *to, size_t nbytes) {
+        to_ = to;
+        to_bytes_ = nbytes;
+    }
 
     static size_t least_bytes(size_t ranks) { return (ranks * ranks + ranks) * alignment; }
 
@@ -70,7 +85,12 @@ class SharedCollective {
     size_t at_ = 0;                       // bytes that earlier rounds have moved
     size_t most_ = 0;                     // the largest number of bytes that a rank sends in an all-to-all
     SumDtype dtype_ = SumDtype::fp32;
-    std::vector<int64_t> sent_, received_;
+    // Of an all-to-all: the sizes of a row and of the table of numbers; the numbers of rows to and from each rank and expert; the
+    // first row of each number in `from_` and `to_`; the offset in each rank's data of the bytes for this rank.
+    size_t row_bytes_ = 1, head_bytes_ = 0, to_bytes_ = 0;
+    bool to_by_expert_ = false;
+    std::vector<int64_t> sent_, received_, expected_;
+    std::vector<size_t> from_at_, to_at_, starts_;
 };
 
 }  // namespace weft

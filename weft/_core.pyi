@@ -86,6 +86,32 @@ class SharedCollective:
     def all_to_all(
         exchange: PayloadExchange, from_: int, to: int, sent: list[int], received: list[int]
     ) -> SharedCollective: ...
+    @staticmethod
+    def exchange_rows(
+        exchange: PayloadExchange,
+        from_: int,
+        counts: list[int],
+        row_bytes: int,
+        from_by_expert: bool,
+        to_by_expert: bool,
+    ) -> SharedCollective:
+        """Return an all-to-all of rows for the experts of each rank. counts: the number of rows for each rank and expert. Call
+        `place` before `run`.
+
+        from_by_expert: True if this rank's rows are ordered by expert and then by rank; False for the opposite.
+        to_by_expert: the same for the rows that this rank receives.
+        """
+
+    @staticmethod
+    def has_room(exchange: PayloadExchange, numbers: int) -> bool:
+        """True if `exchange` has room for this many numbers of rows (`exchange_rows`)."""
+
+    def counts(self) -> list[int]:
+        """Return the number of rows from each rank for each expert of this rank, when all ranks have begun the exchange."""
+
+    def place(self, to: int, nbytes: int) -> None:
+        """Set the address and the size of the memory for all rows that this rank receives."""
+
     def load(self) -> None:
         """Write this rank's first data to shared memory."""
 

@@ -187,6 +187,7 @@ def test_backward_waits_as_long_as_the_call_says(pool: Pool, operator: str) -> N
 
 @each("steps", names="case names")
 def test_timelines(pool: Pool, operator: str, case: Case, names: set[str]) -> None:
+    names = names - {"permute"}  # on CPU ranks of one host, the exchange puts rows into their final order
     for found in pool.run(suite.steps, operator, case, ranks=2):
         assert all(any(step.startswith(name) for step in found) for name in names), found
         assert case.schedule != "serial" or all(step.startswith(tuple(names)) for step in found)

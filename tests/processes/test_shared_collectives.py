@@ -3,13 +3,16 @@
 1. Each collective with sizes around those of a round, in every dtype, with 2 to 5 ranks of which one is late, many in a row.
    Copies are exact. Sums have the bits of a sum in the order of ranks, on all ranks.
 2. Rows of unequal numbers, and calls that gloo must make because no sum has their dtype.
-3. Ranks whose sizes differ although their calls look alike.
+3. Rows for several experts, in both orders, with numbers that the receiver does not know. Calls of experts whose rows travel with
+   the rendezvous give the bits of calls whose rows do not.
+4. Ranks whose sizes differ although their calls look alike.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +21,12 @@ from pool import failure_of, wait_for_failure
 from support.on_ranks import error_of, own_group
 from support.slow import mostly
 
-from weft import symm
+import weft
+from weft import _core, symm
 from weft.launch import Pool
 from weft.runtime.collectives import all_gather_single, all_reduce_single, all_to_all_single, reduce_scatter_single
 from weft.runtime.meeting import DATA_BYTES
-from weft.runtime.unfused import Turn, all_gather, all_reduce, reduce_scatter
+from weft.runtime.unfused import Turn, all_gather, all_reduce, experts, reduce_scatter
 from weft.runtime.unfused.turn import turn_on
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -138,6 +142,87 @@ def of_other_dtypes(group: dist.ProcessGroup) -> None:
 
 def test_other_dtypes(pool: Pool) -> None:
     pool.run(of_other_dtypes, ranks=3, timeout_s=60)
+
+
+def rows_of_experts(group: dist.ProcessGroup, seed: int) -> None:
+    own, rank, world = own_group(group), group.rank(), group.size()
+    turn, choose = turn_of(own), random.Random(seed)
+    assert turn.native is not None
+    for _ in range(12):
+        experts, late = choose.choice([1, 2, 5]), choose.randrange(world)
+        most = choose.choice([0, 3, DATA_BYTES // (8 * experts)])  # in fp32 with 3 columns: up to several rounds
+        counts = [[[choose.randint(0, most) for _ in range(experts)] for _ in range(world)] for _ in range(world)]
+        from_by_expert, to_by_expert = choose.choice([True, False]), choose.choice([True, False])
+        places = [(target, e) for target in range(world) for e in range(experts)]
+
+        def order(by_expert: bool, places: list[tuple[int, int]] = places) -> list[tuple[int, int]]:
+            return sorted(places, key=lambda place: place[::-1]) if by_expert else places
+
+        cells = {
+            (source, target, e): torch.full((counts[source][target][e], 3), float(source * 100 + target * 10 + e))
+            + torch.arange(counts[source][target][e])[:, None] / 2**14
+            for source in range(world)
+            for target, e in places
+        }
+        mine = torch.cat([cells[rank, target, e] for target, e in order(from_by_expert)])
+        if rank == late:
+            time.sleep(0.002)
+        numbers = [n for row in counts[rank] for n in row]
+        shared = _core.SharedCollective.exchange_rows(
+            turn.native, mine.data_ptr(), numbers, 12, from_by_expert, to_by_expert
+        )
+        out = torch.empty(0)
+
+        def ready(shared: Any = shared) -> None:
+            nonlocal out
+            out = torch.full((sum(shared.counts()), 3), float("nan"))
+            shared.place(out.data_ptr(), out.nbytes)
+
+        turn.carry("rows", shared, ready)
+        assert shared.counts() == [n for source in range(world) for n in counts[source][rank]]
+        assert torch.equal(out, torch.cat([cells[source, rank, e] for source, e in order(to_by_expert)]))
+
+
+@pytest.mark.parametrize("ranks", mostly([2, 3, 5], 3))
+def test_rows_of_experts(pool: Pool, ranks: int) -> None:
+    pool.run(rows_of_experts, 7, ranks=ranks, timeout_s=120)
+
+
+def experts_both_ways(group: dist.ProcessGroup) -> None:
+    """Compare dispatch and combine whose rows travel with the rendezvous with calls whose rows do not, and with float64."""
+    own, rank, world, local, k, n = own_group(group), group.rank(), group.size(), 2, 8, 6
+    choose, has_room = random.Random(3), experts.has_room
+    for number in range(8):
+        splits = [[choose.choice([0, 1, 5, 700]) for _ in range(world * local)] for _ in range(world)]
+        tokens = [drawn(number + r, 1, sum(splits[r]), k)[0] for r in range(world)]
+        w, back = drawn(50, world * local, k, n), drawn(60, world * local, n, k)
+        of_rank = slice(rank * local, (rank + 1) * local)
+        given = torch.tensor(splits[rank])
+        found = []
+        for travels in (True, False):
+            experts.has_room = has_room if travels else lambda *_: False  # type: ignore[assignment]
+            try:
+                options: dict[str, Any] = {"group": own, "schedule": "serial"}
+                up, down = torch.stack(w[of_rank]), torch.stack(back[of_rank])
+                h, received = weft.all_to_all_matmul(tokens[rank], up, given, return_received=True, **options)
+                padded = weft.all_to_all_matmul(tokens[rank], up, given, max_rows=len(h) + 3, **options)
+                y = weft.matmul_all_to_all(h, down, received, given, **options)
+                again = weft.matmul_all_to_all(h, down, received, given, rows=len(y), **options)
+            finally:
+                experts.has_room = has_room
+            assert torch.equal(padded[: len(h)], h)
+            assert torch.equal(y, again)
+            found.append((h, received, y))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        parts = tokens[rank].double().split(splits[rank])
+        wanted = torch.cat([x @ up.double() @ down.double() for x, up, down in zip(parts, w, back, strict=True)])
+        scale = wanted.abs().max().item() if len(wanted) else 1.0
+        torch.testing.assert_close(found[0][2].double(), wanted, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("ranks", mostly([2, 3, 5], 3))
+def test_calls_of_experts_both_ways(pool: Pool, ranks: int) -> None:
+    pool.run(experts_both_ways, ranks=ranks, timeout_s=120)
 
 
 def other_sizes(group: dist.ProcessGroup) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
     yet compiled. Yield a list, to which each exchange of an unfused call adds its name.
     """
     choose, send, sent = select.choose, experts.send, list[str]()
+    dispatch = experts.dispatch
 
     def chosen(p: Any, comm: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
         return choose(p, comm, tensors, name if p.name == dual else pinned, **options)
@@ -31,11 +32,15 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
         sent.append(arguments[-1])
         return send(*arguments)
 
-    select.choose, experts.send = chosen, sending
+    def dispatching(*arguments: Any) -> Any:
+        sent.append("dispatch")
+        return dispatch(*arguments)
+
+    select.choose, experts.send, experts.dispatch = chosen, sending, dispatching
     try:
         yield sent
     finally:
-        select.choose, experts.send = choose, send
+        select.choose, experts.send, experts.dispatch = choose, send, dispatch
 
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:

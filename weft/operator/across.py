@@ -107,9 +107,13 @@ class AcrossRanks:
         ]
         of_sent, of_expected = _weights(world, sent.shape[1], comm.rank)
         excess = (_sum(sent, of_sent) - _sum(expected, of_expected)) & _MASK
-        number, meanwhile, cargo = (0, NO_WORK, None) if begun is None else (begun.number, begun.alone(), begun.cargo)
-        found = self._agreement.exchange_numbers(comm, self._topic, (excess, number), deadline_s, meanwhile, cargo)
-        if sum(excess for excess, _ in found) & _MASK == 0:
+        number, meanwhile, cargo, collective = 0, NO_WORK, None, None
+        if begun is not None:
+            number, meanwhile, cargo, collective = begun.number, begun.alone(), begun.cargo, begun.collective
+        found = self._agreement.exchange_numbers(
+            comm, self._topic, (excess, number), deadline_s, meanwhile, cargo, collective, _tables_agree
+        )
+        if _tables_agree(found):
             return [number for _, number in found]
         self._agreement.count_refusal(comm)
         tables = comm.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
@@ -186,6 +190,11 @@ def _is_plain(table: torch.Tensor) -> bool:
 
 def _sum(table: torch.Tensor, weights: torch.Tensor) -> int:
     return _core.weighted_sum(table.data_ptr(), weights.data_ptr(), weights.numel())
+
+
+def _tables_agree(found: list[tuple[int, int]]) -> bool:
+    """True if the tables of all ranks agree. found: the two numbers of each rank, of which the first is its part of the sum."""
+    return sum(excess for excess, _ in found) & _MASK == 0
 
 
 def _rows(numbers: list[int]) -> str:

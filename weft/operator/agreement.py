@@ -24,7 +24,7 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from weft import env, symm
+from weft import _core, env, symm
 from weft.errors import DeadlineError, DisagreementError, RefusedError
 from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.rails import Cargo
@@ -87,7 +87,8 @@ class Agreement:
 
     def exchange_numbers(
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
-        meanwhile: Iterator[None], cargo: Cargo | None = None,
+        meanwhile: Iterator[None], cargo: Cargo | None = None, collective: _core.SharedCollective | None = None,
+        accepts: Callable[[list[tuple[int, int]]], bool] = lambda found: True,
     ) -> list[tuple[int, int]]:  # fmt: skip
         """Send two numbers about this rank's call to all ranks. Return the two numbers of every rank. All ranks must make
         this call.
@@ -96,6 +97,9 @@ class Agreement:
         meanwhile: an iterator whose steps do local work. A protocol may advance it while it waits for other ranks.
         cargo: a small collective whose data are sent with the messages of this exchange, between CPU ranks of several hosts
             (`weft.runtime.rails`); None if there is no such collective.
+        collective: a collective between CPU ranks of one host, whose data are sent with this exchange; None if there is no such
+            collective. It is complete on return, unless `accepts` returns False.
+        accepts: a function that gets the two numbers of every rank, and returns True if ranks may read the data.
         """
         return comm.all_gather(numbers, what=topic.text, deadline_s=deadline_s)
 
@@ -139,11 +143,18 @@ class CpuAgreement(Agreement):
 
     def exchange_numbers(
         self, comm: Communicator, topic: Topic, numbers: tuple[int, int], deadline_s: float | None,
-        meanwhile: Iterator[None], cargo: Cargo | None = None,
+        meanwhile: Iterator[None], cargo: Cargo | None = None, collective: _core.SharedCollective | None = None,
+        accepts: Callable[[list[tuple[int, int]]], bool] = lambda found: True,
     ) -> list[tuple[int, int]]:  # fmt: skip
+        def read(extras: list[bytes]) -> list[tuple[int, int]]:
+            return [_NUMBERS.unpack(one) for one in extras]
+
         extra = _NUMBERS.pack(*numbers)
-        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=extra, cargo=cargo, meanwhile=meanwhile)
-        return [_NUMBERS.unpack(one) for one in extras]
+        extras = meeting_of(comm).meet(
+            topic, deadline_s=deadline_s, extra=extra, cargo=cargo, meanwhile=meanwhile, collective=collective,
+            ready=lambda extras: accepts(read(extras)),
+        )  # fmt: skip
+        return read(extras)
 
     def count_refusal(self, comm: Communicator) -> None:
         meeting_of(comm).refused += 1

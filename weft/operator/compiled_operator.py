@@ -85,9 +85,8 @@ class CompiledOperator:
         self._turns: Turns | None = None
         if self.comm is not None and agreement_on(device).meets:
             self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
-        self._begins = (  # True if ranks begin unfused calls before they have synchronised
-            self._turns is not None and not self._turns.comm.all_mapped and type(op).begun is not Operator.begun
-        )
+        # True if ranks begin unfused calls before they have synchronised.
+        self._begins = self._turns is not None and type(op).begun is not Operator.begun
         self._serial = named(p, "serial").build()
         if self._turns is not None:
             self._turns.reserve(largest_collective_bytes(self._serial))

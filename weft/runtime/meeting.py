@@ -166,6 +166,7 @@ class Meeting:
     def meet(
         self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING, cargo: Cargo | None = None,
         meanwhile: Iterator[None] = NO_WORK, collective: _core.SharedCollective | None = None,
+        ready: Callable[[list[bytes]], bool] = lambda extras: True,
     ) -> list[bytes]:  # fmt: skip
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
@@ -176,6 +177,8 @@ class Meeting:
             is not None, all steps are done on return; otherwise no step is done.
         collective: a collective within the host, whose data travel with this rendezvous (`weft.runtime.shared_collectives`). It is
             complete on return.
+        ready: a function that is called before the data of `collective` are read, with the `extra` of each rank. It returns False
+            to leave the data, with the same result on all ranks.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -196,13 +199,14 @@ class Meeting:
             payloads, data = self._publish(payload, lambda: topic.text, deadline_s, agree, cargo, meanwhile, collective)
             if payloads.count(payload) < len(payloads) and not _are_alike(payloads, payload):
                 self._require_equal(payload, payloads, topic, noted, of_topic)
-            if collective is not None:
+            extras = [payload[1:_FORWARD_AT] for payload in payloads]
+            if collective is not None and ready(extras):
                 assert self.exchange is not None
                 with _explained():
                     self.exchange.finish(collective, deadline_s=deadline_s, name=lambda: self._named(topic.text))
         if cargo is not None:
             cargo.unpack(data)
-        return [payload[1:_FORWARD_AT] for payload in payloads]
+        return extras
 
     def settle(
         self, native: _core.PayloadExchange, topic: Topic, payload: bytes, is_complete: bool, deadline_s: float

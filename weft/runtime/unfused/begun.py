@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from weft import _core
 from weft.runtime.collectives import exchange_both_ways
 from weft.runtime.gloo_groups import gloo_of_its_own
 from weft.runtime.meeting import meeting_of
@@ -35,9 +36,7 @@ NEAR_BYTES = 16 << 20  # on each rank, for rows that are exchanged within its ho
 
 
 class Begun(Protocol):
-    """A call of CPU ranks on several hosts that this rank begins before the rendezvous (in which ranks compare their calls) has
-    ended.
-    """
+    """A call of CPU ranks that this rank begins before the rendezvous (in which ranks compare their calls) has ended."""
 
     number: int
     """A number about this rank's part of the call, which the rendezvous sends to all ranks. `begun_number` makes it."""
@@ -45,6 +44,8 @@ class Begun(Protocol):
     """A small collective whose data are sent with the messages of the rendezvous (`weft.runtime.rails`). None if there is
     no such collective.
     """
+    collective: _core.SharedCollective | None
+    """On one host: a collective whose data travel with the rendezvous (`weft.runtime.shared_collectives`). Otherwise None."""
 
     def alone(self) -> Iterator[None]:
         """Run the steps of the call that do not wait for other ranks: compute, and begin to send. Yield between steps."""

@@ -10,7 +10,8 @@ Combine, which sends rows back to the ranks of their tokens:
     y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes swapped
 
 CPU ranks on several hosts may send the rows for other hosts first (`weft.runtime.unfused.experts_far_first`). If the rows are
-few, such ranks may send them with the messages of the rendezvous (`weft.runtime.unfused.experts_in_rails`).
+few, such ranks may send them with the messages of the rendezvous (`weft.runtime.unfused.experts_in_rails`). On one host, rows
+travel with the rendezvous through shared memory (`weft.runtime.unfused.experts_on_one_host`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft import _core
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.meeting import meeting_of
 from weft.runtime.rails import MOST_ROWS_BYTES, TABLE_BYTES, Cargo, gather
@@ -29,6 +31,7 @@ from weft.runtime.unfused.begun import Begun, begun_number
 from weft.runtime.unfused.cells import run
 from weft.runtime.unfused.experts_far_first import FarFirst, far_first_made, far_first_on
 from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_rails
+from weft.runtime.unfused.experts_on_one_host import Combined, dispatch, has_room
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
 from weft.runtime.unfused.permutation import expert_order, in_expert_order, in_order_of_arrival, reorder
@@ -76,6 +79,8 @@ def dispatched(
     """
     comm = turn.comm_between_hosts
     if comm is None:
+        if group.size() > 1 and has_room(turn, splits):
+            return dispatch(tokens, w, splits, max_rows, turn, (_SPLITS, _TOKENS), return_x, group.rank())
         sizes = Sizes(splits, exchange_counts(splits, group, turn))
         y, x = all_to_all_matmul(tokens, w, sizes, group, max_rows, turn, return_x=return_x)
         return y, sizes, x
@@ -136,6 +141,8 @@ def matmul_all_to_all(
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
     if (comm := turn.comm_between_hosts) is None:
+        if has_room(turn, sizes.splits):
+            return Combined(h, w, sizes, rows, turn, _BACK, group.rank()).run()
         made = grouped_matmul(h[: sum(sizes.host.came)], w, sizes)
         made = _by_source(turn.done(LibraryGroupedMatmul.kind, made), w, sizes, turn)
         return _send_back(made, sizes, group, rows, turn)
@@ -149,13 +156,16 @@ def begin_matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn, most: int
 ) -> Begun | None:  # fmt: skip
     """Return a call of `matmul_all_to_all`, with the same arguments, that this rank may begin before the rendezvous of CPU
-    ranks has ended. Return None on one host, and before the first call on several hosts.
+    ranks has ended. Return None before the first call on several hosts.
 
     Before the rendezvous, ranks do not know each other's numbers of rows. So they choose an implementation by the numbers of
     earlier calls.
     """
-    comm = turn.comm_between_hosts
-    if comm is None or group.size() == 1 or (far := far_first_made(comm)) is None:
+    if group.size() == 1:
+        return None
+    if (comm := turn.comm_between_hosts) is None:
+        return Combined(h, w, sizes, rows, turn, _BACK, group.rank()) if has_room(turn, sizes.splits) else None
+    if (far := far_first_made(comm)) is None:
         return None
     call = _Call(h, w, sizes, group, rows, turn)
     return _begun(far, call, far.expected(call.key, most))
@@ -222,6 +232,7 @@ class _Combined:
         self._far, self._call, self._most, self._ended, self._riding = far, call, most, ended, riding
         self._made: torch.Tensor | None = None
         self.cargo: Cargo | None = None if riding is None else riding.cargo
+        self.collective: _core.SharedCollective | None = None
         self.number = begun_number(sum(call.sizes.host.came) if riding is None else riding.sends)
 
     def alone(self) -> Iterator[None]:

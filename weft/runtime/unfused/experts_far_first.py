@@ -21,6 +21,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from weft import _core
 from weft.errors import DeadlineError, OutOfSharedMemoryError
 from weft.runtime.links import network_of
 from weft.runtime.meeting import meeting_of
@@ -249,6 +250,7 @@ class Combine:
     """
 
     cargo: Cargo | None = None
+    collective: _core.SharedCollective | None = None
 
     def __init__(
         self, far: FarFirst, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn,

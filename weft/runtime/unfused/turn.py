@@ -84,7 +84,7 @@ class Turns:
         """
         topic = self.topic(collective)
         try:
-            if (native := self._native) is not None and (
+            if (native := self.native) is not None and (
                 shared := shared_collective(native, function, arguments)
             ) is not None:
                 self._meeting.meet(topic, deadline_s=deadline_s, collective=shared)
@@ -100,14 +100,31 @@ class Turns:
         return Pending([work], self.comm, group, topic.text, deadline_s, arguments)
 
     @property
-    def _native(self) -> _core.PayloadExchange | None:
-        """The rendezvous of the ranks of one host; None between hosts."""
+    def native(self) -> _core.PayloadExchange | None:
+        """The rendezvous of the ranks of one host, with which the data of collectives travel; None between hosts."""
         return None if self._meeting.exchange is None else self._meeting.exchange.native
 
-    @property
-    def shares_memory(self) -> bool:
-        """True if the data of collectives travel with the rendezvous, through shared memory: on one host."""
-        return self._native is not None
+    @opaque
+    def carry(
+        self, collective: str, shared: _core.SharedCollective, ready: Callable[[], None], deadline_s: float
+    ) -> None:  # fmt: skip
+        """Run a collective whose data travel with the rendezvous (`native`). It is complete on return.
+
+        collective: its name, for error texts. ready: a function to call before the data of peers are read.
+        """
+
+        def placed(extras: list[bytes]) -> bool:
+            ready()
+            return True
+
+        topic = self.topic(collective)
+        try:
+            self._meeting.meet(topic, deadline_s=deadline_s, collective=shared, ready=placed)
+        except WeftError:
+            raise
+        except BaseException as error:
+            self.comm.poison(f"{topic.text}: {error!r}")
+            raise
 
     @property
     def rails(self) -> Rails | None:
@@ -211,9 +228,24 @@ class Turn:
         return None if self._turns is None or self.has_met else self._turns.rails
 
     @property
+    def native(self) -> _core.PayloadExchange | None:
+        """The rendezvous of CPU ranks on one host, with which the data of collectives travel, through shared memory. None if
+        there is no such rendezvous.
+        """
+        return None if self._turns is None else self._turns.native
+
+    @property
     def shares_memory(self) -> bool:
         """True if collectives of CPU ranks move their data through shared memory, because all ranks are on one host."""
-        return self._turns is not None and self._turns.shares_memory
+        return self.native is not None
+
+    def carry(self, collective: str, shared: _core.SharedCollective, ready: Callable[[], None]) -> None:
+        """Run a collective whose data travel with the rendezvous `native`. It is complete on return.
+
+        ready: a function that is called before the data of peers are read.
+        """
+        assert self._turns is not None
+        self._turns.carry(collective, shared, ready, self.wait_s)
 
     def ride(self, collective: str, cargo: Cargo, number: int = 0) -> int:
         """Run `cargo`, a small collective whose data are sent with the messages of the rendezvous. The collective is complete
