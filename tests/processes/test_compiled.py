@@ -1,24 +1,131 @@
-"""A compiled call runs on every rank, even if a rank ignores its results.
-
-torch.compile must not remove a call whose results are unused or empty, because peers would wait for it until their
-deadline.
-"""
+"""Operators under torch.compile: their first use, gradients, and calls whose results nobody uses."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.slow import mostly
+from support.slow import mostly, slow
 
 import weft
 import weft.ops
 from weft.launch import Pool
+
+PROGRAM = """
+    import sys
+    import torch, torch.distributed as dist
+    import weft
+
+    rank, directory = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+    group, splits = dist.group.WORLD, torch.tensor([2, 2])
+
+    def sequence(x, w):
+        _, (y,) = weft.all_gather_matmul(x, [w], 0, group, return_A=False)
+        return weft.matmul_reduce_scatter(y.relu(), w.t(), "sum", 0, group)
+
+    def whole(x, w):
+        y = weft.matmul_all_gather(x, w[:, :4].contiguous(), -1, group)
+        return weft.matmul_all_reduce(y.relu(), w.t(), group)
+
+    def experts(x, w):
+        y = weft.all_to_all_matmul(x, w[None], splits, max_rows=8)
+        return weft.matmul_all_to_all(y[:4].relu(), w.t()[None], torch.tensor([[2], [2]]), splits, rows=4)
+
+    def fp8(x, w):
+        f8, one = torch.float8_e4m3fn, torch.ones(())
+        a, b = torch.ones(4, 16).to(f8), torch.ones(16, 16).to(f8).t()
+        _, (y,) = weft.all_gather_scaled_matmul(a, [b], one, [one], 0, group, return_A=False)
+        z = weft.scaled_matmul_reduce_scatter(y.to(f8), b, one, one, "sum", 0, None, group)
+        return z.sum() + (x @ w).sum()
+
+    x, w = (torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(8, 8))
+    for call, on_one_rank in [
+        (sequence, []), (whole, ["matmul_all_reduce"]), (experts, ["matmul_all_to_all"]), (fp8, []),
+    ]:
+        for name in on_one_rank:
+            assert f"weft.ops.{name}" not in sys.modules, name
+            if rank == 0:
+                getattr(weft, name)
+        grads = []
+        for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+            leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            y = function(*leaves)
+            grads.append([y, *torch.autograd.grad(y.sum(), leaves)])
+        torch.testing.assert_close(*grads)
+    print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_operators_compile_when_they_are_first_used(tmp_path: Path) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WEFT_DEADLINE_S": "100", "WEFT_QUIET": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [text.splitlines()[-1:] for text in said] == [["compiled"]] * 2, "\n".join(said)
+
+
+K, N = 16, 32
+
+
+def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
+    """Return, for several sets of inputs that want a gradient: the gradients that the compiled backward was asked for,
+    and the gradients that the inputs have.
+    """
+    spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
+    native, asked, found = spec.gradients, list[list[bool]](), []
+
+    def spy(*arguments: Any) -> Any:
+        asked.append(list(arguments[4])[:2])
+        return native(*arguments)
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if operator == "all_gather_matmul":
+            return weft.all_gather_matmul(x, [w[0]], 0, group.group_name, return_A=False)[1][0].sum()
+        splits = torch.tensor([4] + [0] * (group.size() - 1))
+        return weft.all_to_all_matmul(x, w, splits, max_rows=4 * group.size()).sum()  # of the world
+
+    spec.gradients = spy
+    try:
+        for wanting in ([True, False], [False, True], [True, True]):
+            x, w = torch.ones(4, K), torch.ones(1, K, N)
+            for tensor, wants in zip((x, w), wanting, strict=True):
+                tensor.requires_grad_(wants)
+            torch._dynamo.reset()
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w).backward()
+            found.append((asked.pop(), [tensor.grad is not None for tensor in (x, w)]))
+            for tensor in (x, w):
+                assert tensor.grad is None or tensor.grad.abs().sum() > 0 or group.rank()
+    finally:
+        del spec.gradients
+    assert not asked
+    return found
+
+
+@pytest.mark.parametrize("operator", [slow("all_gather_matmul"), "all_to_all_matmul"])
+def test_compiled_backward_makes_the_gradients_that_are_wanted(pool: Pool, operator: str) -> None:
+    for found in pool.run(some_gradients, operator, ranks=2):
+        assert found == [(wanted, wanted) for wanted in ([True, False], [False, True], [True, True])]
 
 
 def drawn(*shape: int, rank: int, seed: int = 0) -> torch.Tensor:
