@@ -1,8 +1,8 @@
 """The builders `two_levels`, on ranks that pretend to be on several hosts.
 
-1. Results against float64 in many calls in a row, with uneven shards, poisoned memory and late ranks. 2. Each byte crosses the
-network once per host. 3. `verify` for other numbers of ranks. 4. Ranks that hang or die. 5. The choice between hosts. Functions
-with a `group` argument run on the ranks.
+1. Results against float64 in many calls in a row, with uneven shards, poisoned memory and late ranks; also in fp8. 2. Each byte
+crosses the network once per host, scales of fp8 rows included. 3. `verify` for other numbers of ranks. 4. Ranks that hang or
+die. 5. The choice between hosts. Functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pool import assert_deadline, wait_for_failure
 from schedule_cpu_ranks import intercept
 from support.on_ranks import BF16, F32, F64, NAMES, close, error_of, own_group, told
 from support.pretended_hosts import claimed, on_two_hosts
+from support.slow import slow
 
 import weft
 from weft import symm
@@ -28,9 +29,11 @@ from weft.builders import (
     MatmulReduceScatter,
     NotApplicableError,
     Problem,
+    ScaledMatmulReduceScatter,
     candidates,
     named,
 )
+from weft.builders.problems.all_gather_matmul import Scaled
 from weft.launch import Pool, RankDiedError
 from weft.operator import between_hosts
 from weft.runtime.cpu.memory import memory_of
@@ -40,6 +43,7 @@ from weft.schedule.verify import verify
 
 K, N = 16, 12
 LONG_S = 30.0
+F8 = torch.float8_e4m3fn
 GRIDS = [(4, 2), (8, 2), (6, 3)]
 UNEVEN = (5, 8, 0, 3, 7, 1, 4, 2)
 
@@ -112,6 +116,79 @@ def test_results_equal_those_of_one_machine(pool: Pool, ranks: int, n_hosts: int
     pool.run(called, n_hosts, chunks, ranks=ranks, timeout_s=120)
 
 
+def scaled(group, n_hosts, chunks):
+    """Call the fp8 operators in turn, with new data and scales in each call. Before a call, poison the memory that schedules
+    share.
+    """
+    rank, world, n = group.rank(), group.size(), 16
+    name, seed = f"two_levels[hosts={n_hosts},chunks={chunks}]", 0
+
+    def scales(*shape, seed):
+        return 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+    def multiplied(x, w, x_scale, w_scale, bias, wide):
+        y = (x.to(wide) * x_scale.to(wide)) @ (w.to(wide) * w_scale.to(wide))
+        return y if bias is None else y + bias.to(wide)
+
+    with claimed(f"host {rank * n_hosts // world}"):
+        own = own_group(group)
+        comm = symm.communicator(own, "cpu")
+        for by_row in (True, False):
+            for bias in (None, operands(95, (n,), BF16, 1)):
+                for rows in ([6] * world, [max(2, count) for count in UNEVEN[:world]]):
+                    seed += 1
+                    if seed % world == rank:
+                        time.sleep(0.01)
+                    mapped = memory_of(comm).mapped
+                    if mapped is not None:
+                        comm.all_gather(None, what="before memory is poisoned")
+                        mapped.scratch.fill_(0xFF)
+                        comm.all_gather(None, what="memory is poisoned")
+                    xs = [operands(r, (count, K), F8, seed) for r, count in enumerate(rows)]
+                    w = operands(90, (n, K), F8, seed).t()
+                    w_scale = scales(1, n, seed=seed) if by_row else scales(seed=seed)
+                    x_scales = [
+                        scales(len(x), 1, seed=100 * seed + r) if by_row else scales(seed=1) for r, x in enumerate(xs)
+                    ]
+                    _, (y,) = weft.all_gather_scaled_matmul(
+                        xs[rank], [w], x_scales[rank], [w_scale], 0, own, [bias], [None], [BF16], [False], return_A=False,
+                        rows=list(rows), schedule=name,
+                    )  # fmt: skip
+                    whole = torch.cat(xs), w, torch.cat(x_scales) if by_row else x_scales[0], w_scale, bias
+                    close(y, multiplied(*whole, F64), multiplied(*whole, F32).to(BF16))
+                wholes = [operands(r, (world * 4, K), F8, seed) for r in range(world)]
+                every = [scales(world * 4, 1, seed=r) if by_row else scales(seed=r) for r in range(world)]
+                y = weft.scaled_matmul_reduce_scatter(
+                    wholes[rank],
+                    w,
+                    every[rank],
+                    w_scale,
+                    "sum",
+                    0,
+                    0,
+                    own,
+                    [world * 4, n],
+                    bias,
+                    None,
+                    BF16,
+                    schedule=name,
+                )
+                parts = [
+                    [
+                        multiplied(x, w, scale, w_scale, bias, wide).split(4)[rank]
+                        for x, scale in zip(wholes, every, strict=True)
+                    ]
+                    for wide in (F64, F32)
+                ]
+                close(y, sum(parts[0]), sum(part.to(BF16) for part in parts[1]))  # gloo rounds each addition
+
+
+@pytest.mark.parametrize("chunks", [1, slow(3)])
+@pytest.mark.parametrize(("ranks", "n_hosts"), [(4, 2), slow(6, 3)])
+def test_fp8_results_equal_those_of_one_machine(pool: Pool, ranks: int, n_hosts: int, chunks: int) -> None:
+    pool.run(scaled, n_hosts, chunks, ranks=ranks, timeout_s=120)
+
+
 def crossing(schedule, n_hosts):
     """Return the bytes that each host sends to other hosts, and check that sends leave the host."""
     per_host, found = schedule.world_size // n_hosts, Counter()
@@ -132,14 +209,20 @@ def test_each_byte_crosses_once_per_host(ranks: int, n_hosts: int, chunks: int) 
     gather = named(AllGatherMatmul(ranks, rows, (N, 3), K, "fp32"), name).build()
     scatter = named(MatmulReduceScatter(ranks, 5 * ranks, N, K, "bf16"), name).build()
     reduce = named(MatmulAllReduce(ranks, 4 * ranks, N, K, "bf16", bias=True, eps=1e-6), name).build()
+    by_row = Scaled("row", ("bf16",), (True,), (False,))
+    fp8 = named(AllGatherMatmul(ranks, rows, (16,), K, "fp8", scaled=by_row), name).build()
+    scaled_scatter = named(ScaledMatmulReduceScatter(ranks, 5 * ranks, 16, K, "bf16", "row", True, False), name).build()
     pairs = [(host, to) for host in range(n_hosts) for to in range(n_hosts) if host != to]
     shards = {pair: sum(rows[pair[0] * per_host : (pair[0] + 1) * per_host]) * K * 4 for pair in pairs}
     assert crossing(gather, n_hosts) == shards
+    of_row = K + 4  # bytes, with the scale
+    assert crossing(fp8, n_hosts) == {pair: count // (4 * K) * of_row for pair, count in shards.items()}
+    assert crossing(scaled_scatter, n_hosts) == dict.fromkeys(pairs, per_host * 5 * 16 * 2)
     assert crossing(scatter, n_hosts) == dict.fromkeys(pairs, per_host * 5 * N * 2)
     # A host sends its sums of the other hosts' pieces, and the result of its own piece.
     assert crossing(reduce, n_hosts) == dict.fromkeys(pairs, 2 * 4 * ranks // n_hosts * N * 2)
     if ranks <= 12:
-        for schedule in (gather, scatter, reduce):
+        for schedule in (gather, scatter, reduce, fp8, scaled_scatter):
             verify(schedule)
 
 
@@ -265,6 +348,8 @@ def test_schedules_for_several_hosts_are_listed_only_by_name() -> None:
         AllGatherMatmul.even(8, 4, 4, 4),
         MatmulReduceScatter(4, 8, 4, 4, "bf16"),
         MatmulAllReduce(4, 8, 4, 4, "bf16"),
+        AllGatherMatmul.sized(8, 16, 16, 4, "fp8"),
+        ScaledMatmulReduceScatter.sized(8, 16, 16, 4, "fp8"),
     )
     for p in problems:
         assert not [one.name for one in candidates(p) if one.builder == "two_levels"]

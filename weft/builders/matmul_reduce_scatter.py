@@ -9,8 +9,8 @@
     collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed.
               For ranks on several hosts, which cannot access each other's memory
 
-fp8 operands with scales (`ScaledMatmulReduceScatter`) support only the schedules serial, scatter and direct with
-add=reduce. Products are sent and reduced in the result's dtype.
+fp8 operands with scales (`ScaledMatmulReduceScatter`) support only the schedules serial, scatter, direct with add=reduce,
+and two_levels (`weft.builders.two_levels`). Products are sent and reduced in the result's dtype.
 
 direct, tracked and ring are built from output maps (`weft.builders.output_map`), which list the destination of each
 chunk. `weft.builders.partial_products` describes the order of computation and of reduction.

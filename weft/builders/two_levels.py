@@ -40,11 +40,12 @@ from dataclasses import dataclass
 
 from weft.builders.fetched import Fetched
 from weft.builders.matmul_all_reduce import Result
-from weft.builders.operands import all_gather_matmul_operands, offsets, split
+from weft.builders.operands import Operands, copy_rows, offsets, split
 from weft.builders.partial_products import PartialProducts
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Schedule
@@ -109,9 +110,9 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     grid = _Grid.of(p.world_size, hosts)
     if p.return_gathered:
         raise NotApplicableError("two levels do not gather the rows in one matrix: use return_A=False")
-    d, x, ws, ys, _ = all_gather_matmul_operands("two_levels", p)
-    most, begins = max(p.rows), offsets(p.rows)
-    box = d.buffer("box", hosts * most, p.k, p.dtype, "symmetric")
+    operands = Operands("two_levels", p)
+    d, x, most, begins = operands.d, operands.x, max(p.rows), offsets(p.rows)
+    box = operands.rows("box", hosts * most, "symmetric")
     came, ready = d.signals("came", hosts * chunks), d.signals("ready", p.world_size * chunks)
     free = d.signals("free", p.world_size)
     rail, near, compute = d.lane("rail", "copy"), d.lane("near", "copy"), d.lane("compute")
@@ -128,9 +129,8 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
         `at`.
         """
         first, count = rows(owner, chunk)
-        for w, y in zip(ws, ys, strict=True):
-            part = box.part(rows=(owner // grid.near * most + first, count), at=at)
-            compute.matmul(y.part(rows=(lookup(begins, owner) + first, count)), part, w.part())
+        part = box.part(rows=(owner // grid.near * most + first, count), at=at)
+        operands.multiply_all(compute, part, (lookup(begins, owner) + first, count))
 
     for other in grid.others:  # the ranks of other hosts that have read this rank's rows in the previous run
         for distance in range(1, grid.near):
@@ -141,14 +141,13 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
         first, count = rows(RANK, chunk)
         for other in grid.others:
             to, slot = grid.rank(other), (grid.host * most + first, count)
-            rail.send(x.part(rows=(first, count)), box.part(rows=slot, at=to)).set(
-                came, grid.host * chunks + chunk, at=to
-            )
-    near.copy(x.part(), box.part(rows=(grid.host * most, lookup(p.rows, RANK))))
+            for part, target in zip(x.part(rows=(first, count)), box.part(rows=slot, at=to), strict=True):
+                rail.send(part, target)
+            rail.set(came, grid.host * chunks + chunk, at=to)
+    copy_rows(near, x.part(), box.part(rows=(grid.host * most, lookup(p.rows, RANK))))
     for peer in grid.peers:
         near.set(ready, RANK * chunks, at=peer)
-    for w, y in zip(ws, ys, strict=True):
-        compute.matmul(y.part(rows=(lookup(begins, RANK), lookup(p.rows, RANK))), x.part(), w.part())
+    operands.multiply_all(compute, x.part(), (lookup(begins, RANK), lookup(p.rows, RANK)))
     for peer in grid.peers:
         compute.wait(ready, peer * chunks)
         multiply(peer, None, at=peer)
@@ -191,7 +190,7 @@ def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -
             compute.wait(free, 2 * peer + reader, previous=True)
     for host in (*grid.others, grid.host):
         for c, chunk in enumerate(pieces):
-            if chunks == 1:  # the rows of a host are adjacent
+            if chunks == 1 and o.scaled is None:  # the rows of a host are adjacent
                 whole = (host * (grid.near * o.m), grid.near * o.m)
                 compute.matmul(products.part(rows=whole), o.x.part(rows=whole), o.w.part())
             else:
@@ -221,7 +220,8 @@ def _matmul_reduce_scatter(p: MatmulReduceScatter, *, hosts: int, chunks: int) -
 
 
 _matmul_reduce_scatter.__name__ = "two_levels"
-builder(MatmulReduceScatter, hosts=(2,), chunks=(1, 2, 4))(_matmul_reduce_scatter)
+for _problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
+    builder(_problem, hosts=(2,), chunks=(1, 2, 4))(_matmul_reduce_scatter)
 
 
 class _Owned:

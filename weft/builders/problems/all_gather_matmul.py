@@ -183,11 +183,11 @@ class AllGatherMatmul(Problem):
         return self.m > 0 and self.k > 0 and sum(self.n) > 0
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        if self.return_gathered or self.scaled is not None:
+        if self.return_gathered:
             return ()
         if rails:
             return tuple(f"two_levels[hosts={rails},chunks={chunks}]" for chunks in (1, 2, 4))
-        if len(set(self.rows)) > 1:
+        if len(set(self.rows)) > 1 or self.scaled is not None:
             return ()
         return tuple(f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for steps in (1, 2, 4))
 

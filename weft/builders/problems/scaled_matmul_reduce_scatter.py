@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from weft.builders.problem import Candidate
 from weft.builders.problems.all_gather_matmul import Scaled, require_multiple
+from weft.builders.problems.gemm import chunks_between_hosts
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.words import counted
 
@@ -25,7 +26,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: as for `MatmulReduceScatter`; scales are not in the
     paper.
 
-    Builders: `weft.builders.matmul_reduce_scatter`.
+    Builders: `weft.builders.matmul_reduce_scatter` and `weft.builders.two_levels`.
     """
 
     name: ClassVar[str] = "scaled_matmul_reduce_scatter"
@@ -61,7 +62,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
         return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows of the sum to each rank"
 
     def between_hosts(self, rails: int) -> tuple[str, ...]:
-        return ()
+        return chunks_between_hosts(rails) if rails else ()
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
