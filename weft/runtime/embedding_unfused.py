@@ -206,10 +206,6 @@ class EmbeddingAllToAllUnfused(Executor):
     def close(self) -> None:
         """Do nothing: this executor has no memory."""
 
-    def check(self) -> None:
-        """Raise the communicator's error if the communicator has failed."""
-        self.comm.check()
-
 
 def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,

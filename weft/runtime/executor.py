@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from weft.schedule import Schedule
+from weft.symm import Communicator
 from weft.timeline import Timeline
 
 
@@ -25,6 +26,7 @@ class Executor(ABC):
     """The interface of executors. The methods implemented here suit executors that keep no GPU memory."""
 
     schedule: Schedule
+    comm: Communicator
 
     @abstractmethod
     def run(
@@ -56,9 +58,9 @@ class Executor(ABC):
         """The buffers with dynamic sizes that the CPU has read in the last run: {buffer: its contents, flattened}."""
         return {}
 
-    @abstractmethod
     def check(self) -> None:
         """Raise the error of an earlier run, if a device or a peer has reported one. Do not wait for the device."""
+        self.comm.check()
 
     @abstractmethod
     def close(self) -> None:

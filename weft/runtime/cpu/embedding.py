@@ -220,10 +220,6 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         self._done.give_back()
         self._flags.give_back()
 
-    def check(self) -> None:
-        """Raise the communicator's error if the communicator has failed."""
-        self.comm.check()
-
     def _table(self, weights: list[torch.Tensor], checked: CheckedInput) -> np.ndarray:
         key_of_slot = checked.key_of_slot
         key = (checked.tables or tuple([weight.data_ptr() for weight in weights]), key_of_slot)

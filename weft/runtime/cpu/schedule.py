@@ -135,9 +135,6 @@ class CpuSchedule(Executor):
     def read(self) -> Mapping[str, Sequence[int]]:
         return {} if self._program is None else self._program.read
 
-    def check(self) -> None:
-        self.comm.check()
-
     def close(self) -> None:
         """Free the executor's steps. The group keeps its memory and threads. Ranks need not close together. Repeated calls
         have no effect.
