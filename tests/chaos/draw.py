@@ -243,6 +243,8 @@ def draw(
         options |= {"outer": rng.choice([None, 0, 1]), "backward": False}
     if of_kind.second != "never":
         second = _second(kind, operator, options, rng, deadline_s, device, world)
+        if second is not None and second[1].get("placement") == "replicated":
+            second[1]["placement"] = "rows"  # as above: a rank that only runs this forward skips a call unnoticed
         warm = of_kind.second != "cold"
     if phase == BACKWARD:  # if there is no backward, the fault comes between two calls
         if OPERATORS[operator].differentiable and device == "cpu":

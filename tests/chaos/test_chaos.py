@@ -130,6 +130,13 @@ def test_ranks_differ_in_every_parameter_that_they_compare(operator: str) -> Non
     assert across_ranks.compared_by(operator) - differ == set()
 
 
+def test_a_second_operator_always_uses_the_group() -> None:
+    """A rank that calls an operator without communication in place of another call only skips a call."""
+    seconds = [one.second for index in range(MANY) if (one := draw(1, index, families=("another call",))).second]
+    assert {options["placement"] for _, options in seconds if "placement" in options} >= {"rows", "columns"}
+    assert not [options for _, options in seconds if options.get("placement") == "replicated"]
+
+
 @pytest.mark.parametrize("form", range(len(MatmulAllToAll.other_tables())))
 def test_other_tables_come_with_their_rows(form: int) -> None:
     work = MatmulAllToAll(Pair(), torch.device("cpu"), 0, 1, TURN, {"rows": True, "deadline_s": 1.0})  # type: ignore[arg-type]
