@@ -133,22 +133,28 @@ class Rank:
 
         added: how often products were added to y, each time with a rounding.
         """
-        # The rounding of the result is half a unit in the last place. In bf16 the interpreter truncates, which is a
-        # whole unit.
-        ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0
         for source, expert, rows in self.segments():
             place = y[at : at + len(rows)]
             at += len(rows)
-            if not launched(source, expert):
-                assert place.isnan().all(), f"source {source}, expert {expert}: written and not launched"
-                continue
-            x, w = rows[: len(place)].double(), self.w[expert].double()
-            wanted = x @ w
-            allowed = ulp * wanted.abs() + (2**-20 + added * ulp) * (x.abs() @ w.abs())
-            wrong = ~((place.double() - wanted).abs() <= allowed)
-            assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
+            self._check_segment(place, source, expert, rows, launched, added)
         assert y[at:].isnan().all(), "rows that belong to nobody were written"
+
+    def _check_segment(
+        self, place: torch.Tensor, source: int, expert: int, rows: torch.Tensor, launched: Callable[[int, int], bool],
+        added: int = 0,
+    ) -> None:  # fmt: skip
+        if not launched(source, expert):
+            assert place.isnan().all(), f"source {source}, expert {expert}: written and not launched"
+            return
+        # The rounding of the result is half a unit in the last place. In bf16 the interpreter truncates, which is a
+        # whole unit.
+        ulp = torch.finfo(place.dtype).eps * (1.0 if place.dtype == torch.bfloat16 else 0.5)
+        x, w = rows[: len(place)].double(), self.w[expert].double()
+        wanted = x @ w
+        allowed = ulp * wanted.abs() + (2**-20 + added * ulp) * (x.abs() @ w.abs())
+        wrong = ~((place.double() - wanted).abs() <= allowed)
+        assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
 
     def launch_back(
         self, *parts: dict[str, int], y_rows: int | None = None, outbox_rows: int | None = None
@@ -183,7 +189,6 @@ class Rank:
         Rows of a peer are in its slot of the outbox, sorted by expert. Rows of this rank are in y, at the places of the
         tokens for its experts.
         """
-        ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         left = [y.clone(), outbox.clone()]
         for source, expert, rows in self.segments():
             inside = int(self.counts[source, :expert].sum())
@@ -193,12 +198,7 @@ class Rank:
                 slot = (source - self.rank - 1) % self.case.world_size
                 memory, begin, end = left[1], slot * self.slot_rows, min((slot + 1) * self.slot_rows, len(left[1]))
             place = memory[begin + inside : max(begin + inside, min(begin + inside + len(rows), end))]
-            if not launched(source, expert):
-                assert place.isnan().all(), f"source {source}, expert {expert}: written and not launched"
-                continue
-            x, w = rows[: len(place)].double(), self.w[expert].double()
-            wrong = ~((place.double() - x @ w).abs() <= ulp * (x @ w).abs() + 2**-20 * (x.abs() @ w.abs()))
-            assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
+            self._check_segment(place, source, expert, rows, launched)
             place.fill_(NAN)
         assert all(memory.isnan().all() for memory in left), "rows that belong to nobody were written"
 

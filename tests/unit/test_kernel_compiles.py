@@ -201,6 +201,14 @@ def test_bags_are_added_in_the_same_order_whatever_the_world(dims: tuple[int, ..
     assert len(ways) == 1, ways
 
 
+def check_occupancy(config: grouped_matmul.Config, built: Any, tmp_path: Path) -> None:
+    """Check that registers do not spill, and that as many programs fit on an SM as the configuration says."""
+    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack == 0
+    assert config.per_sm * config.warps * 32 * registers <= 65536
+    assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+
+
 def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **key: Any) -> Any:
     usual = {"world_size": 2, "experts": 128, "k": 7168, "n": 4096, "transposed": False, "aligned": True, "tma": False}
     with compiling_for(TARGETS[target]):
@@ -241,10 +249,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
         assert stores >= by_tensor_map >= 1
     assert "wgmma.mma_async" in ptx
     assert ("ld.global.v4" in ptx) == ("adds" in key)  # the stored tile is read 16 bytes at a time
-    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
-    assert stack == 0
-    assert config.per_sm * config.warps * 32 * registers <= 65536
-    assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+    check_occupancy(config, built, tmp_path)
 
 
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
@@ -267,10 +272,7 @@ def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict
     built = grouped("sm_90", torch.bfloat16, replace(config, splits=8), tma=True, **key)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", built.asm["ptx"])
     assert loads.count("2") == loads.count("3") == 2 * config.stages
-    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
-    assert stack == 0
-    assert config.per_sm * config.warps * 32 * registers <= 65536
-    assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+    check_occupancy(config, built, tmp_path)
 
 
 @pytest.mark.parametrize(
