@@ -48,6 +48,9 @@ std::string_view PayloadExchange::payload(size_t rank) const {
     return {from + length_bytes, std::min(size_t(size), nbytes_)};
 }
 
+char *PayloadExchange::next_data() const { return slot(rank_, epoch_ + 1) + payload_bytes(nbytes_); }
+const char *PayloadExchange::data(size_t rank) const { return slot(rank, epoch_) + payload_bytes(nbytes_); }
+
 char *PayloadExchange::slot(size_t rank, int64_t epoch) const {
     return memory_[rank] + line + size_t(epoch % 2) * slot_for(nbytes_, data_bytes_);
 }

@@ -26,7 +26,7 @@ class PayloadExchange {
     static size_t bytes_for(size_t nbytes, size_t data_bytes = 0) { return line + 2 * slot_for(nbytes, data_bytes); }
 
     // Returns this rank's memory for the data of the next exchange. Write it before `publish`.
-    char *next_data() const { return slot(rank_, epoch_ + 1) + payload_bytes(nbytes_); }
+    char *next_data() const;
     // Begins the next exchange with this rank's payload.
     void publish(std::string_view payload);
     // Waits until all ranks have begun this exchange, until `patience_s` has passed, or until the group has failed. Returns true
@@ -36,7 +36,7 @@ class PayloadExchange {
     bool is_equal() const;
     std::string_view payload(size_t rank) const;
     // Returns the data of a rank. Call it only when all ranks have begun this exchange, as `payload`.
-    const char *data(size_t rank) const { return slot(rank, epoch_) + payload_bytes(nbytes_); }
+    const char *data(size_t rank) const;
     size_t data_bytes() const { return data_bytes_; }
     size_t rank() const { return rank_; }
     size_t ranks() const { return memory_.size(); }

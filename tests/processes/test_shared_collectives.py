@@ -225,6 +225,30 @@ def test_calls_of_experts_both_ways(pool: Pool, ranks: int) -> None:
     pool.run(experts_both_ways, ranks=ranks, timeout_s=120)
 
 
+def other_tables(group: dist.ProcessGroup) -> None:
+    """Let rank 1 pass a table that differs from those of its peers. Every rank refuses the call, and the group stays usable."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+    splits, w = torch.full((2 * world,), 2), torch.ones(2, 8, 3)
+    received = torch.full((world, 2), 2)
+
+    def call(received: torch.Tensor) -> torch.Tensor:
+        h = torch.full((4 * world + 1, 8), float(rank))
+        return weft.matmul_all_to_all(h, w, received, splits, group=own, schedule="serial")
+
+    right = torch.repeat_interleave(torch.arange(world), 4)[:, None].expand(-1, 3) * 8.0
+    for _ in range(3):
+        assert torch.equal(call(received), right)
+        wrong = received.clone()
+        wrong[0] += torch.tensor([1, 0]) if rank == 1 else 0
+        kind, text = failure_of(lambda wrong=wrong: call(wrong))
+        assert (kind, "which expects 4 rows" in text) == ("RefusedError", True), text
+    assert torch.equal(call(received), right)
+
+
+def test_tables_that_do_not_agree_leave_the_rows(pool: Pool) -> None:
+    pool.run(other_tables, ranks=3, timeout_s=60)
+
+
 def other_sizes(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     """Let rank 1 send fewer rows than its peers expect."""
     own, rank, world = own_group(group), group.rank(), group.size()
