@@ -18,16 +18,20 @@ from weft.timeline import Timeline
 
 
 class Case:
-    """Fresh random data on this rank. h and y have `room` more rows than are used. `p.rows` has the number of each
-    rank's tokens.
+    """Fresh random data on this rank. h has `room` more rows than all ranks have tokens, and y has `room` more rows than this
+    rank's tokens. `p.rows` has the number of each rank's tokens.
+
+    tight: True if h has only the rows of this rank's experts.
     """
 
-    def __init__(self, p: MatmulAllToAll, rank: int, seed: int, *, room: int = 0, transposed: bool = False) -> None:
+    def __init__(
+        self, p: MatmulAllToAll, rank: int, seed: int, *, room: int = 0, transposed: bool = False, tight: bool = False
+    ) -> None:
         self.p, self.rank = p, rank
         self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
         self.hs, self.weights = inputs(self.splits, p.k, p.n, p.dtype, seed)
         mine = self.weights.split(p.experts)[rank].to(device())
-        h = torch.full((sum(p.rows) + room, p.k), torch.nan, dtype=mine.dtype)
+        h = torch.full((len(self.hs[rank]) if tight else sum(p.rows) + room, p.k), torch.nan, dtype=mine.dtype)
         h[: len(self.hs[rank])] = self.hs[rank]
         self.out = torch.full((p.rows[rank] + room, p.n), torch.nan, dtype=mine.dtype, device=device())
         self.tensors: dict[str, Any] = {
@@ -68,7 +72,10 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
                 own.fill_(torch.nan if own.is_floating_point() else -1)
         torch.cuda.synchronize()
         dist.barrier(group)
-        cases = [Case(p, group.rank(), seed, room=0 if p.exact else 5, transposed=transposed) for seed in range(4)]
+        room = 0 if p.exact else 5
+        cases = [
+            Case(p, group.rank(), seed, room=room, transposed=transposed, tight=seed % 2 == 1) for seed in range(4)
+        ]
         for number, case in enumerate(cases):
             if number % 3 == 2 * group.rank():
                 torch.cuda._sleep(2_000_000)

@@ -26,7 +26,7 @@ from weft.launch import Pool
 
 pytestmark = gpu_ranks.MARKS
 DMA, KERNEL, STORE = (f"combine[chunks=1,by={by}]" for by in ("dma", "kernel", "store"))
-BY_EXPERT = "combine_by_expert[chunks=2,by=kernel]"
+BY_EXPERT, IN_ONE_LANE = (f"combine_by_expert[chunks={chunks},by=kernel]" for chunks in (2, 1))
 
 
 def problem(
@@ -44,6 +44,9 @@ CASES = {
     "fp16, odd sizes, told": (problem((137, 61), 3, 33, 40, "fp16", exact=False), True),
     "a rank without tokens": (problem((0, 64), 2, 64, 64), False),
     "one expert": (problem((256, 256), 1, 128, 64), False),
+    "one expert, told": (problem((300, 512), 1, 256, 192, exact=False), True),
+    "one expert, fp32, odd sizes": (problem((37, 61), 1, 19, 43, "fp32"), False),
+    "one expert, a rank without tokens": (problem((0, 64), 1, 64, 64, "fp16"), False),
     "many experts": (problem((1000, 1024), 128, 64, 128), False),
 }
 
@@ -55,9 +58,11 @@ def test_every_schedule_is_right(pair: Pool, name: str) -> None:
     assert min(counts) >= (3 if p.exact and p.experts > 1 else 2)
 
 
-@pytest.mark.parametrize("name", [KERNEL, STORE, BY_EXPERT])
-def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
-    pair.run(returning_ranks.replays, problem((256, 256), 4, 128, 192, exact=False), name, 100, timeout_s=60)
+@pytest.mark.parametrize(
+    ("name", "experts"), [(KERNEL, 4), (STORE, 4), (BY_EXPERT, 4), (IN_ONE_LANE, 4), (IN_ONE_LANE, 1)]
+)
+def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str, experts: int) -> None:
+    pair.run(returning_ranks.replays, problem((256, 256), experts, 128, 192, exact=False), name, 100, timeout_s=60)
 
 
 @pytest.mark.parametrize("name", [DMA, KERNEL, STORE])

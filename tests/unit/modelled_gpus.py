@@ -428,6 +428,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
     monkeypatch.setattr(tile_kernels, "GroupedMatmulCall", GroupedMatmulCall)
+    monkeypatch.setattr(
+        tile_kernels, "OnlyExpertCall", lambda context, kernel, _: GroupedMatmulCall(context, Regions(context), kernel)
+    )
     monkeypatch.setattr(tile_kernels, "PermuteCall", PermuteCall)
     instead = {
         "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,

@@ -17,7 +17,7 @@ import torch
 from grouped_matmul_rank import NAN, Case, Rank, same
 from support.interpreted import play_all, wrong_in
 
-from weft.builders import AllToAllMatmul, named
+from weft.builders import AllToAllMatmul, MatmulAllToAll, named
 from weft.schedule import Tiles
 
 CASES: dict[str, Case] = {
@@ -127,6 +127,34 @@ def play_schedule() -> None:
             for launch in launches:
                 launch(tensors, [])
             held.check(y, added=2)
+
+
+def play_only_expert() -> None:
+    """Multiply the rows of a rank's only expert: from a tensor with few more rows, by torch, and with many more rows, by the
+    grouped kernel.
+    """
+    from weft.runtime.cuda.scratch import Scratch
+    from weft.runtime.cuda.tile_kernels import OnlyExpertCall
+
+    for transposed, dtype in ((False, "bf16"), (True, "bf16"), (False, "fp32")):
+        p = MatmulAllToAll(2, 1, (12, 12), 24, 40, dtype, most=20, exact=False)
+        schedule = named(p, "combine_by_expert[chunks=1,by=kernel]").build()
+        g, kind = torch.Generator().manual_seed(1), torch.bfloat16 if dtype == "bf16" else torch.float32
+        w = torch.randn(1, p.k, p.n, generator=g).to(kind)
+        w = w.mT.contiguous().mT if transposed else w
+        own = {"counts": torch.tensor([[7], [5], [3], [4]]), "made": (made := torch.full((60, p.n), NAN, dtype=kind))}
+        context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, comm=SimpleNamespace(world_size=2))
+        (step,) = [
+            step for lane in schedule.of_rank(1, expected=False) for step in lane.steps if isinstance(step, Tiles)
+        ]
+        call = OnlyExpertCall(context, step.kernel, Scratch())  # type: ignore[arg-type]
+        for rows, by_torch in ((15, True), (16, False), (50, False), (12, True)):
+            h = torch.ones(rows, p.k, dtype=kind)
+            h[:12] = torch.randn(12, p.k, generator=g).to(kind)
+            made.fill_(NAN)
+            call({"h": h, "w": w if transposed else w.flatten(0, 1)}, [])
+            torch.testing.assert_close(made[:12].double(), h[:12].double() @ w[0].double(), rtol=2**-7, atol=1e-3)
+            assert int(made.isfinite().all(1).sum()) == (rows if by_torch else 12), "rows that were multiplied"
 
 
 def play_failed() -> None:
@@ -300,6 +328,7 @@ OTHERS = {
     "back by absurd counts": play_back_absurd_counts,
     "pieces of k without room": play_columns_without_room,
     "pieces of k in schedules": play_schedule,
+    "the only expert of a rank": play_only_expert,
     "a group that has failed": play_failed,
 }
 # With `back`, try each value of each parameter only once: the loops over K are the same as without `back`.

@@ -163,13 +163,18 @@ EXPERTS: dict[str, AllToAllMatmul | MatmulAllToAll] = {
         ("dispatched by 3, and wanted,", partial(AllToAllMatmul, return_x=True), 3, 2, (13, 0, 29)),
         ("combined by 2,", MatmulAllToAll, 2, 3, (24, 17)),
         ("combined by 3,", MatmulAllToAll, 3, 2, (13, 0, 29)),
+        ("combined by 2, one expert each,", MatmulAllToAll, 2, 1, (24, 17)),
     )
     for exact in (True, False)
 }  # fmt: skip
 
 
 # Dispatch and combine, with two and with three ranks, with exact and with bounded sizes.
-FEW = ("dispatched by 2, all that come", "combined by 3, at most so many")
+FEW = (
+    "dispatched by 2, all that come",
+    "combined by 3, at most so many",
+    "combined by 2, one expert each, at most so many",
+)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +232,7 @@ def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, n
                     assert torch.equal(found["x"][:came], torch.cat([one for part in parts for one in part[mine]])), at
 
     found = overlapping(p)
-    assert len(found) >= 4
+    assert len(found) >= (4 if p.experts > 1 else 3)
     for number, candidate in enumerate(found):
         played = Played(candidate.build(), RUNS, given)
         played.play(number + order)

@@ -23,7 +23,15 @@ from weft.builders.embedding_all_to_all import units_of
 from weft.builders.problems.experts import ExpertsProblem
 from weft.hw import load_machine
 from weft.schedule import Compute, Copy, Draft, Expr, Index, Schedule, Set, Step, Tiles, value
-from weft.schedule.kernels import GroupedMatmul, Permute, PooledSlices, ReturningMatmul, SortedMatmul, TileKernel
+from weft.schedule.kernels import (
+    GroupedMatmul,
+    OnlyExpertMatmul,
+    Permute,
+    PooledSlices,
+    ReturningMatmul,
+    SortedMatmul,
+    TileKernel,
+)
 from weft.schedule.steps import substitute
 from weft.schedule.text import from_json, to_json
 from weft.sim import simulate
@@ -199,7 +207,13 @@ def test_returning_matmuls(world: int, experts: int, exact: bool) -> None:
             held = {"counts": tuple(itertools.chain(*counts))}
             done: list[tuple[int, int]] = []
             for step in tiles_of(schedule, rank):
-                if not isinstance(kernel := step.kernel, ReturningMatmul):
+                if isinstance(kernel := step.kernel, OnlyExpertMatmul):
+                    (found_one,), rows = by_tiles(step, held), sum(map(sum, counts[:world]))
+                    assert found_one == (kernel.made, 0, rows, kernel.h, 0, 0, K, kernel.weights, 0, False)
+                    assert (name, kernel.counts, experts) == ("combine_by_expert[chunks=1,by=kernel]", "counts", 1)
+                    assert schedule.buffer(kernel.made).rows == kernel.rows + (world - 1) * 20
+                    done += itertools.product(range(world), range(experts))
+                if not isinstance(kernel, ReturningMatmul):
                     continue
                 assert kernel.counts == "counts"
                 ats = {value(gemm.out.at) for gemm in step.body if isinstance(gemm, Compute)}

@@ -38,6 +38,10 @@ BOUNDS = {
 """The limits of the shapes that these GPUs drew (`weft.bench.never_slower.draw.bounds_here`)."""
 
 
+ONLY_EXPERT, SINCE = "combine_by_expert[chunks=1,by=kernel]", "2026-11-27T14"
+"""With one expert per rank, this schedule has used cuBLAS since this time. Older records of it are left out."""
+
+
 @cache
 def _model(machine: str) -> Model:
     return model_of(load_machine(machine), 2)
@@ -74,6 +78,8 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
     for record in _records(machine):
         if (record["op"], record["mode"]) == (op, mode):
             problems = _problems(machine, record)
+            if record["chosen"] == ONLY_EXPERT and record["date"] < SINCE and problems[0].experts == 1:  # type: ignore[attr-defined]
+                continue
             us = [predict(named(p, record["chosen"]).build(), model, mode, least_us(p, model)) for p in problems]  # type: ignore[arg-type]
             found.append(statistics.fmean(us) / (1e3 * statistics.median(record["weft_ms"])) - 1)
     return found

@@ -16,7 +16,7 @@ rows for one rank contiguously. Two orders of computation overlap with the excha
     combine            source by source: rank r multiplies the rows of rank r + 1, then of rank r + 2, and so on, its own rows
                        last. So no two ranks send to the same rank at once, and rows travel while the own rows are multiplied
     combine_by_expert  expert by expert, a few experts at a time for all sources. Every weight is read once, but the rows of the
-                       last experts are sent after all GEMMs
+                       last experts are sent after all GEMMs. With one expert, its GEMM needs no groups, so cuBLAS runs it
 
 There are three ways to send results:
 
@@ -39,7 +39,7 @@ from weft.builders.partial_products import By
 from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
 from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Expr, Index, total
-from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
+from weft.schedule.kernels import LibraryGroupedMatmul, OnlyExpertMatmul, Permute, ReturningMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Agree, Compute, Copy, ReadBy, Region
 
@@ -97,14 +97,55 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Multiply the rows of all ranks and send back the results, a few experts at a time.
 
-    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps.
+    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps. Then copies by kernel are in
+        the lane of the GEMM, which so keeps all compute units. If a rank has one expert, cuBLAS multiplies the rows of all ranks.
     by: how results are sent: "dma" or "kernel" (see the top of this file).
     """
-    d = _Sending("combine_by_expert", p, by, chunks)
+    if by == "kernel" and chunks == p.experts == 1:
+        return _of_only_expert(p)
+    d = _Sending("combine_by_expert", p, by, chunks, one_lane=by == "kernel" and chunks == 1)
     for c, piece in enumerate(d.pieces):
         d.multiply(0, p.world_size, *piece)
         d.send(range(1, p.world_size), c)
     return d.done()
+
+
+def _of_only_expert(p: MatmulAllToAll) -> Schedule:
+    """Return `combine_by_expert` for ranks with one expert: one GEMM of cuBLAS, then one launch that sends the products.
+
+    The first rows of `made` have the products, and the other rows are slots for the results from each peer, so that one launch
+    copies both into y.
+    """
+    require_peers(p)
+    d, world, room = _Combine("combine_by_expert", p), p.world_size, p.world_size * p.most
+    made = d.buffer("made", room + (world - 1) * p.most, p.n, p.dtype, "symmetric")
+    sent = d.buffer("sent", world**2, 1, "int64", "symmetric")
+    credit, there, lane = d.signals("credit", world - 1), d.signals("there", world - 1), d.lane("compute")
+    slots = [(number, room + number * p.most, peer(world, 1 + number)) for number in range(world - 1)]
+    for number, _, _ in slots:
+        lane.wait(credit, number, previous=True)
+    table = (RANK * world, world)
+    d.learn(lane, "device", [sent.part(rows=table, at=at) for at in (RANK, *(to for _, _, to in slots))])
+    rows = 0, d.of_expert(0)
+    kernel = OnlyExpertMatmul(d.counts.name, d.h.name, d.weights.name, made.name, room)
+    lane.tiles(kernel, _TILE, 1, d.matmul(made.part(rows=rows), rows, Expr(_TILE)))
+    for _, slot, to in slots:
+        products = made.part(rows=(d.first_in_h(to, 0), d.received(to)))
+        lane.copy(products, made.part(rows=(slot, products.rows), at=to), "kernel")
+    for number, _, to in slots:
+        lane.set(there, number, at=to)
+    for number, _, _ in slots:
+        lane.wait(there, number)
+    for number, slot, _ in slots:  # one launch, with the copy after the loop
+        source = peer(world, -1 - number)
+        place = d.y.part(rows=(d.first_in_y(source), d.given(source)))
+        lane.copy(made.part(rows=(slot, place.rows)), place, "kernel")
+    own = made.part(rows=(d.first_in_h(RANK, 0), d.received(RANK)))
+    lane.copy(own, d.y.part(rows=(d.first_in_y(RANK), own.rows)), "kernel")
+    lane.then(Agree(d.counts.part(rows=(world, world)), sent.part(), d.y.part()))
+    for number, _, _ in slots:
+        lane.set(credit, number, at=peer(world, -1 - number))
+    return d.schedule()
 
 
 class _Combine(Draft):
@@ -180,9 +221,10 @@ class _Sending(_Combine):
     """A `_Combine` that stores the results for each peer in a slot (a block of rows), and sends the slot in parts.
 
     pieces: the local experts whose results are in each part, as (first expert, number of experts).
+    one_lane: True to put the copies by kernel into the lane of the GEMMs.
     """
 
-    def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
+    def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int, *, one_lane: bool = False) -> None:
         super().__init__(name, p)
         require_peers(p)
         if by == "dma" and not p.exact:
@@ -206,15 +248,16 @@ class _Sending(_Combine):
         table = (RANK * p.world_size, p.world_size)
         own, *others = (self._sent.part(rows=table, at=peer(p.world_size, d)) for d in range(p.world_size))
         self._compute = self.lane("compute")
-        if by != "kernel":
+        if by != "kernel" or one_lane:
             self._wait_for_room(self._compute)
-        self.learn(self._compute, read_by, [own] if by == "kernel" else [own, *others])
-        if by != "store":
+        self.learn(self._compute, read_by, [own] if by == "kernel" and not one_lane else [own, *others])
+        self._one_lane, self._mover = one_lane, self._compute
+        if by != "store" and not one_lane:
             told = self.signals("told", 1)
             self._compute.set(told)
             self._mover = self.lane("from peers" if by == "dma" else "to peers", "copy").wait(told)
             self._mover.read(self.counts, read_by)
-        if by == "kernel":
+        if by == "kernel" and not one_lane:
             self._computed = self.signals("computed", peers * chunks)
             self._wait_for_room(self._mover)
             for place in others:
@@ -256,9 +299,10 @@ class _Sending(_Combine):
         piece, first = self.pieces[chunk], self.pieces[chunk][0]
         numbers = {distance: (distance - 1) * len(self.pieces) + chunk for distance in distances}
         if self._by == "kernel":
-            computed = numbers[distances[0]]
-            self._compute.set(self._computed, computed)
-            self._mover.wait(self._computed, computed)
+            if not self._one_lane:
+                computed = numbers[distances[0]]
+                self._compute.set(self._computed, computed)
+                self._mover.wait(self._computed, computed)
             for distance in distances:
                 to = peer(self.world_size, distance)
                 rows = self._slot(distance) + self.received(to, 0, first), self.received(to, *piece)

@@ -104,9 +104,10 @@ def matmul_all_to_all(
     backward before you capture a CUDA graph.
 
     Memory: y, and symmetric memory of (W - 1) x capacity x N elements for each shape that weft keeps (as in
-        `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. The serial schedule needs 2
-        x N elements for each received row. Backward needs memory for the rows of y's gradient that this rank receives;
-        twice as much if a rank has several experts. Overlapped backward also needs as much symmetric memory as
+        `weft.all_to_all_matmul`). Schedules with by=kernel need as much ordinary memory too. If each rank has one
+        expert, combine_by_expert[chunks=1,by=kernel] needs (2W - 1) x capacity x N elements of symmetric memory instead. The
+        serial schedule needs 2 x N elements for each received row. Backward needs memory for the rows of y's gradient that this
+        rank receives; twice as much if a rank has several experts. Overlapped backward also needs as much symmetric memory as
         overlapped forward.
 
     Differentiable once in h and w_experts. All ranks must enable gradients for the same inputs. Gradients are sums over

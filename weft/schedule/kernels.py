@@ -150,6 +150,27 @@ class ReturningMatmul(TileKernel):
 
 
 @dataclass(frozen=True, slots=True)
+class OnlyExpertMatmul(TileKernel):
+    """The GEMM of a rank's only expert, over the rows of all source ranks: one cuBLAS GEMM.
+
+    cuBLAS needs the number of rows on the CPU, which knows only the number of rows of the tensor h. The rows of h beyond those
+    that have arrived are multiplied too, and their products are not used. If h has many more rows than expected, a grouped GEMM
+    runs instead, which reads the number of rows on the device.
+
+    counts: the name of a buffer, `[ranks or more, 1]`, whose first rows have the number of rows from each rank.
+    h, weights, made: the names of the buffers of the rows, of the weights, and of the products.
+    rows: the number of rows of `made` that products may fill.
+    """
+
+    kind: ClassVar[str] = "only_expert_matmul"
+    counts: str
+    h: str
+    weights: str
+    made: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrackedMatmul(TileKernel):
     """A GEMM that signals finished tiles while it runs. It may store tiles in peers' memory
     (`weft.kernels.tracked_matmul`).

@@ -15,6 +15,7 @@ from weft.schedule import ITEM_BYTES, Compute, Copy
 from weft.schedule.kernels import (
     FEW_ROWS,
     LibraryGroupedMatmul,
+    OnlyExpertMatmul,
     Permute,
     PooledBags,
     PooledSlices,
@@ -91,6 +92,11 @@ def rates(kernel: TileKernel, model: Model) -> Rates:
 def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
     compute, memory = model.library_grouped
     return Rates(compute / model.grouped_efficiency, memory, may_split=True)
+
+
+@rates.register
+def _of_only_expert(kernel: OnlyExpertMatmul, model: Model) -> Rates:
+    return Rates(may_split=True)
 
 
 @rates.register

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index,
 from weft.schedule.kernels import (
     FEW_ROWS,
     GroupedMatmul,
+    OnlyExpertMatmul,
     Permute,
     ReturningMatmul,
     SortedMatmul,
@@ -29,6 +31,9 @@ from weft.schedule.kernels import (
     TrackedMatmul,
 )
 from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variables_of
+
+_PADDED = 1.25
+"""If a tensor has at most this number of times the expected rows, cuBLAS multiplies all of them (`OnlyExpertCall`)."""
 
 
 class TilesCall:
@@ -90,6 +95,11 @@ def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step
     beside = sending and (not lane.is_last(step) or isinstance(kernel, ReturningMatmul))
     spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
     return GroupedMatmulCall(context, lane.regions, kernel, sum(expected) / max(1, len(expected)), spare, lane.scratch)
+
+
+@tiles_call.register
+def _only_expert(kernel: OnlyExpertMatmul, step: Tiles, lane: TilesLane) -> TilesCall:
+    return OnlyExpertCall(lane.context, kernel, lane.scratch)
 
 
 @tiles_call.register
@@ -184,6 +194,56 @@ class GroupedMatmulCall(TilesCall):
         rows to multiply. It has rows of `t` if `t` contains weights.
         """
         return t if self._whole_k else t.narrow(1, *self._k)
+
+
+class OnlyExpertCall(TilesCall):
+    """The launch of a step with the kernel `OnlyExpertMatmul`.
+
+    cuBLAS may load a kernel for a new number of rows while streams wait for peers. This cannot hang if all waits of the run that
+    are issued before this launch are for the previous run: every rank has issued all steps of the previous run before it
+    begins this run.
+
+    scratch: memory that the lane's launches share.
+    """
+
+    writes_outputs = False
+
+    def __init__(self, context: Context, s: OnlyExpertMatmul, scratch: Scratch) -> None:
+        from weft.runtime.cuda import grouped_matmul  # imported here: see `GroupedMatmulCall`
+        from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
+
+        self._library, self._what, world, schedule = grouped_matmul, s, context.comm.world_size, context.schedule
+        expected = next(held.expected[context.rank] for held in schedule.contents if held.buffer == s.counts)
+        rows, h, weights = sum(expected[:world]), schedule.buffer(s.h), schedule.buffer(s.weights)
+        self._most_rows, self._made, counts = (
+            int(_PADDED * rows),
+            context.own[s.made][: s.rows],
+            context.own[s.counts][:world],
+        )
+        self._how: dict[str, Any] = {"config": grouped_matmul.choose_config(
+            ITEM_BYTES[h.dtype], rows, weights.cols, h.cols, 1, tma_and_multiprocessors(counts.device)[1], merged=True
+        ), "merged": True}  # fmt: skip
+        no_slots = self._made.new_empty(0, h.cols)
+        self._gemm = grouped_matmul.GroupedMatmulLauncher(
+            no_slots, counts, counts[:, 0], rank=context.rank, slot_rows=0, scratch=scratch, **self._how
+        )
+        self._world = world
+
+    def prepare(self, tensors: Tensors) -> None:
+        h, w = self._operands(tensors)
+        self._library.prepare(w, world_size=self._world, **self._how)
+        torch.mm(h, w[0], out=self._made[: len(h)])
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        h, w = self._operands(tensors)
+        if len(h) <= self._most_rows:
+            torch.mm(h, w[0], out=self._made[: len(h)])
+        else:
+            self._gemm.launch(h, w, self._made)
+
+    def _operands(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        w = tensors[self._what.weights]
+        return tensors[self._what.h][: len(self._made)], w if w.dim() == 3 else w.unsqueeze(0)
 
 
 class PermuteCall(TilesCall):
