@@ -25,12 +25,13 @@ class Case:
     tokens: str = "contiguous"  # or "strided", "misaligned"
     splits: int = 1  # the most programs that share a tile of the last round, of 2 * per_sm programs
     per_sm: int = 1
+    rounds: int = 1  # of their parts
 
     @property
     def config(self) -> Any:
         from weft.runtime.cuda import grouped_matmul
 
-        return grouped_matmul.Config(16, self.block_n, 16, 2, 4, 2, self.parts, self.per_sm, self.splits)
+        return grouped_matmul.Config(16, self.block_n, 16, 2, 4, 2, self.parts, self.per_sm, self.splits, self.rounds)
 
 
 class Rank:
@@ -68,6 +69,8 @@ class Rank:
             splits[torch.randint(0, experts, (), generator=self.g)] = 40
         elif self.case.rows == "one takes all":
             splits = torch.where(torch.arange(experts) == experts - 1, splits.sum(), 0)
+        elif self.case.rows == "four tiles":
+            splits = torch.full((experts,), 64)
         elif self.case.rows == "whole tiles":
             splits = splits // 16 * 16
         elif self.case.rows == "only peers send":

@@ -44,6 +44,7 @@ CASES: dict[str, Case] = {
     "no rows": Case(2, 3, rows="none"),
     "tokens with strides": Case(2, 3, tokens="strided"),
     "misaligned tokens": Case(2, 3, tokens="misaligned"),
+    "tiles in parts, in two rounds": Case(1, 1, k=96, rows="four tiles", splits=4, rounds=2, per_sm=3, n=32),
 }
 
 
@@ -332,7 +333,7 @@ OTHERS = {
     "a group that has failed": play_failed,
 }
 # With `back`, try each value of each parameter only once: the loops over K are the same as without `back`.
-BACK = ("stored in halves", "awkward K and N", "no rows")
+BACK = ("tiles in parts, in two rounds", "stored in halves", "awkward K and N", "no rows")
 BACK_SLOW = (
     "two ranks, bf16",
     "one rank", "five ranks", "many experts", "stored in halves, transposed weights", "awkward K and N, transposed weights",

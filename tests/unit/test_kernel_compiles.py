@@ -252,11 +252,19 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     check_occupancy(config, built, tmp_path)
 
 
+@pytest.mark.parametrize("back", [slow(False), True])
+def test_parts_of_tiles_in_two_rounds_need_no_stack(back: bool, tmp_path: Path) -> None:
+    config = replace(grouped_config.CONFIGS[1], splits=8, rounds=2)
+    built = grouped("sm_90", torch.bfloat16, config, tma=True, back=back, merged=True)
+    assert registers_and_stack(built.asm["cubin"], tmp_path)[1] == 0
+
+
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     """The simulator imports no kernels, so it has copies of their constants."""
     least_k = {grouped_config.LEAST_STEPS * config.block_k for config in grouped_config.CONFIGS}
     ours = sim_model._FEW_ROUNDS, sim_model._GROUPED_SHARERS, {sim_model._LEAST_K}
     assert ours == (grouped_config.FEW_ROUNDS, grouped_config.MAX_SPLITS, least_k)
+    assert sim_model._TWO_ROUNDS_K == grouped_config.TWO_ROUNDS_K
     assert schedule_kernels.FEW_ROWS == grouped_config.FEW_ROWS
     tiles = {(config.block_m, config.block_n) for config in grouped_config.CONFIGS}
     assert set(zip(*(sizes.tolist() for sizes in sim_model._GROUPED_TILES), strict=True)) <= tiles

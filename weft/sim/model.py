@@ -65,6 +65,9 @@ _GROUPED_TILES = np.array([128, 128, 64, 64]), np.array([256, 128, 256, 128])
 _FEW_ROUNDS, _GROUPED_SHARERS, _LEAST_K, _ADD_UP_K = 4, 8, 1024, 640
 """If a grouped GEMM has at most `_FEW_ROUNDS` rounds, up to `_GROUPED_SHARERS` units share each tile of its last round. Each unit
 computes at least `_LEAST_K` of K. Reducing the units' results takes as long as computing `_ADD_UP_K` of K."""
+_TWO_ROUNDS_K, _SECOND_PART_K = 12800, 1920
+"""From a K of `_TWO_ROUNDS_K` on, tiles of a last round for 1/2 to 2/3 of the units are cut into three parts, which take two
+rounds. A part takes as long as a third of the tile and `_SECOND_PART_K` of K."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,12 @@ class Model:
         last = np.where((last < 0.05) & (whole > 0), 0.0, last)
         most = max(1, min(_GROUPED_SHARERS, k // _LEAST_K))
         sharers = np.where(whole < _FEW_ROUNDS, np.clip(np.floor(1.0 / np.maximum(last, 1e-9)), 1, most), 1)
-        return whole + (last > 0) * (1.0 / sharers + (sharers > 1) * _ADD_UP_K / max(1, k))
+        of_last = 1.0 / sharers + (sharers > 1) * _ADD_UP_K / max(1, k)
+        if k >= _TWO_ROUNDS_K and most > 2:
+            of_last = np.where(
+                (sharers == 1) & (whole < _FEW_ROUNDS) & (3 * last <= 2), 2 * (1 / 3 + _SECOND_PART_K / k), of_last
+            )
+        return whole + (last > 0) * of_last
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time in us of one tile on one compute unit, in a kernel that cuts a matmul into such tiles.

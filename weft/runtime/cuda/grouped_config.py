@@ -23,6 +23,7 @@ class Config:
     parts: int = 1
     per_sm: int = 1  # resident programs per multiprocessor
     splits: int = 1  # the largest number of programs that share a tile of the last round
+    rounds: int = 1  # the largest number of rounds that the parts of shared tiles take
 
 
 MAX_SPLITS = 8
@@ -30,6 +31,9 @@ MAX_SPLITS = 8
 LEAST_STEPS = 16
 """Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
 """
+TWO_ROUNDS_K = 12800
+"""The smallest K for which three parts of a tile, in two rounds, are faster than the tile. A part takes as long as a third of the
+tile and 30 K steps."""
 FEW_ROUNDS = 4
 """Largest number of rounds of tiles for which sharing the last round is faster."""
 FEW_ROWS = 192
@@ -91,7 +95,8 @@ def choose_config(
     best = replace(best, parts=2) if merged else best
     rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
     splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
-    return replace(best, splits=splits) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
+    parts_rounds = 2 if k >= TWO_ROUNDS_K and splits > 2 else 1
+    return replace(best, splits=splits, rounds=parts_rounds) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
 
 
 def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:

@@ -66,6 +66,7 @@ class GroupedVariant(NamedTuple):
             "ADDS": self.adds,
             "SPLITS": self.splits,
             "MERGED": self.merged,
+            "ROUNDS": c.rounds,
         }
 
     @property
@@ -206,7 +207,8 @@ class GroupedMatmulLauncher:
         self._back, self._adds, self._merged = back, adds, merged
         self._scratch = scratch or Scratch()
         shares = config.splits > 1 and not adds
-        self._scratch.require(counts.device, self._programs * config.block_m * config.block_n if shares else 1)
+        tile = config.block_m * config.block_n
+        self._scratch.require(counts.device, config.rounds * self._programs * tile if shares else 1)
         count = self._programs if shares else 1  # for each shared tile, the number of finished programs
         self._arrived = lasting(counts.device, lambda: torch.zeros(count, dtype=torch.int32, device=counts.device))
         # Keep tensor maps and kernel for the last tensors: the next tensors often have the same addresses.
