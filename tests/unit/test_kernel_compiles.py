@@ -259,6 +259,20 @@ def test_parts_of_tiles_in_two_rounds_need_no_stack(back: bool, tmp_path: Path) 
     assert registers_and_stack(built.asm["cubin"], tmp_path)[1] == 0
 
 
+def test_tiles_are_chosen_by_their_number() -> None:
+    """Choose small tiles if there are few. Cut tiles into thirds if they may occupy 1/2 to 2/3 of the programs."""
+
+    def chosen(rows: float, n: int, k: int, segments: int, merged: bool) -> tuple[int, int, int]:
+        config = grouped_matmul.choose_config(2, rows, n, k, segments, 132, merged=merged)
+        return config.block_m, config.block_n, config.rounds
+
+    assert chosen(98, 576, 1728, 4, True) == (128, 128, 1)
+    assert chosen(281, 5696, 4480, 1, True) == (128, 256, 1)
+    assert chosen(264, 14848, 25152, 2, True) == (128, 256, 2)
+    assert chosen(256.5, 1664, 39680, 4, False) == (128, 256, 2)
+    assert chosen(517, 640, 19840, 8, False) == (128, 256, 1)
+
+
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     """The simulator imports no kernels, so it has copies of their constants."""
     least_k = {grouped_config.LEAST_STEPS * config.block_k for config in grouped_config.CONFIGS}
