@@ -25,17 +25,18 @@ PLACEMENTS = [(0, 1, 1, 0), (1, 0, 0, 1), (0, 0, 0, 0)]
 
 
 def features(
-    seed: int, batch: int, longest: int, dtype: torch.dtype, offsets: bool, wrong: bool = False
+    seed: int, batch: int, longest: int, dtype: torch.dtype, offsets: bool, wrong: str = ""
 ) -> KeyedJaggedTensor:
-    """Return a rank's samples. With `offsets`, their ids are in the middle of a longer tensor of values."""
-    generator, before = torch.Generator().manual_seed(seed), 3 if offsets else 0
+    """Return a rank's samples. wrong: the side on which values are in no bag, or "sum" for lengths with another sum."""
+    generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(longest + 1, (len(KEYS) * batch,), generator=generator).to(dtype)
-    values = torch.randint(1 << 30, (int(lengths.sum()) + 2 * before,), generator=generator).to(dtype)
+    more, before = 3 * (wrong in ("before", "after")), 3 * (wrong == "before")
+    values = torch.randint(1 << 30, (int(lengths.sum()) + more,), generator=generator).to(dtype)
     weights = torch.rand(len(values), generator=generator)
     ends = torch.cat([torch.tensor([before]), before + lengths.cumsum(0)])
-    if wrong:
+    if wrong == "sum":
         lengths[1] += 1
-    given = {"offsets": ends} if offsets and not wrong else {"lengths": lengths}
+    given = {"offsets": ends} if offsets else {"lengths": lengths}
     return KeyedJaggedTensor(KEYS, values, weights, **given, stride=batch)
 
 
@@ -79,12 +80,17 @@ def test_features_arrive_exactly(pair: Pool, placement: tuple[int, ...], weighte
                 assert torch.equal(weights, torch.cat([torch.empty(0), *(part.weights_or_none() for part in parts)]))
 
 
-def test_a_wrong_input_is_refused_by_every_rank(pair: Pool) -> None:
+WRONG = {"sum": "lengths sum to", "before": "offsets go from 3 to", "after": "the bags must hold all values"}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_input_is_refused_by_every_rank(pair: Pool, wrong: str) -> None:
     calls = [
-        [(rank, 4, 5, torch.int64, False, rank == 1 and wrong) for rank in range(2)] for wrong in (True, False, True)
+        [(rank, 4, 5, torch.int64, wrong != "sum", wrong if rank == 1 and is_wrong else "") for rank in range(2)]
+        for is_wrong in (True, False, True)
     ]
     for bad, good, again in pair.run(distribute, PLACEMENTS[0], True, calls, timeout_s=120):
         assert isinstance(good, tuple)
         for text in (bad, again):
             assert "input refused by rank 1" in text
-            assert "lengths sum to" in text
+            assert WRONG[wrong] in text

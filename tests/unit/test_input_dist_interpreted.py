@@ -35,7 +35,7 @@ CASES = {
     "two ranks": Case(3, TWO, (4, 4)),
     "uneven batches, weights": Case(3, TWO, (3, 5), weighted=True),
     "int32 ids, weights": Case(3, TWO, (2, 7), weighted=True, ids=torch.int32),
-    "a part of the values": Case(4, ((3, 0), (2, 1)), (4, 3), offsets=True, counts=torch.int64),
+    "offsets": Case(4, ((3, 0), (2, 1)), (4, 3), offsets=True, counts=torch.int64),
     "unused and repeated keys": Case(5, ((4, 0), (0,), (2, 4)), (2, 3, 1), weighted=True),
     "a rank without features": Case(3, ((), (2, 0)), (3, 2)),
     "an empty batch": Case(3, TWO, (0, 2), weighted=True),
@@ -47,6 +47,9 @@ CASES = {
     "a length beyond all ids": Case(3, TWO, (4, 4), bad="huge"),
     "lengths with another sum": Case(3, TWO, (4, 4), bad="sum"),
     "offsets with another sum": Case(3, TWO, (4, 4), offsets=True, bad="sum"),
+    "values before the first offset": Case(3, TWO, (4, 4), offsets=True, bad="before"),
+    "values after the last offset": Case(3, TWO, (4, 4), offsets=True, bad="after"),
+    "offsets that begin and end too late": Case(3, TWO, (4, 4), offsets=True, bad="late"),
 }
 
 
@@ -73,24 +76,24 @@ def play(case: Case) -> None:
         sizes = torch.randint(case.longest + 1, (case.keys, batch))
         bags.append([[torch.randint(1 << 30, (int(n),), dtype=case.ids) for n in row] for row in sizes])
         of_weights.append([[torch.randn(len(bag)) for bag in row] for row in bags[-1]])
-        before = 3 if case.offsets else 0
-        none = torch.empty(0, dtype=case.ids)
-        around = [torch.full((before,), PATTERN, dtype=case.ids)]
-        values = torch.cat([*around, *(bag for row in bags[-1] for bag in row), none, *around])
-        around_w = [torch.full((before,), float(PATTERN))]
-        weights = torch.cat([*around_w, *(w for row in of_weights[-1] for w in row), *around_w])
+        none, bad = torch.empty(0, dtype=case.ids), case.bad if rank == 0 else ""
+        before, after = (3 * (bad == side) for side in ("before", "after"))
+        ids = [bag for row in bags[-1] for bag in row]
+        values = torch.cat([none.new_full((before,), PATTERN), *ids, none, none.new_full((after,), PATTERN)])
+        weights = torch.cat([torch.empty(0), *(w for row in of_weights[-1] for w in row)])
         lengths = sizes.to(case.counts).flatten()
-        offsets = before + torch.cat([torch.zeros(1), sizes.flatten().cumsum(0)]).to(case.counts)
-        if case.bad and rank == 0:
-            lengths[1] = {"negative": -1, "huge": 1 << 30, "sum": int(lengths[1]) + 1}[case.bad]
+        begin = before or 3 * (bad == "late")
+        offsets = begin + torch.cat([torch.zeros(1), sizes.flatten().cumsum(0)]).to(case.counts)
+        if bad in ("negative", "huge", "sum"):
+            lengths[1] = {"negative": -1, "huge": 1 << 30, "sum": int(lengths[1]) + 1}[bad]
         own = torch.full((HEAD + case.keys + 1,), PATTERN)
         bounds = offsets if case.offsets else None
         headers.append(header(lengths, bounds, case.keys, batch, values, index, own))
         owns.append(own)
         bits = 8 * case.ids.itemsize
-        assert own[:HEAD].tolist() == [bool(case.bad and rank == 0), bits, batch]
+        assert own[:HEAD].tolist() == [bool(bad), bits, batch]
         if not case.bad:
-            assert own[HEAD:].tolist() == [*sizes.sum(1).tolist(), before]
+            assert own[HEAD:].tolist() == [*sizes.sum(1).tolist(), 0]
             item = case.ids.itemsize // 4 + case.weighted
             sent = [sum(int(sizes[key].sum()) * item + batch for key in own) for own in case.features]
             given = weights if case.weighted else None

@@ -71,8 +71,8 @@ class KeyedJaggedTensor:
     stride: the number of samples, B. Required only if there are no keys.
 
     The bags must hold all values: offsets ascend from 0 to N, and lengths sum to N. Lookups and pooling on CPU refuse
-    other bags. On GPUs a full check would wait for the device, so only the sum of a local batch's lengths is checked,
-    and the caller must ensure that bags are valid.
+    other bags. On GPUs a full check would wait for the device. So the caller must ensure that bags are valid. For a
+    local batch weft checks only the signs and the sum of lengths, and the first and last offset.
 
     At their first use, `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` copy from a GPU and
     wait for it. Other methods do neither.

@@ -17,7 +17,8 @@ Protocol of call number `epoch` (a word in device memory that the kernel advance
      its call, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired the peer's
      `ready`. Before the grant, the granting rank's stream has read the buffer's old contents.
   2. Programs take units of work from a counter: remote samples first (rotated by rank), local samples last. A unit is a slice
-     (put), or several features of a sample (direct).
+     (put), or several features of a sample (direct). With `by_slot`, the same features of all samples follow one another, so
+     that rows of a table stay in the L2 cache.
   3. direct: the last program to finish sets done = epoch at every peer, with release. Programs count their arrivals with
      acquire-release at system scope, so the release covers the stores of all programs. Then this last program waits for done =
      epoch from every peer. put: each program waits for a part of the flags of slices from peers.
@@ -143,6 +144,7 @@ def _fill_with_nan(out, items, DTYPE: tl.constexpr):
         "flags_total_per_sample",
         "first_sample",
         "is_even",
+        "by_slot",
     ],
     # Do not specialise on the alignment of the user's tensors either. ALIGN states the alignment of rows and outputs.
     do_not_specialize_on_alignment=[
@@ -166,7 +168,7 @@ def embedding_all_to_all_kernel(
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32, first_sample: tl.int32,
-    is_even: tl.int32,
+    is_even: tl.int32, by_slot: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, OUT_DTYPE: tl.constexpr, OUT_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
@@ -183,6 +185,8 @@ def embedding_all_to_all_kernel(
         rank, and one more for each of the first `batch % WORLD` ranks. batch_starts `[WORLD + 1]`: the first sample of each
         rank, and `batch`; used only if is_even is 0.
     first_sample: the sample that is pooled first. The others follow in cyclic order.
+    by_slot: 1 to pool the first units of all samples, then their second units, and so on; 0 to pool sample by sample, as
+        STAGED requires.
     flags_total_per_sample: the number of flags for a sample: one for each slice that any rank sends of it. flags_before: the
         number of these flags that belong to slices of lower ranks.
     out_addresses, signal_addresses, flag_addresses `[WORLD]`: addresses of every rank's memory, as mapped on this
@@ -251,7 +255,7 @@ def embedding_all_to_all_kernel(
         started = now_ns(PTX)
 
     unit0 = program
-    sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
+    sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch, by_slot)
     start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     # The number of a program determines its units of the first two rounds. Later units come from a counter, because
     # incrementing one word in memory takes a nanosecond per program.
@@ -262,7 +266,7 @@ def embedding_all_to_all_kernel(
     stop1 = stop0
     if slot1 >= stop1:
         unit1 = grabbed
-        sample1, slot1, stop1 = unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
+        sample1, slot1, stop1 = unit_at(unit1, n_units, units, units_per_sample, first_sample, batch, by_slot)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
     start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
     ids = load_ids(values, start0, end0, id_lanes)
@@ -290,7 +294,7 @@ def embedding_all_to_all_kernel(
         stop2 = stop1
         if slot2 >= stop2:
             unit2 = grabbed
-            sample2, slot2, stop2 = unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
+            sample2, slot2, stop2 = unit_at(unit2, n_units, units, units_per_sample, first_sample, batch, by_slot)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
         start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
@@ -391,7 +395,8 @@ def embedding_all_to_all_kernel(
         if TIMELINE:
             if slot0 + 1 >= stop0:
                 now = now_ns(PTX)
-                unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * OUT_BYTES
+                number = tl.where(by_slot != 0, unit0 // tl.maximum(batch, 1), unit0 % units_per_sample)
+                unit_bytes = tl.load(units + number * _UNIT_FIELDS + 3) * OUT_BYTES
                 line = timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS
                 tl.store(line, started)
                 tl.store(line + _END, now)

@@ -38,15 +38,19 @@ def row_of(id, rows, HASH: tl.constexpr):
 
 
 @triton.jit
-def unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
+def unit_at(unit, n_units, units, units_per_sample, first_sample, batch, by_slot):
     """Return (sample, first slot, end slot) of unit of work number `unit`: the features (slots) of one sample that a program
-    pools. Units are numbered sample by sample, from `first_sample` to the last sample and then from sample 0.
+    pools. Samples are ordered from `first_sample` to the last sample and then from sample 0.
 
-    If `unit` is too large, return the first unit, which the caller must ignore.
+    If `by_slot` is 0, units are numbered sample by sample. Otherwise the first units of all samples come first, then their
+    second units, and so on. If `unit` is too large, return the first unit, which the caller must ignore.
     """
     u = tl.where(unit < n_units, unit, 0)
-    position = u // units_per_sample
-    entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
+    inner = tl.where(by_slot != 0, tl.maximum(batch, 1), units_per_sample)
+    outer = u // inner
+    rest = u - outer * inner
+    position = tl.where(by_slot != 0, rest, outer)
+    entry = units + tl.where(by_slot != 0, outer, rest) * _UNIT_FIELDS
     sample = position + first_sample
     sample = tl.where(sample >= batch, sample - batch, sample)
     return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)

@@ -57,8 +57,8 @@ def header_kernel(
     own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the number of ids of each key, and the index of the
         first id in `values`.
     headers `[words]`: the headers of all destinations. Word i is a copy of word `header_index[i]` of the own header.
-    most: the number of ids in `values`. GIVEN: True if the caller gave offsets, which may begin above 0 and end below
-        `most`. Otherwise bags are defined by lengths, and the counts must sum to `most`.
+    most: the number of ids in `values`, to which the counts must sum. GIVEN: True if the caller gave offsets, which must begin
+        at 0 and end at `most`.
     KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
@@ -69,7 +69,7 @@ def header_kernel(
     if GIVEN:
         begin = tl.load(offsets).to(tl.int64)
         end = tl.load(offsets + keys * tl.cast(batch, tl.int64)).to(tl.int64)
-        refused |= (begin < 0) | (end > most) | (end - begin != total)
+        refused |= (begin != 0) | (end != most) | (end - begin != total)
     else:
         refused |= total != most
     refused_word = refused.to(tl.int64)

@@ -77,10 +77,9 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return the features of this rank's tables for the global batch, and every rank's batch size.
 
-        Keys without a table are dropped. The bags must hold all ids: on CPU, other bags are refused. On GPUs, ids before the
-        first offset and after the last offset are dropped without an error. Raises `RefusedError` (a `ValueError`) on every
-        rank, with the reason, if any rank's input is bad. Raises `DisagreementError` if ids are int32 on one rank and int64 on
-        another.
+        Keys without a table are dropped. The bags must hold all ids. Raises `RefusedError` (a `ValueError`) on every
+        rank, with the reason, if any rank's input is bad. Raises `DisagreementError` if ids are int32 on one rank and
+        int64 on another.
 
         features: a KeyedJaggedTensor (weft's or TorchRec's) of this rank's samples. Ranks may have different batch
             sizes.

@@ -95,7 +95,8 @@ def embedding_all_to_all(
     slice_size: for "put", the number of vectors in a slice (default: as many as fill about 2 KiB). For "direct" on CPU,
         only the number of adjacent vectors that one span of `timeline` covers. "direct" on GPUs ignores slice_size.
     order: "remote_first" pools the samples of peers before this rank's own; "natural" pools samples in the order of the
-        batch.
+        batch. "direct" on GPUs pools feature by feature if bags have two or more ids on average, and samples in this order
+        for each feature.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
         GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the CPU waits
         for the device). "ignore" does not check.

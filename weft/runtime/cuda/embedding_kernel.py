@@ -32,6 +32,7 @@ _REGISTERS = {
     False: 168,
     True: 128,
 }  # limit per thread, without and with staged slices; on H200 faster than other limits from 112 to 168
+_BY_SLOT_IDS = 2  # mean ids of a bag from which the kernel pools feature by feature; with one id, H100 is slower
 # With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
 # bytes, but at least this many per SM. Measured on H100.
 _PROGRAM_BAGS = 24
@@ -221,6 +222,7 @@ class EmbeddingKernel(KernelTables):
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
             first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(work.is_even),
+            int(not self._staged and n_values >= _BY_SLOT_IDS * (jagged.offsets.numel() - 1)),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
         if occupancy is not None and occupancy.programs is not None:

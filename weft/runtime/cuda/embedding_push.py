@@ -24,6 +24,7 @@ from weft.kernels import embedding_push as device_code
 from weft.kernels.signals import POISON
 from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
+from weft.runtime.cuda.streams import current_stream
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE, tma_and_multiprocessors
 from weft.runtime.cuda.watch import watch
 from weft.runtime.per_communicator import of_communicator
@@ -179,7 +180,7 @@ class PushedGradients:
         columns, batch = sharding.columns_of_ranks, sum(batch_sizes)
         self._reserve(batch * max(columns) * dtype.itemsize, patience_s)
         assert self._inbox is not None
-        here, captured = torch.cuda.current_stream(comm.device), is_captured(comm.device)
+        here, captured = current_stream(comm.device), is_captured(comm.device)
         if self._last is not None and self._last != here and not captured:
             here.wait_event(self._done)
         self._captured = self._captured or captured
@@ -198,7 +199,7 @@ class PushedGradients:
         """Enqueue signals that allow all peers to overwrite the gradients of the last exchange."""
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
         if not is_captured(self.comm.device):
-            here = torch.cuda.current_stream(self.comm.device)
+            here = current_stream(self.comm.device)
             self._done.record(here)
             self._last = here
 

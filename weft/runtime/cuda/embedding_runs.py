@@ -22,6 +22,7 @@ from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
+from weft.runtime.cuda.streams import current_stream
 from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
 
@@ -208,7 +209,7 @@ class SortedAhead:
         """Make the current stream wait for the sort of ids on the other stream. Return the sorted ids."""
         self._is_taken = True
         if self._done is not None:
-            here = torch.cuda.current_stream(self._rows.buffer.device)
+            here = current_stream(self._rows.buffer.device)
             here.wait_event(self._done)
             if here != self._home:
                 self._rows.buffer.record_stream(here)
@@ -239,7 +240,7 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
         _sort(of, jagged, rows, laid)
         of.sorted_ahead = SortedAhead(rows, [], None, None)
         return
-    home, side = torch.cuda.current_stream(device), _side_stream(device)
+    home, side = current_stream(device), _side_stream(device)
     torch.cuda.set_stream(side)
     try:
         _sort(of, jagged, rows, laid, home)
