@@ -73,15 +73,16 @@ class LayoutReader {
 
     // Returns the key of a call's arguments. Unlike `signature`, it also allows strings, tuples, and objects of the types in
     // `identified`, which are compared by identity. any_rows: matrices with this number of rows get the same key for any
-    // number of rows; -1: no matrix does.
-    nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows) const {
+    // number of rows; -1: no matrix does. of_size: the name of an argument to leave out; None: no argument.
+    nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows,
+                    nb::handle of_size = nb::none()) const {
         Words words;
         words.reserve(96);
         words.any_rows = any_rows;
         for (nb::handle argument : nb::borrow<nb::tuple>(arguments))
             if (!sign_any(words, argument, gradients, identified)) return nb::none();
         for (auto [name, argument] : nb::borrow<nb::dict>(named))
-            if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
+            if (!name.equal(of_size) && (!sign_text(words, name) || !sign_any(words, argument, gradients, identified))) return nb::none();
         return bytes(words);
     }
     // Returns the number of rows of the first argument; -1 if it is not a matrix with rows.

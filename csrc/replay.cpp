@@ -32,7 +32,7 @@ namespace {
 struct Names {
     nb::object acquire = interned("acquire"), begin = interned("begin"), called = interned("called"), called_at = interned("called_at"),
                calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
-               is_ready = interned("is_ready"), note = interned("note"), on_cpu = interned("on_cpu"), refused = interned("refused"),
+               is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"), refused = interned("refused"),
                release = interned("release"), run = interned("run");
 };
 
@@ -85,17 +85,17 @@ class KnownCall {
         if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
-        if (!on_gpu_ && !turns_) {
-            const nb::object result = call_method(of_, names.on_cpu, given.positional, given.named, group);
-            return result.is(Py_NotImplemented) ? nb::object() : result;
-        }
         const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
+        if (on_gpu_ ? any_rows_ && !native_[0] : !turns_) {
+            const nb::object result = call_method(of_, names.in_python, given.positional, given.named, group);
+            return result.is(Py_NotImplemented) ? nb::object() : result;
+        }
         const bool native = native_[capturing];
         const nb::handle captured = capturing ? Py_True : Py_False;
         if (native) {
             if (PyDict_Size(surroundings_.coalescing.ptr()) > 0 && contains(surroundings_.coalescing, group)) return {};
-        } else if (any_rows_ || !is_true(call_method(of_, names.is_ready, captured))) {
+        } else if (!is_true(call_method(of_, names.is_ready, captured))) {
             return {};
         }
         if (counts_->unanswered || counts_->is_refused(counts_->begun + 1)) return {};
@@ -237,11 +237,11 @@ struct UnknownCall {
 class KnownCalls {
   public:
     // calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
-    // forward_ad: the globals of torch.autograd.forward_ad.
+    // forward_ad: the globals of torch.autograd.forward_ad. of_size: the name of an argument that `families` ignore, or None.
     KnownCalls(nb::object reader, nb::dict calls, nb::dict families, nb::tuple identified, nb::tuple unusual, nb::object is_grad_enabled,
-               nb::dict forward_ad)
+               nb::dict forward_ad, nb::object of_size)
         : reader_object_(reader), reader_(*nb::cast<const LayoutReader *>(reader)), calls_(calls), families_(families),
-          identified_(identified), is_grad_enabled_(is_grad_enabled), forward_ad_(forward_ad) {
+          identified_(identified), is_grad_enabled_(is_grad_enabled), forward_ad_(forward_ad), of_size_(of_size) {
         for (nb::handle one : unusual) unusual_.push_back(nb::borrow(one));
     }
 
@@ -261,7 +261,7 @@ class KnownCalls {
         }
         const int64_t rows = reader_.rows_of_first(positional);
         if (rows < 0) return unknown(key, nb::none());
-        const nb::object family = reader_.call(positional, named, gradients, identified_, rows);
+        const nb::object family = reader_.call(positional, named, gradients, identified_, rows, of_size_);
         const nb::object passing = found(families_, family);
         nb::object result;
         if (passing.is_valid()) result = nb::cast<KnownCall *>(passing)->repeat(given, rows);
@@ -285,6 +285,7 @@ class KnownCalls {
     std::vector<nb::object> unusual_;
     nb::object is_grad_enabled_;
     nb::dict forward_ad_;
+    nb::object of_size_;
     nb::object level_ = interned("_current_level");  // negative unless forward-mode gradients are computed
 };
 
@@ -309,8 +310,8 @@ void register_replay(nb::module_ &m) {
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);
     nb::class_<KnownCalls>(m, "KnownCalls", "The recorded calls of a function.")
-        .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict>(), nb::arg("reader"),
+        .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict, nb::object>(), nb::arg("reader"),
              nb::arg("calls"), nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"),
-             nb::arg("forward_ad"))
+             nb::arg("forward_ad"), nb::arg("of_size").none())
         .def("__call__", &KnownCalls::repeat, nb::arg("positional"), nb::arg("named"));
 }

@@ -412,6 +412,7 @@ class KnownCalls:
         identified: types whose objects are compared by identity.
         unusual: functions that return a true value if a call must not be replayed now, such as inside a dispatch mode.
         forward_ad: the globals of torch.autograd.forward_ad.
+        of_size: the name of an argument that the keys of `families` leave out; None if there is no such argument.
     """
 
     def __init__(
@@ -423,6 +424,7 @@ class KnownCalls:
         unusual: tuple[Callable[[], object], ...],
         is_grad_enabled: Callable[[], bool],
         forward_ad: dict[str, Any],
+        of_size: str | None,
     ) -> None: ...
     def __call__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Replay an earlier call with these arguments and return its result, or return an `UnknownCall`."""

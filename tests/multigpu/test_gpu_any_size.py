@@ -14,6 +14,7 @@ import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from support.experts_of_any_size import many_sizes
 
 import weft
 from weft import symm
@@ -163,6 +164,16 @@ def test_calls_on_two_streams(pair: Pool, schedule: str) -> None:
 
 def test_memory_is_that_of_the_largest(pair: Pool) -> None:
     assert all(share <= 1.25 for share in pair.run(memory, timeout_s=90))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_experts_take_the_fast_path_at_any_size(pair: Pool, wanted: bool) -> None:
+    """The second call of a size takes the slow path, which records the size. Sizes of received rows recur by chance."""
+    new = list(range(5, 29))
+    for slow_calls in pair.run(many_sizes, "cuda", wanted, [*new, 7, 7, 7, 11], timeout_s=90):
+        assert slow_calls[0] == 2
+        assert sum(slow_calls[3 : len(new)]) <= len(new) // 2, slow_calls
+        assert sum(slow_calls[len(new) :]) > 0, slow_calls
 
 
 @pytest.fixture

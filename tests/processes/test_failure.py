@@ -412,7 +412,7 @@ def interrupted_before_it_is_counted(group):
     for _ in range(4):  # later calls take the fast path, in which native code calls Python for this schedule
         call()
     if group.rank() == 1:
-        with mock.patch.object(replay.Replay, "on_cpu", mock.Mock(side_effect=KeyboardInterrupt)):
+        with mock.patch.object(replay.Replay, "in_python", mock.Mock(side_effect=KeyboardInterrupt)):
             try:
                 call()
             except KeyboardInterrupt:

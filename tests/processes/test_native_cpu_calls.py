@@ -42,19 +42,19 @@ HOW = ["known size", "new size"]
 def native_only() -> Iterator[None]:
     """Raise an error if a call takes the slow path, or if Python replays it."""
     kinds = (replay.Replay, replay.Passing)
-    before = [kind.on_cpu for kind in kinds]
+    before = [kind.in_python for kind in kinds]
 
-    def on_cpu(*_: Any) -> Any:
+    def in_python(*_: Any) -> Any:
         raise AssertionError("Python replays the call")
 
     for kind in kinds:
-        kind.on_cpu = on_cpu  # type: ignore[method-assign, assignment]
+        kind.in_python = in_python  # type: ignore[method-assign, assignment]
     try:
         with long_ways() as ways:
             yield
     finally:
         for kind, function in zip(kinds, before, strict=True):
-            kind.on_cpu = function  # type: ignore[method-assign]
+            kind.in_python = function  # type: ignore[method-assign]
     assert not ways, "calls take the slow path"
 
 

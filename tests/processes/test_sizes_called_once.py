@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.experts_of_any_size import many_sizes
 from support.slow import slow
 from test_replay import long_ways, patient
 
@@ -234,3 +235,11 @@ def test_a_refused_call_is_counted_alike_by_every_rank(pool: Pool) -> None:
 @pytest.mark.parametrize("operator", list(products(None)))  # type: ignore[arg-type]
 def test_sizes_that_do_not_come_back_are_run_in_turn(pool: Pool, operator: str, wanted: bool) -> None:
     pool.run(passing, operator, wanted, ranks=2, timeout_s=120)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_experts_take_the_fast_path_at_any_size(pool: Pool, wanted: bool) -> None:
+    sizes = [*range(5, 29), 7, 7, 11]
+    for slow_calls in pool.run(many_sizes, "cpu", wanted, sizes, ranks=2):
+        assert slow_calls[0] == 2
+        assert sum(slow_calls[3:]) == 0, slow_calls  # a call is not recorded if two tensors happen to have equal sizes

@@ -114,7 +114,7 @@ class Recorded:
         self.told.append(("run", capturing))
         return [p[0] + 1]
 
-    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: Group) -> str:
+    def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: Group) -> str:
         return "on CPU"
 
     def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Played:
         self.calls: dict[bytes, Any] = {}
         self.families: dict[bytes, Any] = {}
         self._known = _core.KnownCalls(
-            READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled, self.forward
+            READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled, self.forward, None
         )
         self.w = torch.randn(3, 4)
         missed = self()

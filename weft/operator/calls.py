@@ -213,7 +213,7 @@ def _called(
         inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
         results = known.prepared(call, deadline_s, timeline, inputs)
         if timeline is None:
-            seen(op, table, known.prepared, call, inputs, deadline_s, results)
+            seen(op, table, known.prepared, call, call, inputs, deadline_s, results)
         return results
     require_device(op, call)
     checked, wanted = op.checked(call, group), op.wanted(call)
@@ -224,12 +224,11 @@ def _called(
     inputs = None if differentiated else op.inputs(prepared.p, checked)
     if signature is not None and (checked is call or op.has_executors) and not prepared.passes:
         table.remember(group, signature, prepared, call, inputs)
-    recorded = call if prepared.device.type == "cpu" else checked
     if differentiated:
-        return _differentiated(op, table, prepared, checked, deadline_s, timeline, recorded)
+        return _differentiated(op, table, prepared, checked, deadline_s, timeline, call)
     results = prepared(checked, deadline_s, timeline, inputs)
     if timeline is None:
-        seen(op, table, prepared, recorded, inputs, deadline_s, results)
+        seen(op, table, prepared, call, checked, inputs, deadline_s, results)
     return results
 
 
@@ -247,11 +246,11 @@ def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
 
 def _differentiated(
     op: Operator[Any], table: Table[CompiledOperator], prepared: CompiledOperator, call: Any, deadline_s: float | None,
-    timeline: Timeline | None, recorded: Any,
+    timeline: Timeline | None, given: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tracked(call)))
     if timeline is None:
-        seen(op, table, prepared, recorded, None, deadline_s, results, _Function.apply)
+        seen(op, table, prepared, given, call, None, deadline_s, results, _Function.apply)
     return results
 
 

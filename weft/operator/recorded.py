@@ -37,8 +37,7 @@ SURROUNDINGS = _core.Surroundings(
 class Seen(NamedTuple):
     """A call that took the slow path, recorded for replay.
 
-    call: the result of `Operator.checked`. On CPU the argument of `Operator.checked`, because replays on CPU check every
-        call.
+    call, checked: the argument of `Operator.checked`, and its result.
     results: the results in the order of the output buffers.
     inputs: the tensor of each input buffer; None if gradients are wanted.
     apply: if gradients are wanted, the method `apply` of the operator's `torch.autograd.Function`; otherwise None.
@@ -48,10 +47,16 @@ class Seen(NamedTuple):
     table: Table
     prepared: CompiledOperator
     call: Any
+    checked: Any
     inputs: dict[str, Any] | None
     deadline_s: float | None
     results: list[torch.Tensor]
     apply: Callable[..., tuple[torch.Tensor, ...]] | None = None
+
+    @property
+    def recorded(self) -> Any:
+        """The call to repeat. Replays on CPU check every call, so they repeat the argument of `Operator.checked`."""
+        return self.call if self.prepared.device.type == "cpu" else self.checked
 
 
 class Recorded:
@@ -200,10 +205,10 @@ class Passing(RecordedOnCpu):
         if seen.apply is not None or not prepared.in_steps:
             raise UnlikeError
         given, results = Given(arguments, None, first.shape[0]), Given((tuple(seen.results), {}), None)
-        call = "call", self.op.form, [given.written(field) for field in seen.call]
+        call = "call", self.op.form, [given.written(field) for field in seen.recorded]
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
-        written = self._averaged(results.returned(returned, views=False), seen.call)
-        self._world, self._wanted = prepared.p.world_size, self.op.wanted(seen.call)
+        written = self._averaged(results.returned(returned, views=False), seen.recorded)
+        self._world, self._wanted = prepared.p.world_size, self.op.wanted(seen.recorded)
         self._number = number_of_family(self.op.name, prepared.family)
         self._sizes = self.here.family(prepared.family)
         if self.kind == "cpu":
@@ -225,7 +230,7 @@ class Passing(RecordedOnCpu):
         call = self._call(*arguments)
         return self._sizes.typical.topic_on_cpu(number, call, self._wanted, fingerprint)
 
-    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         """Make a whole call that native code cannot make, on CPU. Return the value that the public function returns, or
         NotImplemented if the call must take the slow path.
         """

@@ -33,7 +33,7 @@ from torch.compiler import is_dynamo_compiling
 from weft import _core, plan
 from weft.operator.derivatives import require_kept
 from weft.operator.recipes import Arguments, Given, UnlikeError
-from weft.operator.recorded import Passing, Recorded, RecordedOnCpu, Seen, native_call
+from weft.operator.recorded import Passing, RecordedOnCpu, Seen, native_call
 from weft.operator.spec import Operator
 from weft.operator.together import interrupted, together
 from weft.runtime.layouts import READER
@@ -79,14 +79,14 @@ class _Known:
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
         group = seen.prepared.group
-        kind: type[Recorded] | None = Passing if seen.prepared.passes else None
-        if kind is None and not seen.op.sizes_are_alike and seen.prepared.device.type == "cpu":
-            kind = AnyRows
-        if kind is not None and family is not None and (known := kind.of(seen, arguments, returned)) is not None:
+        passes, known = seen.prepared.passes, None
+        if family is not None and (passes or not seen.op.sizes_are_alike):
+            known = (Passing if passes else AnyRows).of(seen, arguments, returned)
+        if family is not None and known is not None:
             self._bound(self.families, _FAMILIES)
             self.families[family] = known
             self._remember(group, family)
-        elif not seen.prepared.passes:
+        if not passes and (known is None or seen.prepared.device.type != "cpu"):
             self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
@@ -119,13 +119,17 @@ class _Known:
             self.families.pop(signature, None)
 
 
-def replayed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the public function of an operator, so that repeated calls take the fast path."""
+def replayed(function: Callable[P, R], of_size: str | None = None) -> Callable[P, R]:
+    """Decorate the public function of an operator, so that repeated calls take the fast path.
+
+    of_size: the name of an argument that depends only on the sizes of tensors, so that calls of any size may have any value.
+        Pass this argument by name.
+    """
     if READER is None:
         return function
     known, signature = _Known(), inspect.signature(function)
     repeat = _core.KnownCalls(
-        READER, known.calls, known.families, _IDENTIFIED, _UNUSUAL, torch.is_grad_enabled, vars(forward_ad)
+        READER, known.calls, known.families, _IDENTIFIED, _UNUSUAL, torch.is_grad_enabled, vars(forward_ad), of_size
     )  # fmt: skip
     unknown = _core.UnknownCall
 
@@ -165,12 +169,12 @@ class Replay(RecordedOnCpu):
         op, prepared, chosen, inputs = seen.op, seen.prepared, self.chosen, seen.inputs or {}
         self._apply, self.differentiated = seen.apply, seen.apply is not None
         if self.kind != "cpu":
-            across = prepared.across(seen.call)
+            across = prepared.across(seen.recorded)
             self.fingerprint, self.what = across.fingerprint, across.what
         self.notes = type(op).note is not Operator.note
         self._notes_read = type(op).note_read is not Operator.note_read
         given, results = Given(arguments, seen.apply is None), Given((tuple(seen.results), {}), seen.apply is None)
-        self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.call]))
+        self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.recorded]))
         if self.kind != "cpu":
             self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
         if not given.all_used:
@@ -178,11 +182,11 @@ class Replay(RecordedOnCpu):
         layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
-        made = op.outputs(seen.call, prepared.p.world_size)
+        made = op.outputs(seen.recorded, prepared.p.world_size)
         self._shapes = None
         if all(isinstance(one, torch.Tensor) and one.is_contiguous() for one in made.values()):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
-        written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.call)
+        written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.recorded)
         self._returned = _core.Recipe(written)
         is_native = None in executors and seen.apply is None and prepared.in_steps
         steps = prepared.steps() if is_native else None
@@ -228,13 +232,13 @@ class Replay(RecordedOnCpu):
     def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
         self.op.note(self._call(p, k))
 
-    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make a whole call on CPU, where ranks synchronise before each call. Return the value that the public function
-        returns.
+    def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+        """Make a whole call that native code cannot make. Return the value that the public function returns, or NotImplemented
+        if the call must take the slow path.
         """
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             self.here.called(self.prepared)
-            call = self.op.checked(self._call(p, k), group)  # on CPU, `checked` and `inputs` also check values
+            call = self.op.checked(self._call(p, k), group)  # `checked` and `inputs` also check values
             results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
             self.op.note(call)
             return self._returned(results, {})
@@ -247,8 +251,11 @@ class Replay(RecordedOnCpu):
 
 
 class AnyRows(Replay):
-    """A recorded call on CPU, which can be replayed for any number of rows. Its operator leaves the number of rows out of
+    """A recorded call that can be replayed for any number of rows. Its operator leaves the number of rows out of
     `Operator.key`, so that one compiled operator serves all numbers.
+
+    On GPUs, this record serves only the first call of a size. The second call takes the slow path, which records the size,
+    because a `Replay` is faster.
     """
 
     any_rows = True
@@ -256,12 +263,12 @@ class AnyRows(Replay):
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         if not arguments[0] or self.op.has_executors:
             raise UnlikeError
-        first, call = arguments[0][0], seen.call
+        first, call = arguments[0][0], self.op.of_any_size(seen.call)
         tensors = [t for t in self.op.tensors(call) if t is not None]
         if tensors[0] is not first or any(t.dim() == 2 and t.shape[0] == first.shape[0] for t in tensors[1:]):
             raise UnlikeError  # the family would allow any number of rows of the other matrix too
         given, results = Given(arguments, None, first.shape[0]), Given((tuple(seen.results), {}), None)
-        self._apply, self._key = seen.apply, self.op.key(call)
+        self._apply, self._key, self._served = seen.apply, self.op.key(call), {first.shape[0]}
         self._call = _core.Recipe(("call", self.op.form, [given.written(field) for field in call]))
         if not given.all_used:
             raise UnlikeError
@@ -269,7 +276,13 @@ class AnyRows(Replay):
         self._returned = _core.Recipe(written)
         return native_call(self, None, given, {}, written, [False, False])
 
-    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.prepared.chosen is not self.chosen or self.op.key(self._call(p, k)) != self._key:
             return NotImplemented
-        return super().on_cpu(p, k, group)
+        if self.kind != "cpu":
+            if (rows := p[0].shape[0]) in self._served:
+                return NotImplemented
+            if len(self._served) >= KEPT:
+                self._served.clear()
+            self._served.add(rows)
+        return super().in_python(p, k, group)

@@ -166,6 +166,12 @@ class Operator(ABC, Generic[C]):
         """
         return call
 
+    def of_any_size(self, call: C) -> C:
+        """Return `call` for the fast path of calls with another number of rows: without values that `checked` determines from
+        the sizes of the call. Default: `call`.
+        """
+        return call
+
     def averages(self, call: C) -> bool:
         """True if the public function divides the first result in place by the number of ranks, as for op="avg". Default: the
         field `average` of the call.

@@ -133,13 +133,13 @@ def matmul_all_to_all(
 
     given = h, w_experts, received, splits, group, rows, capacity, schedule, deadline_s, timeline
     if isinstance(h, torch.Tensor) and h.device.type == "cpu":  # replays check each call, and read splits again
-        return _combined(*given, None)
+        return _combined(*given, tokens=None)
     if rows is not None:
-        return _combined(*given, rows)
+        return _combined(*given, tokens=rows)
     tokens = None if torch.compiler.is_compiling() or not isinstance(splits, torch.Tensor) else total_of(splits)
     if tokens is None and not torch.compiler.is_compiling() and _can_sum(splits):
         tokens = int(splits.sum())
-    return (_combine if tokens is None else _combined)(*given, tokens)
+    return (_combine if tokens is None else _combined)(*given, tokens=tokens)
 
 
 def _can_sum(splits: torch.Tensor) -> bool:
@@ -172,7 +172,7 @@ def _combine(
     return y
 
 
-_combined = replayed(_combine)
+_combined = replayed(_combine, of_size="tokens")
 """`_combine` with a fast path for repeated calls (`weft.operator.replay`). On GPUs, use it only if the number of tokens is
 known: otherwise equal arguments do not imply equal calls.
 """
@@ -236,6 +236,9 @@ class _MatmulAllToAll(Operator[_Call]):
         return call._replace(tokens=tokens)
 
     # --- the call and its problem ---
+
+    def of_any_size(self, call: _Call) -> _Call:
+        return call if call.h.device.type == "cpu" or call.rows is not None else call._replace(tokens=None)
 
     def size(self, call: _Call) -> int:
         return call.tokens or 0
