@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
         [
             (
                 {"variants": ("fast",)},
-                r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine",
+                r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*combine",
             ),
             (
                 {"variants": ("combine[chunks=1,by=dma]-bounded",)},

@@ -39,9 +39,9 @@ computed only when the expert changes.
 Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each
 of its tiles. Each program multiplies a range of K and stores its partial sum in fp32. The last program to finish adds
 the partial sums in the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2
-experts: 172 us instead of 244 us. With ROUNDS = 2, a tile of a last round that occupies up to 2/3 of the programs is cut into
-three parts, which take two rounds of a third of the time. On an H100, 292 tokens for each of 2 experts x 3200 x 39064: 329 us
-instead of 369 us.
+experts: 172 us instead of 244 us. ROUNDS = 2 is for a last round that occupies up to 2/3 of
+the programs. Each of its tiles is cut into three parts, which take two rounds of a third of the time. On an H100, 292
+tokens for each of 2 experts x 3200 x 39064: 329 us instead of 369 us.
 
 With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. The
 last tile of a segment reads rows of x beyond the segment, but their results are not stored. The map of y is ragged: the

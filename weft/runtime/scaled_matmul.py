@@ -24,7 +24,7 @@ def scaled_matmul(
     """Compute out = (a * scale_a) @ (b * scale_b) + bias.
 
     a: the left operand, [m, k] fp8 e4m3. b: the right operand, [k, n] fp8 e4m3, column-major.
-    scale_a, scale_b: the scales in fp32. Both have shape [1, 1], one number for each matrix; or their shapes are [m, 1]
+    scale_a, scale_b: the scales in fp32. Both have shape [1, 1], one number for each matrix. Or their shapes are [m, 1]
         and [1, n], one number for each row of a and each column of b.
     bias: a number for each column of the result, [1, n] in the dtype of out (bf16 if out is fp8), or None.
     fast: True to accumulate as fast as the GPU can, with fewer bits.

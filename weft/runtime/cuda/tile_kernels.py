@@ -199,9 +199,8 @@ class GroupedMatmulCall(TilesCall):
 class OnlyExpertCall(TilesCall):
     """The launch of a step with the kernel `OnlyExpertMatmul`.
 
-    cuBLAS may load a kernel for a new number of rows while streams wait for peers. This cannot hang if all waits of the run that
-    are issued before this launch are for the previous run: every rank has issued all steps of the previous run before it
-    begins this run.
+    cuBLAS may load a kernel for a new number of rows while streams wait for peers. This cannot hang if the waits before this
+    launch are all for the previous run. Every rank has issued all steps of that run before it begins this run.
 
     scratch: memory that the lane's launches share.
     """
