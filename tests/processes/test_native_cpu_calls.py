@@ -3,7 +3,7 @@
 1. Results of new data with 2 to 4 ranks, one of which is late in each call.
 2. Native code makes these calls: it enters none of the Python functions that replay other calls. Also collectives of several
    rounds, with the bits that the slow path gives.
-3. Ranks that disagree, refuse a call, do not arrive, die, or are interrupted during a wait.
+3. Ranks that disagree, refuse a call, do not arrive, die, or are closed or interrupted during a wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,15 +26,17 @@ from support.slow import mostly
 from test_replay import long_ways
 
 import weft
+from weft import symm
 from weft.builders import MatmulAllGatherGradients, named
 from weft.errors import DisagreementError, RefusedError
 from weft.launch import Pool
 from weft.operator import replay
 from weft.operator.cache import PASSING
-from weft.runtime.meeting import DATA_BYTES
+from weft.runtime.meeting import DATA_BYTES, meeting_of
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import Turn, turn_on
 from weft.symm import Exchange
+from weft.symm.communicator import LOOK_S
 
 K, N = 8, 6
 HOW = ["known size", "new size"]
@@ -165,6 +169,49 @@ def test_a_rank_that_dies_between_rounds_is_named(mortals: Pool) -> None:
         assert first[0] == "PeerLostError"
         assert "rank 1" in first[1]
         assert second[0] == "PoisonedGroupError"
+
+
+def closes_between_rounds(group: dist.ProcessGroup, is_native: bool) -> tuple[str, str]:
+    """Close the communicator of rank 0 on another thread, while rank 0 waits in native code for the second of three rounds."""
+    own = own_group(group)
+    call, x, w = calls(own, "serial")["matmul_all_reduce"], torch.randn(3 * DATA_BYTES // (4 * 256), K), w_of(1, 256)
+    in_python = partial(weft.matmul_all_reduce, x, w, own, schedule="serial", timeline=weft.Timeline())
+    look_s = LOOK_S if group.rank() == 1 else 30.0  # rank 0 stays in native code until the close
+    with mock.patch("weft.symm.exchange.LOOK_S", look_s), mock.patch("weft.operator.recorded.LOOK_S", look_s):
+        for _ in range(3):
+            call(x, w)
+        comm, finish = symm.communicator(own, "cpu"), Exchange.finish
+        exchange = meeting_of(comm).exchange
+        assert exchange is not None
+        assert exchange.native is not None
+        native, second = exchange.native, exchange.native.epoch + 2
+
+        def close() -> None:
+            while native.epoch < second:
+                time.sleep(0.001)
+            exchange.close()  # as in `comm.close`, which however ends the wait in native code first
+            comm.close()
+
+        def late(*given: Any, **named: Any) -> None:
+            dist.barrier(group)
+            finish(*given, **named)
+
+        if group.rank() == 1:
+            with mock.patch.object(Exchange, "finish", late):
+                return error_of(in_python)
+        closing = threading.Thread(target=close)
+        closing.start()
+        found = error_of(partial(call, x, w) if is_native else in_python)
+        closing.join()
+        dist.barrier(group)
+        return found
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_close_between_rounds(pool: Pool, is_native: bool) -> None:
+    (kind, text), (of_peer, about) = pool.run(closes_between_rounds, is_native, ranks=2, timeout_s=60)
+    assert (kind, "close() was called" in text) == ("ValueError", True), text
+    assert (of_peer, "rank 0" in about) == ("PeerLostError", True), about
 
 
 class _BetweenHosts(Turn):

@@ -22,6 +22,7 @@ from weft.errors import WeftError
 from weft.symm.communicator import LOOK_S, Communicator
 
 DIFFERS = 2  # a result of `_core.SharedCollective.run`
+_CLOSED = "this exchange is closed: make a new one"
 
 
 class Exchange:
@@ -71,7 +72,7 @@ class Exchange:
         comm = self.comm
         comm.check()
         if self._closed:
-            raise ValueError("this exchange is closed: make a new one")
+            raise ValueError(_CLOSED)
         native = self.native  # kept, because another thread may close this object
         if native is None:
             return comm.meet(payload, name=name if isinstance(name, str) else name(), deadline_s=deadline_s)
@@ -109,9 +110,13 @@ class Exchange:
         """Wait until all ranks have begun the current round of a collective, which is not the first one.
 
         is_complete: True if all ranks have begun an exchange, but a rank's exchange is no round of this collective.
+
+        Raises the errors of `exchange`.
         """
         native = self.native
-        assert native is not None
+        if native is None:  # another thread has closed this object, which has ended the wait in native code
+            self.comm.check()
+            raise ValueError(_CLOSED)
         if not is_complete:
             self.wait(native, deadline_s, time.monotonic() + deadline_s - min(LOOK_S, deadline_s), name)
         payloads = native.payloads()
