@@ -5,14 +5,17 @@ are refused.
 from __future__ import annotations
 
 import random
+import select
 import socket
 
 import pytest
 
+from weft.runtime import rail_link
 from weft.symm import connections, hosts
 from weft.symm.connections import MAX_PACKET, BadFrameError, TcpConnection
 
 KEYS = b"there" * 8, b"back" * 8
+LONG_S = 20.0
 
 
 def sockets() -> tuple[socket.socket, socket.socket]:
@@ -126,6 +129,50 @@ def test_a_handshake_makes_a_link_for_those_who_know_the_secret() -> None:
     assert next_packet(made, connection) == b"and back"
     for one in (port, dialing, made, connection):
         one.close()
+
+
+def test_a_rail_keeps_one_connection_to_a_peer_that_reaches_two_addresses(caplog: pytest.LogCaptureFixture) -> None:
+    port = hosts.ControlPort(0, "the secret", 2)
+    dialing = hosts.Dialing(hosts.Port(("127.0.0.1", "127.0.0.2"), port.port.number), "the secret", 1, "rail")
+    made: dict[int, socket.socket] = {}
+    while len(port.sockets()) < 3:
+        rail_link._accept({1: port}, made)  # sends a nonce on each connection
+    for dial in dialing._dials.values():
+        select.select([dial.socket], [], [], LONG_S)
+    dialing.go_on(LONG_S)
+    for sock in port.sockets()[1:]:
+        assert select.select([sock], [], [], LONG_S)[0]  # the peer's proof has arrived
+    rail_link._accept({1: port}, made)
+    while (connection := dialing.go_on(LONG_S)) is None:
+        pass
+    connection.socket.send(b"hello")
+    assert select.select([made[1]], [], [], LONG_S)[0]
+    assert made[1].recv(5) == b"hello"
+    port.close()
+    assert not caplog.messages
+    made[1].close()
+    connection.close()
+
+
+def test_connections_that_a_peer_does_not_use_are_not_refused_as_strangers(caplog: pytest.LogCaptureFixture) -> None:
+    port = hosts.ControlPort(0, "the secret", 2)
+    here = hosts.Port(("127.0.0.1", "127.0.0.2", "127.0.0.3"), port.port.number)
+    dialing = hosts.Dialing(here, "the secret", 1, "an attempt")
+    while len(port.sockets()) < 4:
+        port.go_on(port.sockets()[0])
+    caller = connection = None
+    while caller is None:
+        dialing.go_on(0.01)
+        caller = port.go_on(port.sockets()[1])
+    accepted = caller.accept()
+    while connection is None:
+        connection = dialing.go_on(LONG_S)
+    for sock in port.sockets()[1:]:
+        assert select.select([sock], [], [], LONG_S)[0]
+    port.close()
+    assert not caplog.messages
+    accepted.close()
+    connection.close()
 
 
 def test_addresses_of_this_host_are_usable() -> None:

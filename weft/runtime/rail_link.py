@@ -144,10 +144,14 @@ def _accept(ports: dict[int, ControlPort], made: dict[int, socket.socket]) -> No
             known[sock.fileno()] = rank, sock
     for descriptor, _ in poll.poll(1000 * _LOOK_S) if known else ():
         rank, sock = known[descriptor]
-        caller = ports[rank].go_on(sock)
-        if caller is not None and caller.rank == rank:
+        if (caller := ports[rank].go_on(sock)) is None:
+            continue
+        # The peer connects to each address of this host, and uses one connection.
+        if caller.rank == rank and rank not in made:
             with contextlib.suppress(OSError):  # the other end has already closed the connection
                 made[rank] = _for_messages(caller.accept().socket)
+                continue
+        caller.socket.close()
 
 
 def _for_messages(sock: socket.socket) -> socket.socket:

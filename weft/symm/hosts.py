@@ -146,7 +146,8 @@ class Caller:
 
     def read(self) -> bool:
         """Read from the connection without blocking. Return True when the other end has proved that it belongs to the
-        group, False if more bytes must arrive. Raise `PermissionError` if the proof is wrong or the connection ended.
+        group, False if more bytes must arrive. Raise `PermissionError` if the proof is wrong or incomplete. Raise
+        `ConnectionError` if the connection ended before anything was sent, as when a peer uses another address of this host.
         """
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
@@ -154,6 +155,8 @@ class Caller:
             return False
         except OSError:
             data = b""
+        if not data and not self._answer:
+            raise ConnectionError
         self._answer += data
         if data and len(self._answer) < ANSWER_BYTES:
             return False
@@ -205,7 +208,9 @@ class ControlPort:
             return self._callers.pop(sock) if self._callers[sock].read() else None
         except PermissionError:
             self._refuse(sock)
-            return None
+        except ConnectionError:
+            self._callers.pop(sock).socket.close()
+        return None
 
     def _refuse(self, sock: socket.socket) -> None:
         _log.warning(
@@ -218,7 +223,10 @@ class ControlPort:
     def close(self) -> None:
         self._socket.close()
         for sock in [*self._callers]:
-            self._refuse(sock)
+            if (caller := self.go_on(sock)) is not None:  # a further connection of a rank of the group
+                caller.socket.close()
+            elif sock in self._callers:
+                self._refuse(sock)
 
 
 def attempt_of(name: str) -> bytes:
@@ -273,6 +281,7 @@ class Dialing:
                 if (keys := dial.read(self._token, *self._who)) is not None:
                     connection = TcpConnection(dial.socket, *keys, env.deadline_s())
                     del self._dials[descriptor]
+                    self.close()  # the peer then drops the attempts at its other addresses
                     return connection
             except BlockingIOError:
                 continue
