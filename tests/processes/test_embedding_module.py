@@ -146,6 +146,23 @@ def test_input_distribution_is_exact(pool, batches, ranks, keys, narrow, weighte
         assert (weights is None) if not weighted else torch.equal(weights, wanted.weights())
 
 
+def weights_of_negated_views(group) -> tuple[list[float], list[float]]:
+    """Send weights, and then their gradients, that are views of memory with the negated values. Rank 0 has all tables."""
+    sharding, ones = EmbeddingSharding(TABLES, (0,) * len(TABLES), 2), torch.ones(4, dtype=torch.int64)
+    weights = torch._neg_view(-torch.arange(1.0, 5.0) - 10 * group.rank()).requires_grad_()
+    features = KeyedJaggedTensor(list(FEATURES), ones - 1, weights, ones)
+    jagged, _ = InputDist(sharding, group, torch.device("cpu"), is_weighted=True)(features)
+    arrived = jagged.weights
+    arrived.backward(torch._neg_view(-10 * arrived.detach()))
+    return arrived.tolist(), weights.grad.tolist()
+
+
+def test_weights_and_gradients_that_are_negated_views(pool):
+    (arrived, of_first), (none, of_second) = pool.run(weights_of_negated_views, ranks=2, timeout_s=60)
+    assert sorted(arrived) == [1.0, 2.0, 3.0, 4.0, 11.0, 12.0, 13.0, 14.0]
+    assert (none, of_first, of_second) == ([], [10.0, 20.0, 30.0, 40.0], [110.0, 120.0, 130.0, 140.0])
+
+
 def forward(group, options: dict, parts: list, tables=TABLES) -> KeyedTensor:
     """Return this rank's output. `parts` are the local batches by rank, or the parts of the global batch that every
     rank passes.

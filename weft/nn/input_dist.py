@@ -129,7 +129,7 @@ class InputDist:
         """
         order, ids = route.order, route.ids
         backwards = sorted(range(len(order)), key=order.__getitem__)
-        by_source = _reordered(grad, [ids[i] for i in order], backwards)
+        by_source = _reordered(grad.resolve_neg(), [ids[i] for i in order], backwards)
         (returned,) = self._all_to_all(
             "gradients of weights", [by_source.contiguous()], [route.ids_in], [route.ids_out]
         ).wait()
@@ -182,6 +182,8 @@ class InputDist:
             raise ValueError(
                 f"the batch has {values.numel()} ids, but at most 2**31 - 1 are allowed on a rank: use a smaller batch"
             )
+        if weights is not None:
+            weights = weights.resolve_neg()  # exchanges copy the memory, which holds the negated values of such a view
         return LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
 
     def _lay_out(self, keys: tuple[str, ...]) -> Layout:

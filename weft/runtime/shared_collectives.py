@@ -74,6 +74,7 @@ def _in_bytes(exchange: _core.PayloadExchange, x: torch.Tensor, rows: list[int] 
 
 def _address(x: torch.Tensor) -> int:
     assert x.is_contiguous(), x.stride()
+    assert not x.is_neg()  # the memory of such a view holds the negated values
     return x.data_ptr()
 
 
