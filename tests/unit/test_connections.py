@@ -143,8 +143,10 @@ def test_a_rail_keeps_one_connection_to_a_peer_that_reaches_two_addresses(caplog
     for sock in port.sockets()[1:]:
         assert select.select([sock], [], [], LONG_S)[0]  # the peer's proof has arrived
     rail_link._accept({1: port}, made)
+    kept = made[1].getpeername()[1]
     while (connection := dialing.go_on(LONG_S)) is None:
         pass
+    assert connection.socket.getsockname()[1] == kept
     connection.socket.send(b"hello")
     assert select.select([made[1]], [], [], LONG_S)[0]
     assert made[1].recv(5) == b"hello"
