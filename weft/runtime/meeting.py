@@ -1,8 +1,9 @@
 """The rendezvous of a group's CPU ranks before each call.
 
 Each rank publishes its next call (a `Topic`), or the reason why it refuses the call, and reads its peers' messages. This is
-a small all-gather through shared memory, which takes microseconds. No rank computes or sends anything until all ranks are
-known to make the same call (with one exception, in `weft.runtime.unfused.begun`). Errors:
+a small all-gather through shared memory, which takes microseconds. No rank computes, or reads data of its peers, until all
+ranks are known to make the same call (with one exception, in `weft.runtime.unfused.begun`). On one host, the data of a
+collective may travel with the messages (`weft.runtime.shared_collectives`). Errors:
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun, and the group stays usable
     topics differ             `DisagreementError` on every rank. Ranks are out of step by at least one call, so the group fails
