@@ -140,9 +140,12 @@ def checked_dimension(
             f"{name}={dim} is not a dimension of {what} {shape}: pass a number from {-len(shape)} to {len(shape) - 1}"
         )
     if not last and (not known or dim % len(shape) == len(shape) - 1):
+        allowed = (
+            "0 or -2" if len(shape) == 2 else f"a dimension from 0 to {len(shape) - 2}, or from {-len(shape)} to -2"
+        )
         raise ValueError(
-            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension from 0 to {len(shape) - 2}, or from {-len(shape)} "
-            "to -2. The last dimension is excluded, because the matmul sums over it"
+            f"{name}={dim} is not allowed for {what} {shape}: pass {allowed}. The last dimension is excluded, because the matmul "
+            "sums over it"
         )
     return dim % len(shape)
 

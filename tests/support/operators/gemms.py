@@ -411,7 +411,7 @@ class AllGatherMatmulCall(Call):
             "one dimension": ({"A_shard": x[0]}, "at least two dimensions"),
             "last dimension": (
                 {"gather_dim": 1},
-                "gather_dim=1 is not allowed for A_shard (8, 8)",
+                "gather_dim=1 is not allowed for A_shard (8, 8): pass 0 or -2. The last dimension is excluded",
             ),
             "no matrix": ({"Bs": []}, "Bs is empty"),
             "one tensor": ({"Bs": B}, "pass a list of tensors, [B]"),
