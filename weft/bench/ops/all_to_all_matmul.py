@@ -35,7 +35,7 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, GemmOperator, GemmVariants, Variant
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, Problems, gemm_limit, roundings
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, Problems, gemm_limit, roundings, serial_twin
 from weft.builders.problem import PROBLEMS
 from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
@@ -477,11 +477,11 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         """
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:
-            return BASELINE if variant == OWN_SERIAL else None
+            return serial_twin(record) if variant == OWN_SERIAL else None
         queued, _, captured = record["chosen"].partition(", in graphs ")  # harness 3 recorded both in one field
         taken = captured or queued if record["mode"] == "graph" else queued
         if taken == "serial":
-            return BASELINE if variant == WEFT else None
+            return serial_twin(record) if variant == WEFT else None
         return taken + BOUNDED * variant.endswith(BOUNDED)
 
 

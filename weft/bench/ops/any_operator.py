@@ -31,7 +31,7 @@ from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmar
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops import gemms
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, S
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, S, serial_twin
 from weft.builders import named
 from weft.operator import select, this_machine
 from weft.operator.calls import made, prepared_calls
@@ -178,7 +178,8 @@ class GemmVariants(ChoosingVariants):
         """Take as inputs the first rows of the inputs of `whole`, the variants of a larger shape."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
-        return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
+        alike = self.ranks.device.type == "cuda" and WEFT in self._taken and self.taken(WEFT, mode) == "serial"
+        return {WEFT: BASELINE} if alike else {}
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         beside = {f"{name.replace('-', '_')}_ms": found.ms(mode, name) for name in self.beside}
@@ -440,9 +441,9 @@ class AnyOperator(GemmOperator[GemmShape]):
         return [milliseconds(of_any["ideal_ms"]), number(by_variant.get(WEFT, {}).get("ideal_ratio"), 2)]
 
     def twin(self, record: Record) -> str | None:
-        if record["variant"] == OWN_SERIAL:
-            return BASELINE
-        return {"serial": BASELINE}.get(record["chosen"], record["chosen"]) if record["variant"] == WEFT else None
+        if record["variant"] == WEFT and record["chosen"] != "serial":
+            return str(record["chosen"]) if record["chosen"] else None
+        return serial_twin(record) if record["variant"] in (WEFT, OWN_SERIAL) else None
 
     def sentences(self, rows: Sequence[Record]) -> list[str]:
         mine = [r for r in rows if r["variant"] == WEFT]

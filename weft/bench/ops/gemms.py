@@ -20,6 +20,7 @@ from weft import reading
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
+from weft.bench.core.tables import Record
 from weft.builders import Candidate, NotApplicableError, candidates, described, named
 from weft.schedule import ITEM_BYTES, Compute, Schedule
 
@@ -95,6 +96,15 @@ class GemmShape:
 
 
 S = TypeVar("S", bound=GemmShape)
+
+
+def serial_twin(record: Record) -> str | None:
+    """Return the other variant that runs the serial schedule as the variant of `record` does, which is weft's; None if there is no
+    such variant. On CPU this is not the baseline, because weft's collectives use shared memory and not gloo.
+    """
+    if record["device"] == "cuda":
+        return BASELINE
+    return OWN_SERIAL if record["variant"] == WEFT else None
 
 
 def shapes_file(op: str) -> Path:
