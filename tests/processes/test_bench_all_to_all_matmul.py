@@ -18,7 +18,8 @@ from support.slow import slow
 
 from weft.bench.core import measure
 from weft.bench.core.measure import check, measure_variants
-from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants, MoeShape
+from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants
+from weft.bench.ops.moe_shape import MoeShape
 from weft.bench.report import markdown
 from weft.builders import AllToAllMatmul, candidates
 from weft.launch import Pool

@@ -12,9 +12,9 @@ from support.bench import cpu_ranks, quick, records_of
 from support.matmul_all_to_all_reference import expected, received_of
 
 from weft.bench.core.options import BenchOptions
-from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.gemms import find_shapes, shapes_file
 from weft.bench.ops.matmul_all_to_all import OPERATOR, CombineVariants
+from weft.bench.ops.moe_shape import MoeShape
 from weft.bench.report import markdown
 from weft.launch import Pool
 

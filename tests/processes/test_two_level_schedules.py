@@ -48,6 +48,15 @@ GRIDS = [(4, 2), (8, 2), (6, 3)]
 UNEVEN = (5, 8, 0, 3, 7, 1, 4, 2)
 
 
+def poison_memory(comm: symm.Communicator) -> None:
+    """Fill the memory that ranks of a host share for schedules. All ranks of `comm` must make this call."""
+    mapped = memory_of(comm).mapped
+    if mapped is not None:
+        comm.all_gather(None, what="before memory is poisoned")
+        mapped.scratch.fill_(0xFF)
+        comm.all_gather(None, what="memory is poisoned")
+
+
 def operands(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
 
@@ -65,11 +74,7 @@ def called(group, n_hosts, chunks):
                     seed += 1
                     if seed % world == rank:
                         time.sleep(0.01)
-                    mapped = memory_of(comm).mapped
-                    if mapped is not None:
-                        comm.all_gather(None, what="before memory is poisoned")
-                        mapped.scratch.fill_(0xFF)
-                        comm.all_gather(None, what="memory is poisoned")
+                    poison_memory(comm)
                     xs = [operands(r, (count, K), dtype, seed) for r, count in enumerate(rows)]
                     ws = [operands(90 + i, (K, N + i), dtype, seed) for i in range(2)]
                     timeline, x = weft.Timeline(), torch.cat(xs)
@@ -139,11 +144,7 @@ def scaled(group, n_hosts, chunks):
                     seed += 1
                     if seed % world == rank:
                         time.sleep(0.01)
-                    mapped = memory_of(comm).mapped
-                    if mapped is not None:
-                        comm.all_gather(None, what="before memory is poisoned")
-                        mapped.scratch.fill_(0xFF)
-                        comm.all_gather(None, what="memory is poisoned")
+                    poison_memory(comm)
                     xs = [operands(r, (count, K), F8, seed) for r, count in enumerate(rows)]
                     w = operands(90, (n, K), F8, seed).t()
                     w_scale = scales(1, n, seed=seed) if by_row else scales(seed=seed)

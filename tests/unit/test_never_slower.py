@@ -19,8 +19,8 @@ from weft.bench.never_slower import page
 from weft.bench.never_slower.draw import RANGES, Bounds, draw, draw_changing, fits
 from weft.bench.never_slower.judge import Verdict, is_under, mine
 from weft.bench.never_slower.options import MODES, Options, forward_operators, options_of
-from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import EmbeddingPreset
+from weft.bench.ops.moe_shape import MoeShape
 from weft.bench.report import main, rewrite
 
 GPU = Bounds("cuda", 2, 5000 * 989e6, 5000 * 3.35e6, 20e9)

@@ -12,7 +12,6 @@ import torch
 
 from weft.bench.core.options import BenchOptions
 from weft.bench.ops import ficco_shapes
-from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import (
     PRESETS,
     SMALL_TABLE,
@@ -25,6 +24,7 @@ from weft.bench.ops.embedding_presets import (
 )
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
 from weft.bench.ops.gemms import CPU_GROUP, GemmShape, find_shapes, memory_of_schedules, shapes_file
+from weft.bench.ops.moe_shape import MoeShape
 from weft.bench.table_1 import TABLE_1
 
 CPU = torch.device("cpu")

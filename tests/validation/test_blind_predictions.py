@@ -20,8 +20,8 @@ from support.slow import slow
 
 from weft.bench.core.options import DTYPES
 from weft.bench.never_slower.draw import Bounds, Drawn, draw
-from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale
+from weft.bench.ops.moe_shape import MoeShape
 from weft.builders import Problem, named
 from weft.builders.problem import PROBLEMS, described
 from weft.embedding.plan import problem_of

@@ -22,9 +22,9 @@ from typing import TypeAlias
 
 import torch
 
-from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import Bag, EmbeddingPreset, TableShape, Zipf
 from weft.bench.ops.gemms import GemmShape
+from weft.bench.ops.moe_shape import MoeShape
 from weft.hw import machine_of
 
 Drawn: TypeAlias = GemmShape | EmbeddingPreset

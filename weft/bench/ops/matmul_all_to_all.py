@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from weft.bench.core.harness import Call
-from weft.bench.ops.all_to_all_matmul import BOUNDED, ExpertsOperator, ExpertVariants
+from weft.bench.ops.all_to_all_matmul import ExpertsOperator, ExpertVariants
 from weft.bench.ops.any_operator import Variant
+from weft.bench.ops.moe_shape import BOUNDED
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.runtime.unfused import experts
