@@ -97,8 +97,9 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Multiply the rows of all ranks and send back the results, a few experts at a time.
 
-    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps. Then copies by kernel are in
-        the lane of the GEMM, which so keeps all compute units. If a rank has one expert, cuBLAS multiplies the rows of all ranks.
+    chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps. Then copies by
+        kernel run after the GEMM in the same lane, so the GEMM can use all compute units. If a rank has one expert,
+        cuBLAS multiplies the rows of all ranks.
     by: how results are sent: "dma" or "kernel" (see the top of this file).
     """
     if by == "kernel" and chunks == p.experts == 1:
@@ -336,8 +337,8 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Append the copy into y of the results that the rank `distance` places before this rank computed with its
-        experts `piece`.
+        """Append the copy of a peer's results into y. distance: the peer is `distance` places before this rank in the
+        ring. piece: the peer's experts that computed these results, as (first expert, number of experts).
         """
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)

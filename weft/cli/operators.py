@@ -224,7 +224,9 @@ def arguments(
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Context manager: disable the garbage collector, which would take a third of the time and find nothing."""
+    """Context manager: disable the garbage collector. During a plan or a simulation it would take a third of the time,
+    and find nothing.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -238,8 +240,8 @@ def without_collection() -> Iterator[None]:
 def shape_of(text: str, ranks: int | None) -> tuple[int, int, int]:
     """Parse `--shape`; return (M, N, K).
 
-    ranks: the number of ranks, by which the N of a GEMM of FiCCO is divided, if the text names such a GEMM ("g1"). None if the
-        text must be sizes.
+    ranks: the number of ranks. If the text names a GEMM of FiCCO, such as "g1", the GEMM's N is divided by this number.
+        None: the text must be sizes.
     """
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:

@@ -15,9 +15,10 @@ class Layout:
     """The order in which ranks send features to each other, for inputs with the feature names `keys`.
 
     blocks: the index in `keys` of each feature to send, grouped by destination rank.
-    header_index: which numbers of this rank's own header to copy into the headers for other ranks. The own header has the
-        number of ids of every feature; the header for a rank has only the features that the rank needs. `header_index` has an
-        entry for each number of all these headers, one header after the other: the number's index in the own header.
+    header_index: how to make the headers for other ranks from this rank's own header. The own header has the number of
+        ids of every feature. The header for a rank has only the numbers of the features that this rank needs. For each
+        number in the headers for all ranks, one header after the other, `header_index` has the index of the same number
+        in the own header.
     """
 
     keys: tuple[str, ...]

@@ -193,7 +193,9 @@ def _sum(table: torch.Tensor, weights: torch.Tensor) -> int:
 
 
 def _tables_agree(found: list[tuple[int, int]]) -> bool:
-    """True if the tables of all ranks agree. found: the two numbers of each rank, of which the first is its part of the sum."""
+    """True if the tables of all ranks agree. found: two numbers from each rank. The first is the rank's weighted sum
+    (see the top of this file); the sums of all ranks must add up to 0. The second is not used here.
+    """
     return sum(excess for excess, _ in found) & _MASK == 0
 
 

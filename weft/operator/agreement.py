@@ -70,9 +70,9 @@ class Agreement:
     ) -> bool:  # fmt: skip
         """Make every rank refuse the call, because this rank raised `error`. Raise `RefusedError` in place of `error`.
 
-        Return False if the call cannot be refused any more, or not for this error: the caller must then make the group
-        fail. Return True if `error` is a memory error and the peers have been notified. The caller must then raise
-        `error` itself, because users catch memory errors and retry.
+        Return False if it is too late to refuse the call, or if ranks cannot handle this error by a refusal: the caller
+        must then make the group fail. Return True if `error` is a memory error and the peers have been notified. The
+        caller must then raise `error` itself, because users catch memory errors and retry.
 
         text: the reason, which the peers show.
         has_published: True if this rank has already told its peers that it takes part in the call.

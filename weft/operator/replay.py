@@ -59,7 +59,7 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Record a call for replay, if the caller's function is decorated with `replayed`. what: the fields of `Seen`."""
+    """Record a call for replay, if its public function is decorated with `replayed`. what: the fields of `Seen`."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
@@ -122,8 +122,8 @@ class _Known:
 def replayed(function: Callable[P, R], of_size: str | None = None) -> Callable[P, R]:
     """Decorate the public function of an operator, so that repeated calls take the fast path.
 
-    of_size: the name of an argument that depends only on the sizes of tensors, so that calls of any size may have any value.
-        Pass this argument by name.
+    of_size: the name of an argument whose value follows from the sizes of tensors. If calls with other numbers of rows
+        are replayed too, the values of this argument are not compared. Callers must pass the argument by name.
     """
     if READER is None:
         return function

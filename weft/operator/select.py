@@ -18,9 +18,9 @@ the slowest rank's times. If ranks have different models of GPUs, all use the pl
 On a known machine "autotune" measures the time that the planner predicts: the mean of several calls in a row, while the
 CPU is ahead of the GPU (mode "queued"). Under CUDA graphs the CPU does not delay the GPU either, so these times are
 also used for graphs. But collectives take longer in a graph than in these measurements. So for graphs, the measured
-times of schedules with collectives are too short, most of all the time of serial. weft does not capture graphs to
-measure them: after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown machine
-single calls are timed, including CPU time.
+times of schedules with collectives are too short. The error is largest for the serial schedule. weft does not capture
+graphs to measure them: after a capture, NCCL or cuBLAS may launch differently until the process ends. On an unknown
+machine single calls are timed, including CPU time.
 """
 
 from __future__ import annotations

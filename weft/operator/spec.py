@@ -167,8 +167,8 @@ class Operator(ABC, Generic[C]):
         return call
 
     def of_any_size(self, call: C) -> C:
-        """Return `call` for the fast path of calls with another number of rows: without values that `checked` determines from
-        the sizes of the call. Default: `call`.
+        """Return `call` without the values that `checked` has derived from the call's sizes. The fast path uses the
+        result to replay calls with other numbers of rows. Default: `call`, for operators without such values.
         """
         return call
 

@@ -118,8 +118,8 @@ class _Call(NamedTuple):
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
     out: weft's names of the results' dtypes.
     rows: the number of rows of each rank, if they differ.
-    outer: what the reshape of A_shard to a matrix hides: gather_dim, and the sizes of the other dimensions except the last.
-        Ranks compare it. None if A_shard is a matrix (`outer_of`).
+    outer: the part of A_shard's shape that is lost in the reshape to a matrix: gather_dim, and the sizes of all other
+        dimensions except the last. Ranks compare `outer`. None if A_shard is a matrix (`outer_of`).
     """
 
     x: torch.Tensor

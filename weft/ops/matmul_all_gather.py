@@ -121,8 +121,8 @@ class _Call(NamedTuple):
     """The arguments of a call, with tensors as matrices.
 
     columns: True to concatenate columns, False for rows.
-    outer: what the reshape of x to a matrix hides: gather_dim, and the sizes of the other dimensions except the last. Ranks
-        compare it. None if x is a matrix (`outer_of`).
+    outer: the part of x's shape that is lost in the reshape to a matrix: gather_dim, and the sizes of all other
+        dimensions except the last. Ranks compare `outer`. None if x is a matrix (`outer_of`).
     """
 
     x: torch.Tensor

@@ -182,8 +182,8 @@ class _Call(NamedTuple):
 
     norm, eps: the weight and the epsilon of the norm; None without a norm.
     average: True if the public function divides the sum by the number of ranks.
-    outer: [0, the sizes of the dimensions of x except the first and the last], which the reshape of x to a matrix hides. Ranks
-        compare it. None if x is a matrix (`outer_of`).
+    outer: the part of x's shape that is lost in the reshape to a matrix: [0, the sizes of all dimensions of x except
+        the first and the last]. Ranks compare `outer`. None if x is a matrix (`outer_of`).
     """
 
     x: torch.Tensor

@@ -136,8 +136,8 @@ class _Call(NamedTuple):
     """The arguments of a call, with tensors as matrices: the call computes x @ B.
 
     average: True if the public function divides the sum by the number of ranks.
-    outer: what the reshape of A to a matrix hides: scatter_dim, and the sizes of the other dimensions except the last. Ranks
-        compare it. None if A is a matrix (`outer_of`).
+    outer: the part of A's shape that is lost in the reshape to a matrix: scatter_dim, and the sizes of all other
+        dimensions except the last. Ranks compare `outer`. None if A is a matrix (`outer_of`).
 
     To scatter columns, the call computes B^T @ A^T instead: the field x is the argument B transposed, and the field B is the
     argument A transposed. Then outer is [-1, the sizes of all dimensions of A except the last].

@@ -180,8 +180,9 @@ class _Call(NamedTuple):
     scale: the scale of x, [1, 1], or [rows, 1] if `by_row`.
     out: weft's name of the result's dtype.
     average: True if the public function divides the sum by the number of ranks.
-    outer: what the reshape of the product to a matrix hides: the scattered dimension, and the sizes of the other dimensions
-        except the last. Ranks compare it. None if the product is a matrix (`outer_of`).
+    outer: the part of the product's shape that is lost in the reshape to a matrix: the scattered dimension, and the
+        sizes of all other dimensions except the last. Ranks compare `outer`. None if the product is a matrix
+        (`outer_of`).
     """
 
     x: torch.Tensor

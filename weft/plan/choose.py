@@ -238,7 +238,9 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return by how much `row` must be faster than the serial schedule to be chosen, as a fraction of that schedule's time."""
+    """Return by how much `row` must be faster than the serial schedule to be chosen, as a fraction of the serial
+    schedule's time.
+    """
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder in ("chunked", "tracked"):

@@ -416,7 +416,7 @@ def _lanes_us(built: _Built, model: Model) -> float:
 
     With more than `_MANY_RANKS` ranks there is a second bound: the time for which a rank's busiest resource, such as
     its links, is in use. If all ranks behave alike (`built.even`), peers use rank 0's resources as much as rank 0 uses
-    theirs. So all uses by rank 0 count, also of peers' resources. Otherwise only rank 0's uses of its own resources
+    the peers' resources. So rank 0's uses of peers' resources count too. Otherwise only its uses of its own resources
     count.
     """
     assert built.schedule is not None

@@ -172,14 +172,15 @@ class Meeting:
         """Wait until every rank is about to make the same call. Return each rank's `extra`, by rank.
 
         extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
-        cargo: a collective whose data are sent with the messages of this rendezvous (`weft.runtime.rails`). The collective is
-            complete on return. Pass it only if the attribute `rails` is not None, as between several hosts.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute `rails`
-            is not None, all steps are done on return; otherwise no step is done.
+        cargo: a collective whose data are sent with the messages of this rendezvous (`weft.runtime.rails`). The
+            collective is complete on return. Pass `cargo` only if the attribute `rails` of this object is not None,
+            which it is for ranks on several hosts.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute
+            `rails` of this object is not None, all steps are done on return; otherwise no step is done.
         collective: a collective within the host, whose data travel with this rendezvous (`weft.runtime.shared_collectives`). It is
             complete on return.
-        ready: a function that is called before the data of `collective` are read, with the `extra` of each rank. It returns False
-            to leave the data, with the same result on all ranks.
+        ready: a function that gets the `extra` of each rank before the data of `collective` are read. If it returns
+            False, the data are not read, and the collective does not run. It must return the same value on all ranks.
 
         Raises `RefusedError` if a rank refuses the call, and `DisagreementError` if topics differ, or if ranks run backward
         of different calls.
@@ -341,7 +342,9 @@ class Meeting:
 
 
 def _are_alike(payloads: list[bytes], mine: bytes) -> bool:
-    """True if all ranks have published a call that differs from `mine`, this rank's call, at most in the caller's extra bytes."""
+    """True if the calls that all ranks have published are equal to `mine`, this rank's call, except for the caller's
+    extra bytes.
+    """
     rest = mine[_FORWARD_AT:]
     return [(one[:1], one[_FORWARD_AT:]) for one in payloads].count((_CALL, rest)) == len(payloads)
 

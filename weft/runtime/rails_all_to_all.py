@@ -1,9 +1,9 @@
 """An all-to-all of rows in two levels, whose data are sent with the messages by which CPU ranks on several hosts
 synchronise (`weft.runtime.rails`). A rail consists of the ranks with the same index on their hosts.
 
-    1   each rank writes its rows, and the number of rows for each rank, to memory that the ranks of its host share
-    2   rank i of each host sends a message to rank i of every other host: the rows of all ranks of its host for this rank
-    3   meanwhile, each rank copies the rows that ranks of its host have for it from the shared memory
+    1 each rank writes its rows, and the number of rows for each rank, to memory that the ranks of its host share 2 rank
+    i of each host sends a message to rank i of every other host: the rows of all ranks of its host for this rank 3
+    meanwhile, each rank copies from the shared memory the rows that the ranks of its host send to it
 
 So a rank sends one message to each other host, and needs no separate rendezvous. gloo would send a message to each rank.
 
@@ -35,8 +35,9 @@ class AllToAll:
         there are too many rows.
     by_expert: the order in which `write` writes rows. True: by expert, then by the rank that receives them. False: by the
         rank that receives them, then by expert. In messages, rows are always ordered by the sending rank, then by expert.
-    place: a function that returns the memory for the rows from ranks of this host, or None to leave them in shared memory. Its
-        arguments are their number, and a table with the number from each rank for each expert, [ranks of this host, experts].
+    place: a function that returns the memory for the rows from ranks of this host, or None to leave them in shared
+        memory. Its arguments are the number of these rows, and a table with the number of rows from each rank for each
+        expert, [ranks of this host, experts].
     meanwhile: a function that is called while messages with rows are in transit. Its arguments are the rows from the ranks of
         this host, in the memory that `place` returned, and the table that `place` got.
     most_bytes: the largest number of bytes that a rank may send, equal on all ranks and at most `Rails.rows_bytes` (the

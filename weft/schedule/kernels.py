@@ -276,6 +276,8 @@ class PooledBags(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """A kernel that permutes columns between two orders: grouped by rank, and as in the result."""
+    """A kernel that permutes columns. One side has the columns grouped by rank, and the other side has them in the
+    order of the result.
+    """
 
     kind: ClassVar[str] = "unpack"

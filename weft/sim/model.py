@@ -72,7 +72,9 @@ rounds. A part takes as long as a third of the tile and `_SECOND_PART_K` of K.""
 
 @dataclass(frozen=True)
 class Model:
-    """The numbers of a machine. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
+    """The numbers of a machine. Rates are bytes or operations per microsecond. A rate may be `inf`, and a time may be
+    0, for work that takes no time.
+    """
 
     name: str
     world_size: int  # the number of ranks of schedules for this model; 0: any

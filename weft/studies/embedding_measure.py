@@ -227,8 +227,8 @@ class Lines(NamedTuple):
         return float(max(self.end.max(initial=0), self.waits[:, 1].max(initial=0)))
 
     def bytes_by(self) -> tuple[list[float], list[float]]:
-        """Return (times in us, MB sent until each time), at `_BINS` + 1 equidistant times. A unit's bytes count from
-        its end.
+        """Return (times in us, MB sent until each time), at `_BINS` + 1 equidistant times. The bytes of a unit of work
+        count from the end of the unit.
         """
         edges = np.linspace(0, self.end_us, _BINS + 1)
         totals = [float(self.sent[self.end <= edge].sum()) / 1e6 for edge in edges]

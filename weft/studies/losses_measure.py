@@ -375,7 +375,8 @@ def _repeat(
     variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
     """Run all variants in each repetition. Return {variant: list of values}. A variant with one lane has one value per
-    repetition, the seconds of a call. A variant with two lanes has three values per repetition, those of `together`.
+    repetition, the seconds of a call. A variant with two lanes has three values per repetition, the values that
+    `together` returns.
     """
     names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):

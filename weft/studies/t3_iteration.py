@@ -214,7 +214,7 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 def deviations(
     rows: Mapping[bool, Sequence[HardwareRow]], rest: float | None = None, times: float = 1.0
 ) -> dict[str, float]:
-    """Return how far the model's speedups of iterations are from the paper's, in points, by result.
+    """Return {name of a result: how far the model's speedup of iterations is from the paper's, in points}.
 
     rest, times: the assumption about operations that are not simulated, as for `Iteration.total`.
     rows: {False: sub-layers of Mega-GPT-2 and T-NLG, True: sub-layers of the large networks}.

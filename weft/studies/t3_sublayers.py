@@ -139,8 +139,8 @@ def rows_on(
     gpu: TrackingGpu, which: Sequence[tuple[Network, int, str, HardwareGemm]], own_writes: OwnWrites = "watermarks",
     step: Callable[[str], None] = lambda what: None,
 ) -> list[HardwareRow]:  # fmt: skip
-    """Simulate sub-layers on `gpu`, and return a row for each. Of layers with equal sizes (FC-1 and FC-2), one is
-    simulated.
+    """Simulate sub-layers on `gpu`, and return a row for each. Layers with equal sizes (FC-1 and FC-2) are simulated
+    once.
 
     own_writes: the assumed order of a GEMM's stores and loads.
     """

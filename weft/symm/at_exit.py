@@ -20,7 +20,9 @@ _hook_of = 0  # pid
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
-    """Call `close` at interpreter exit. It must end all native waits. Later calls of this function have no effect."""
+    """Register `close`, a function that ends all native waits, to be called at interpreter exit. Later calls of
+    `close_at_exit` have no effect.
+    """
     # Use multiprocessing's exit hook, because its child processes end without running the functions of `atexit`.
     global _hook_of
     if _hook_of != os.getpid():

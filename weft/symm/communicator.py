@@ -386,8 +386,8 @@ def communicator(
       any rank has an invalid value in an environment variable of weft.
     - `PoisonedGroupError` if the group has failed before.
     - `DeadlineError` if a rank does not arrive in time, or cannot be reached.
-    - `PeerLostError` if a rank has failed or died after it arrived, or has ended according to a communicator of another
-      group. Also if the process that served the group's store has died.
+    - `PeerLostError` if a rank has failed or died after it arrived, or if a communicator of another group has already
+      found that the rank has ended. Also if the process that served the group's store has died.
     - `WeftError` if this rank has no free file descriptor or thread.
     """
     if not isinstance(device, torch.device):

@@ -30,8 +30,8 @@ class Exchange:
     same calls from one thread at a time.
 
     comm: a communicator on CPU. In a group on several hosts, payloads travel over its connections, in about one round trip.
-    data_bytes: the memory of each rank for the data of collectives. There are two such memories, so it counts twice. It is not
-        used in a group on several hosts.
+    data_bytes: the size of a buffer for the data of collectives. Each rank allocates two such buffers, except in a
+        group on several hosts.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048, data_bytes: int = 0):
@@ -107,9 +107,11 @@ class Exchange:
             raise
 
     def go_on(self, is_complete: bool, deadline_s: float, name: str | Callable[[], str]) -> None:
-        """Wait until all ranks have begun the current round of a collective, which is not the first one.
+        """Wait until all ranks have begun the current round of a collective. Call this method for the second and later
+        rounds.
 
-        is_complete: True if all ranks have begun an exchange, but a rank's exchange is no round of this collective.
+        is_complete: True if native code has seen all ranks begin an exchange, so that no wait is needed. If a rank's
+            exchange is not a round of this collective, the group fails.
 
         Raises the errors of `exchange`.
         """
@@ -128,10 +130,9 @@ class Exchange:
     def wait(
         self, native: _core.PayloadExchange, deadline_s: float, until: float, name: str | Callable[[], str]
     ) -> None:
-        """Wait until all ranks have begun the exchange that `native` has begun. Raises the errors of `Communicator.wait`.
-
-        native: the native object that has begun the exchange: the value of the attribute `native` at that time.
-        The other arguments are those of `Communicator.wait`.
+        """Wait until all ranks have begun the same exchange as `native`. Raises the errors of `Communicator.wait`.
+        native: the native object with which this rank has begun the exchange. Another thread may have set the attribute
+        `native` to None since then. The other arguments are those of `Communicator.wait`.
         """
         text = name if isinstance(name, str) else name()
         try:

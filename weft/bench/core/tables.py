@@ -81,5 +81,5 @@ def number(value: float | None, digits: int) -> str:
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Return the fraction of the booleans `those` that are True; None if `those` is empty."""
+    """Return the fraction of True among the booleans `those`; None if there are none."""
     return sum(those) / len(those) if those else None

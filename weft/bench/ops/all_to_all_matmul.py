@@ -153,8 +153,8 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take the inputs from `whole`, the variants of a larger shape. Each rank sends only `config.rows` of its rows there,
-        distributed over the experts in the same proportion.
+        """Take the inputs from `whole`, the variants of a larger shape, and keep `config.rows` rows of each rank. The
+        experts get these rows in the same proportion as in the larger shape.
         """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]

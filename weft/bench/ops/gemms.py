@@ -99,8 +99,9 @@ S = TypeVar("S", bound=GemmShape)
 
 
 def serial_twin(record: Record) -> str | None:
-    """Return the other variant that runs the serial schedule as the variant of `record` does, which is weft's; None if there is no
-    such variant. On CPU this is not the baseline, because weft's collectives use shared memory and not gloo.
+    """Return the variant with which to compare `record`, a record of weft's own serial schedule: another variant that
+    runs the same code. On GPUs this is the baseline. On CPU it is weft's pinned serial schedule, because weft's
+    collectives use shared memory and the baseline uses gloo. None if there is no such variant.
     """
     if record["device"] == "cuda":
         return BASELINE

@@ -238,7 +238,7 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
-    """Return two values: the operator's problem as a `MatmulInto`, and the number of rows of the output of all ranks."""
+    """Return two values: the operator's problem as a `MatmulInto`, and the number of rows of the whole output."""
     if isinstance(p, ScaledMatmulReduceScatter):
         raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
     if isinstance(p, MatmulReduceScatter):

@@ -2,7 +2,7 @@
 them.
 
 A *node* is a pair (rank, place): a chunk as one rank computes or receives it. The place is the chunk's position in the
-output of all ranks.
+whole output: the rows of rank 0, then of rank 1, and so on.
 """
 
 from __future__ import annotations
@@ -86,15 +86,16 @@ class SharedMemory:
         self._signals: dict[str, Signals] = {}
 
     def _by(self, rank: int, how: str) -> set[int]:
-        """Return the places (positions in the output of all ranks) of the chunks that `rank` sends by the map's method
+        """Return the places (positions in the whole output) of the chunks that `rank` sends by the map's method
         `how`: "remote_map" or "dma_map".
         """
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return the credit signals for which `rank` waits before it fills the slots on a peer again, as (index of the signal,
-        lane of the peer that sets it). With a credit signal, the peer allows `rank` to overwrite data that it has read.
+        """Return the credit signals for which `rank` waits before it fills the slots on a peer again, as (index of the
+        signal, lane of the peer that sets it). The peer sets a credit signal when it has read the data in a slot, so
+        that `rank` may overwrite them.
 
         distance: the distance in the ring from `rank` to the peer.
         """
@@ -110,7 +111,7 @@ class SharedMemory:
         """True if the GEMM stores the chunk `node` in the buffer `made`, from which a later step sends or adds it. False if the
         GEMM stores the chunk in a slot of `box` or in the result.
 
-        node: (rank, the chunk's position in the output of all ranks).
+        node: (rank, the chunk's position in the whole output).
         """
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
@@ -123,7 +124,7 @@ class SharedMemory:
     def slot(self, rank: int, place: int, nth: int) -> int:
         """Return the index of the slot in `box` for a chunk that `rank` receives.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         nth: the index of the sender among all ranks that send this chunk to `rank` (`Routes.sources`).
         """
         return self.slots[self.routes.representative(rank, place)] + nth
@@ -149,10 +150,10 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the chunk at `place` gets only one update, with add=gemm, and nothing else is added to it. The update is then
-        copied into the result, and the chunk's GEMM accumulates there.
+        """True if this rank adds to its own product of a chunk only one update from a peer, with add=gemm. The update
+        is then copied into the result, and the chunk's GEMM accumulates into this copy.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
@@ -166,7 +167,7 @@ class SharedMemory:
         the rows that one rank owns fit into a slot, and share it.
 
         Return ({chunk: its first slot}, the largest number of slots of a rank). A chunk is given as (rank, its position in the
-        output of all ranks).
+        whole output).
 
         counts: the number of slots that each chunk needs.
         """

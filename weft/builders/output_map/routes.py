@@ -77,7 +77,7 @@ def routes_of(
 class Routes:
     """The maps of all ranks, with numbers in place of expressions of the rank.
 
-    A place is the position of a chunk in the output of all ranks: chunk i of the rows of rank `owner` has the place owner *
+    A place is the position of a chunk in the whole output: chunk i of the rows of rank `owner` has the place owner *
     per_rank + i.
 
     alike: True if the maps of all ranks are equal except for the ranks' positions in the ring. Then only rank 0's map is
@@ -140,12 +140,12 @@ class Routes:
         return self.collective != "all_gather" or self.owner(place) == rank
 
     def computed(self, rank: int) -> list[int]:
-        """Return the chunks that a rank computes, as positions in the output of all ranks, in the order of computation."""
+        """Return the chunks that a rank computes, as positions in the whole output, in the order of computation."""
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """Return the place at which the receiver stores a chunk that rank `source` sends. A place is a position in the output
-        of all ranks.
+        """Return the place at which the receiver stores a chunk that rank `source` sends. A place is a position in the
+        whole output.
 
         place: the chunk's place on the sender. The receiver's place differs from it only in an all-to-all.
         """
@@ -154,7 +154,7 @@ class Routes:
     def sends(self, rank: int, place: int) -> tuple[Send, ...]:
         """Return a `Send` (map method, target rank) for each rank to which `rank` sends a chunk.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         found = self._sends.get(self.representative(rank, place), ())
         return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
@@ -162,7 +162,7 @@ class Routes:
     def sources(self, rank: int, place: int) -> list[int]:
         """Return the ranks that send data for a chunk to `rank`. The nearest rank before `rank` in the ring is first.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
@@ -171,7 +171,7 @@ class Routes:
         """Return the index of `source` among the ranks that send a chunk to `rank` (`sources`). This index selects the receive
         buffer and the signal.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         if self.alike:
             source = (source - rank) % self.world
@@ -185,11 +185,11 @@ class Routes:
         return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """Return the ranks whose data for a chunk `rank` must await before it sends the chunk or completes its sum. In an
-        all-gather, `rank` forwards these data. In a reduce-scatter, it adds the arrived sums to its own product. In an
-        all-to-all, no chunk waits.
+        """Return the ranks from which `rank` must receive data for a chunk, before it sends the chunk or completes the
+        chunk's sum. In an all-gather, `rank` forwards these data. In a reduce-scatter, it adds the arrived sums to its
+        own product. In an all-to-all, no chunk waits.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
@@ -197,19 +197,19 @@ class Routes:
         """Return the key under which the properties of a chunk are stored: (rank, place). If ranks are alike, the key is that
         of the corresponding chunk of rank 0.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         return (0, self._renumbered(rank, place)) if self.alike else (rank, place)
 
     def _renumbered(self, rank: int, place: int) -> int:
-        """Return the position of a chunk in the output of all ranks after the ranks are renumbered so that `rank` becomes rank
+        """Return the position of a chunk in the whole output after the ranks are renumbered so that `rank` becomes rank
         0. place: the position before.
         """
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
         """Return {chunk: the time at which it may be forwarded}, in units of the time to compute a chunk. A chunk is given as
-        (rank, its position in the output of all ranks).
+        (rank, its position in the whole output).
 
         in_turn: True if a GEMM waits for the arriving chunk into which it accumulates. The GEMM then also delays all later
             GEMMs of its rank.
@@ -231,8 +231,8 @@ class Routes:
         return self._times[in_turn]
 
     def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
-        """Return two dicts for the chunks of `ranks`, the arguments of `_times`: the chunks for which each chunk waits, and the
-        earliest time of each chunk without these waits. A chunk is given as (rank, its position in the output of all ranks).
+        """Return the two arguments of `_times` for the chunks of `ranks`: the chunks for which each chunk waits, and
+        the earliest time of each chunk without these waits. A chunk is given as (rank, its position in the whole output).
 
         in_turn: True if each chunk also waits for the previous chunk of its rank.
         """
@@ -276,7 +276,7 @@ class Routes:
         return places
 
     def _evaluated(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """Return {place: the entries of the map for the chunk at this place}. A place is a position in the output of all ranks.
+        """Return {place: the entries of the map for the chunk at this place}. A place is a position in the whole output.
         Targets in entries are rank numbers, evaluated for `rank`.
         """
         found = defaultdict[int, list[Entry]](list)
@@ -318,7 +318,7 @@ class Routes:
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
         """Return the error text if the map of `rank` must not have the entry `e`; "" if the entry is valid.
 
-        place: the position, in the output of all ranks, of the chunk to which the entry belongs.
+        place: the position, in the whole output, of the chunk to which the entry belongs.
         """
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
@@ -403,7 +403,7 @@ class Routes:
         """Raise `ValueError` for chunks that wait for each other.
 
         waiting: the chunks that wait forever, as {chunk: the chunks that it waits for}. A chunk is given as (rank, its position
-            in the output of all ranks).
+            in the whole output).
         """
         node, path = min(waiting), list[Node]()
         while node not in path:
@@ -428,7 +428,7 @@ class Routes:
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (rank, place, i, source) for each chunk that arrives at a rank: `source`, the i-th of the chunk's senders
-        (`sources`), sends it to `rank`. place: the chunk's position in the output of all ranks.
+        (`sources`), sends it to `rank`. place: the chunk's position in the whole output.
 
         If ranks are alike, yield only the chunks that arrive at rank 0.
         """
@@ -479,7 +479,7 @@ def _distance(number: Index, count: int, world: int) -> int | None:
 
     Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 
-    number: a rank, or a chunk's position in the output of all ranks, as an expression of `rank`.
+    number: a rank, or a chunk's position in the whole output, as an expression of `rank`.
     count: the number of ranks if `number` is a rank, otherwise the number of all chunks.
     """
     ranks = np.arange(world)

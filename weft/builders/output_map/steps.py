@@ -1,4 +1,5 @@
 """The steps of an output map's schedule: GEMMs, copies, sums and waits, derived from the destinations of the chunks.
+The *whole output* is the output of the GEMM with the rows of all ranks, in rank order.
 
 The schedule has these lanes:
 
@@ -106,7 +107,7 @@ class _RankLanes:
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
         """Return {first chunk: all chunks} for each group of this rank's own chunks that one GEMM computes. A chunk is given by
-        its position in the output of all ranks.
+        its position in the whole output.
         """
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
@@ -142,7 +143,7 @@ class _RankLanes:
         """Append the GEMM of a chunk of an all-gather. For each entry `remote_map` that the output map has for the chunk, also
         append a copy by kernel to the peer.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
@@ -155,7 +156,7 @@ class _RankLanes:
     def _compute_sent(self, place: int, send: Send) -> None:
         """Append the GEMM of a chunk that is then sent to another rank.
 
-        place: the chunk's position in the output of all ranks. send: the map's method, and the target rank.
+        place: the chunk's position in the whole output. send: the map's method, and the target rank.
         """
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
         # Copy engines that also send to rank `send.to` wait for this GEMM, and not for the credit.
@@ -222,7 +223,7 @@ class _RankLanes:
         """Append one GEMM for adjacent chunks that stay on this rank. With add=gemm, the GEMM adds its product to the sum of
         the other ranks' updates.
 
-        place: the position of the first chunk in the output of all ranks. rows: (first, count) of the rows to compute, counted
+        place: the position of the first chunk in the whole output. rows: (first, count) of the rows to compute, counted
             from this rank's first row.
         """
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
@@ -243,7 +244,7 @@ class _RankLanes:
         """Append the signals that tell all ranks that a chunk of this rank's sums is complete, if an all-gather (`fetched`)
         follows.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         if self.plan.fetched:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
@@ -271,7 +272,7 @@ class _RankLanes:
     def _send(self, place: int) -> None:
         """Append the copies by which copy engines send a chunk when it is complete.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
@@ -323,7 +324,8 @@ class _RankLanes:
                 self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Append to `lane` a wait until rank `to` allows this rank to fill its slots. Each lane waits only once.
+        """Append to `lane` a wait until rank `to` allows this rank to fill slots on rank `to`. Each lane waits only
+        once.
 
         Only one lane waits directly for the signal `credit` of rank `to`. If GEMMs fill some of the slots, it is the lane
         `compute`. Then lanes that forward chunks wait for the signal `opened`, which `compute` sets after its wait. Lanes that
@@ -357,7 +359,7 @@ class _RankLanes:
         """Append waits until adjacent chunks have arrived from all ranks that send them. Return a region for each of these
         ranks, with the chunks that it sent.
 
-        places: the positions of the chunks in the output of all ranks.
+        places: the positions of the chunks in the whole output.
         """
         slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
@@ -368,7 +370,7 @@ class _RankLanes:
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
         """Append a wait until a chunk has arrived from one of its senders.
 
-        place: the chunk's position in the output of all ranks. nth: the index of the sender in `Routes.sources(rank, place)`.
+        place: the chunk's position in the whole output. nth: the index of the sender in `Routes.sources(rank, place)`.
         """
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources(self.rank, place)[nth]
@@ -381,7 +383,7 @@ class _RankLanes:
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
         """Append to lane `name` a wait until the GEMM of a chunk has stored the chunk. Return the lane.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         lane, plan = self.lane(name), self.plan
         if plan.tiles:
@@ -398,7 +400,7 @@ class _RankLanes:
     def _rows(self, places: Sequence[int]) -> Chunk:
         """Return (first, count) of the rows of adjacent chunks, counted from the first row of the rank that owns them.
 
-        places: the positions of the chunks in the output of all ranks.
+        places: the positions of the chunks in the whole output.
         """
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
@@ -406,7 +408,7 @@ class _RankLanes:
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
         """Return the index of the signal that tells `rank` that a chunk has arrived from one of its senders.
 
-        place: the chunk's position in the output of all ranks. nth: the index of the sender in `Routes.sources(rank, place)`.
+        place: the chunk's position in the whole output. nth: the index of the sender in `Routes.sources(rank, place)`.
         """
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
@@ -422,10 +424,10 @@ class _RankLanes:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Return two values for a chunk that this rank sends: the position at which the receiver stores it, and this rank's
-        index among the ranks that send to it.
+        """Return two values for a chunk that this rank sends: the position at which the receiver stores the chunk, and
+        this rank's index among all ranks that send to this position.
 
-        place: the chunk's position on this rank. Both positions are in the output of all ranks.
+        place: the chunk's position on this rank. Both positions are in the whole output.
         """
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.nth(self.rank, send.to, landing)
@@ -440,7 +442,7 @@ class _RankLanes:
     def _complete(self, place: int) -> Region:
         """Return the region from which a copy engine sends a chunk when it is complete.
 
-        place: the chunk's position in the output of all ranks.
+        place: the chunk's position in the whole output.
         """
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)

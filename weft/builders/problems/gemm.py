@@ -38,7 +38,9 @@ class RowsProblem(Problem):
 
 
 def chunks_between_hosts(rails: int) -> tuple[str, ...]:
-    """Return the names of the schedules of collectives for ranks on several hosts (`Problem.between_hosts`)."""
+    """Return the names of the schedules to time for ranks on several hosts (`Problem.between_hosts`). With rails these
+    are schedules in two levels, otherwise a collective for each chunk.
+    """
     name = f"two_levels[hosts={rails}," if rails else "collective["
     return tuple(f"{name}chunks={chunks}]" for chunks in (1, 2, 4))
 

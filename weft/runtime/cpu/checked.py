@@ -95,8 +95,8 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """Return a copy of `schedule` with only its collectives and the steps that set signals. Of its peers' steps, a rank needs
-    only these.
+    """Return a copy of `schedule` with only its collectives and the steps that set signals. A rank needs only these
+    steps of its peers.
     """
 
     return schedule.map_steps(lambda step: step if step.meets else step.only_sets())

@@ -40,7 +40,8 @@ class FarFirst:
     """embedding_all_to_all for CPU ranks on several hosts. It pools and sends the samples of other hosts first.
 
     plan: the plan of the calls.
-    alone: a plan with only this rank's tables, as in a group of one rank, by which this rank pools. None if it has no tables.
+    alone: the plan by which this rank pools: it has only this rank's tables, as in a group of one rank. None if this
+        rank has no tables.
 
     Benchmarks set two attributes. pinned_pieces: the number of pieces; None to choose 2 or 4. far_last: True to pool the
     samples of this host first.

@@ -34,9 +34,8 @@ _PLAIN = (Region, Norm, TileKernel)  # classes whose values are defined by their
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The counter that a step waits for, and the number of sets that it needs.
-
-    previous: True to count the sets of the previous run, False to count the sets of this run.
+    """The condition for which a step waits: a counter, and how often this counter must have been set. previous: True to
+    count the sets of the previous run, False to count the sets of this run.
     """
 
     signal: str

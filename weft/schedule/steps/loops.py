@@ -22,7 +22,7 @@ Kind = TypeVar("Kind", bound=Step)
 
 
 class _Repeated(Step):
-    """A step that repeats its body, in which the index is a variable."""
+    """A step that repeats its body. In the body, the number of the repetition is a variable."""
 
     __slots__ = ()
     index: str
@@ -123,8 +123,8 @@ class Tiles(_Repeated):
         return replace(self, kernel=kernel, extent=extent, body=substitute(self.body, values, partially_evaluated=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
-        """Return the steps of tile `number`, with numbers in place of expressions. In this step, the index of the tile
-        must be the only variable.
+        """Return the steps of tile `number`, with numbers in place of expressions. This `Tiles` step must have no
+        variable except the index of the tile.
         """
         body: tuple[Step, ...] = substitute(self.body, {self.index: number})
         return body
@@ -159,10 +159,11 @@ def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list
 
 
 def occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """Count tiles with equal values. Return (values, number of tiles) for each distinct column of `table`, sorted by values.
+    """Count the tiles that have equal values. Return (values, number of tiles) for each distinct column of `table`,
+    sorted by values.
 
-    table: a column for some tiles: their values. Several columns may have the same values.
-    times: for each column of `table`, the number of tiles for which it stands.
+    table: values of tiles. Each column stands for one or more tiles that have its values, and columns may be equal.
+    times: for each column of `table`, its number of tiles.
     """
     order = np.lexsort(table[::-1])
     table = table[:, order]

@@ -60,7 +60,7 @@ class _Polling(NamedTuple):
 def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
-    """Return {number of the event: lanes} for each step that may never get a compute unit.
+    """Return {event number: lanes} for each step that may never get a compute unit.
 
     lanes: the indices of the lanes of the step's rank whose launches together may hold all compute units.
 
