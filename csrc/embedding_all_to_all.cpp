@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "prefetch.hpp"
+#include "spin.hpp"
 
 namespace weft {
 namespace {
@@ -384,26 +385,21 @@ Outcome embedding_all_to_all(const EmbeddingCall &call) {
 
 Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch, double deadline_s,
                 const std::atomic<int64_t> *failed, int64_t *index, int64_t *found) {
-    const int64_t until = now_ns() + int64_t(1e9 * deadline_s);
-    *index = 0;
+    const double until = now_s() + deadline_s;
+    const auto reached = [&] { return (*found = flags[*index].load(std::memory_order_acquire)) - epoch >= 0; };
     *found = epoch;
-    for (int64_t idle = 0;;) {
-        for (; *index < count; ++*index, idle = 0) {
-            *found = flags[*index].load(std::memory_order_acquire);
-            if (*found - epoch < 0) break;
-        }
-        if (*index >= count) return Wait::reached;
-        if (failed && failed->load(std::memory_order_acquire) != 0) return Wait::failed;
-        if (now_ns() > until) return Wait::deadline;
-        // Flags are plain stores, so nothing wakes this thread. Yield while the wait may take microseconds, then
-        // sleep for growing times, so that a waiting rank leaves its core to a working rank.
-        if (++idle <= 64) {
-            std::this_thread::yield();
-        } else {
-            const timespec sleep{0, std::min<int64_t>(200'000, 10'000 * (idle - 64))};
+    for (*index = 0; *index < count; ++*index) {
+        if (spin_until(reached)) continue;
+        // Flags are plain stores, so nothing wakes this thread. It sleeps for growing times, so that a waiting rank leaves its core
+        // to a working rank.
+        for (int64_t sleep_ns = 10'000; !reached(); sleep_ns = std::min<int64_t>(200'000, sleep_ns + 10'000)) {
+            if (failed && failed->load(std::memory_order_acquire) != 0) return Wait::failed;
+            if (now_s() > until) return Wait::deadline;
+            const timespec sleep{0, sleep_ns};
             nanosleep(&sleep, nullptr);
         }
     }
+    return Wait::reached;
 }
 
 }  // namespace weft

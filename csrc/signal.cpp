@@ -9,19 +9,14 @@
 
 #include <algorithm>
 #include <climits>
-#include <thread>
 #include <tuple>
+
+#include "spin.hpp"
 
 namespace nb = nanobind;
 
 namespace weft {
 namespace {
-
-double now_s() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
 
 // The kernel compares 32 bits; on the little-endian machines that weft supports these are the low half of the counter.
 uint32_t *low_half(Counter *counter) { return reinterpret_cast<uint32_t *>(&counter->value); }
@@ -48,15 +43,9 @@ void signal_add(Counter *counter, int64_t amount) {
 
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found) {
     auto reached = [&] { return (*found = counter->value.load(std::memory_order_acquire)) >= wanted; };
-    const double begin = now_s(), until = begin + deadline_s;
-    // The limit is a time, not a number of yields: if many processes share the cores, each yield lasts as long as the
-    // time slices of all others.
-    constexpr double longest_spin_s = 50e-6;
-    for (int spin = 0; spin < 64; ++spin) {
-        if (reached()) return Wait::reached;
-        if (spin && now_s() - begin > longest_spin_s) break;
-        std::this_thread::yield();
-    }
+    if (reached()) return Wait::reached;
+    const double until = now_s() + deadline_s;
+    if (spin_until(reached)) return Wait::reached;
     // A sleep lasts at most 20 ms, because a sleeper must check again: nothing wakes it if the waking process died, or
     // if the watchdog reports a failure.
     constexpr double longest_sleep_s = 0.02;

@@ -1,7 +1,7 @@
 // Signals: 64-bit counters in memory that several processes map. They only grow.
 //
 // Order: `set` and `add` release, `wait` acquires. Writes of a process before it raises a signal are visible to a
-// process that has waited for the raised value. A waiter spins for a while, then sleeps in the kernel on the low half
+// process that has waited for the raised value. A waiter spins for a moment (spin.hpp), then sleeps in the kernel on the low half
 // of the counter (a futex), so that a waiting rank leaves its core to a working rank.
 #pragma once
 #include <atomic>
