@@ -26,17 +26,17 @@ _GAIN = re.compile(
 _CASE = "tables x rows x dimension, batch of a rank, mean ids"
 _NOTES = {
     "modules": (
-        "fp32, table-wise with the same owners",
+        "fp32, table-wise with the same owner of each table",
         "A step is forward, backward and a fused SGD update. Batches are new KeyedJaggedTensors of local samples.",
     ),
     "sharders": (
         "fp32, the same plans",
-        "Both columns are times of `DistributedModelParallel`: with TorchRec's sharder, and with weft's. A step is forward, "
-        "backward and the update of all tables:\nby SGD, and by rowwise Adagrad for tables without pooling. These have "
-        "`use_index_dedup=True`, and 2% of the ids of a batch are distinct.",
+        "All times are of `DistributedModelParallel`, with TorchRec's sharder or with weft's. A step is forward, backward and "
+        "the update of all\ntables. The update is SGD. Rows `row-wise, rows` look up rows without pooling, with "
+        "`use_index_dedup=True` and rowwise Adagrad: B is\nsamples x ids of a sample, and 2% of the ids of a batch are distinct.",
     ),
     "pipeline": (
-        "fp32, table-wise with the same owners",
+        "fp32, table-wise with the same owner of each table",
         "A step trains the tables and two dense layers. Exposed: the time of a step minus the time of a step whose ids were "
         "distributed\nbeforehand. Hidden: the share of a plain loop's exposed time that the pipeline hides.",
     ),

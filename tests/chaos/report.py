@@ -99,11 +99,15 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     return "\n".join(lines)
 
 
+def quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
 def markdown(head: Record, records: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     mean_s = sum(r["took_s"] for r in records) / len(records)
-    families = f", only the faults {', '.join(head['families'])}" if head.get("families") else ""
-    families += f", only {'; '.join(head['operators'])}" if head.get("operators") else ""
+    families = f", only the faults {quoted(head['families'])}" if head.get("families") else ""
+    families += f", only the calls of {quoted(head['operators'])}" if head.get("operators") else ""
     return (
         f"{len(records)} injections of seed {head['seed']}{families}, {mean_s:.1f} s each, on {head['machine']}, "
         f"{head['cores']} cores; {versions}; commit {head['commit']}, {head['date'][:10]}.\n\n{tables(records)}"

@@ -75,7 +75,7 @@ def test_nearly_even_experts_take_as_long_as_even_ones(op: str, monkeypatch: pyt
     schedules = ["serial", "dispatch[by=dma,rest=each]" if op.startswith("all") else "combine[chunks=1,by=dma]"]
     even = _compare(op, **given, schedules=schedules)
     assert even.problem.uneven == ""
-    assert "simulated with 0.50% more rows, so that every rank has as many as the slowest rank" in "; ".join(even.notes)
+    assert "simulated with 0.50% more rows: every rank gets the slowest rank's number of rows" in "; ".join(even.notes)
     monkeypatch.setattr(explain, "_EXACT_RANKS", 12)
     exact = {row.name: row.us for row in _compare(op, **given, schedules=schedules).rows}
     assert exact.keys() == set(schedules)

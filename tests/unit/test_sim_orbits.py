@@ -93,7 +93,7 @@ def test_what_one_rank_cannot_represent_is_refused() -> None:
             orbit(problem, model, "serial")
     with pytest.raises(ValueError, match="cannot represent all 2 ranks: use at least 3"):
         orbit(_problem(2, 4, 1, 1), _on_torus(2, 1), "serial")
-    with pytest.raises(ValueError, match="a torus only: use --topology"):
+    with pytest.raises(ValueError, match="needs a torus: use --topology"):
         orbit(_problem(8, 4, 1, 1), gpu("h200", 8), "serial")
     with pytest.raises(
         ValueError, match="cannot be simulated with one rank for all ranks: use one of serial, direct, put"

@@ -24,7 +24,6 @@ from weft.embedding.check import check_parts
 from weft.embedding.jagged import offsets_of, wrong_range
 from weft.embedding.partition import DataParallel, Partition, RowWise
 from weft.embedding.tables import EmbeddingBagConfig
-from weft.words import counted
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
     if most > count:  # the sum of such lengths may overflow, and then equal the number of values
         key, sample = divmod(int(lengths.argmax()), batch)
         raise ValueError(
-            f"feature {keys[key]!r}, sample {sample}: length {most} is more than the {counted(count, 'value')}: correct the lengths"
+            f"feature {keys[key]!r}, sample {sample}: length {most} exceeds the size of values, {count}: correct the lengths"
         )
     if (ends[0], ends[-1]) != (0, count):
         raise ValueError(wrong_range(ends[0], ends[-1], count, jagged.from_lengths))

@@ -302,7 +302,7 @@ def problem_on_machine(
         problem, times = evened
         notes = (
             *notes,
-            f"{uneven}: simulated with {times - 1:.2%} more rows, so that every rank has as many as the slowest rank",
+            f"{uneven}: simulated with {times - 1:.2%} more rows: every rank gets the slowest rank's number of rows",
         )
     if ranks > MOST_RANKS and problem.uneven:
         raise ValueError(

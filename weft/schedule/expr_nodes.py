@@ -138,7 +138,7 @@ def totals_of(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
             if all(isinstance(bound, int) or not bound[1] for bound in numbers):
                 return 0, (Total(name, *bounds),)
     raise ValueError(
-        f"{ast.unparse(node)} must be a sum of numbers and of sums over buffers: add numbers and total(...) only"
+        f"{ast.unparse(node)} has a term that is neither a number nor total(...): write a sum of numbers and total(...)"
     )
 
 

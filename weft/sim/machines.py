@@ -220,7 +220,7 @@ def share_held(model: Model, bytes_per_us: float) -> float:
     alone = model.kernel_copy_bytes_per_us(put=True)
     if not alone > 0:
         raise ValueError(
-            f"{model.name}: copy kernels of {model.kernel_copy_units} units write {alone:g} bytes/us. Set "
+            f"{model.name}: the rate at which copy kernels write is {alone:g} bytes/us, not above 0. Set "
             "contention.kernel_copy_units and link.stores_N_programs above 0 in its machine file"
         )
     copying = min(1.0, bytes_per_us / alone)

@@ -85,14 +85,14 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, tu
     """Return (problem, sizes of the torus). Raise `ValueError` unless one rank can represent all ranks."""
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
-            f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}. Only embedding_all_to_all "
-            "can have more, because one rank then represents all ranks"
+            f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}. Only "
+            "embedding_all_to_all can have more: its simulation runs one rank for all"
         )
     wiring = model.wiring
     if wiring.builder is not torus:
         raise ValueError(
-            f"one rank can represent all {problem.world_size} ranks on a torus only: use --topology torus:COLUMNSxROWS, or at most "
-            f"{MOST_RANKS} ranks"
+            f"the simulation of {problem.world_size} ranks runs one rank for all, which needs a torus: use --topology "
+            f"torus:COLUMNSxROWS, or at most {MOST_RANKS} ranks"
         )
     if problem.uneven:
         raise ValueError(
