@@ -20,6 +20,7 @@ void register_stream_program(nb::module_ &m);
 void register_fluid(nb::module_ &m);
 void register_memory_controller(nb::module_ &m);
 void register_rail(nb::module_ &m);
+void register_rail_rows(nb::module_ &m);
 
 NB_MODULE(_core, m) {
     // Tensors in leased memory may live as long as the interpreter. nanobind would report them as leaks.
@@ -42,4 +43,5 @@ NB_MODULE(_core, m) {
     register_fluid(m);
     register_memory_controller(m);
     register_rail(m);
+    register_rail_rows(m);
 }

@@ -1,12 +1,10 @@
-// Messages along a rail, the ranks with the same index on several hosts (weft/runtime/rails.py), and the rows that these
-// messages carry (weft/runtime/rails_all_to_all.py).
+// Messages along a rail, the ranks with the same index on several hosts (weft/runtime/rails.py).
 //
 // A rank sends one message to each other rank of its rail, and receives one from each, over TCP. The calling thread sends
 // and receives, because handing a small message to another thread takes longer than to send it.
 #include <errno.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -17,10 +15,8 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -184,123 +180,6 @@ class RailLink {
     std::string error_;
 };
 
-// The rows of an all-to-all in two levels. Rows are bytes here. A table has the number of rows of a rank for each expert of
-// each rank, [W, experts]. A rank's memory, which the ranks of its host read, has its table, and then at `rows_at` its rows.
-// The rows are ordered by the rank that receives them and then by expert, or with `by_expert` by expert and then by rank. A
-// rank receives the rows of each rank in the order of experts. The message for the rank with index i on another host has the
-// parts for that rank of the tables of all ranks of this host, and then at `head_bytes` their rows for that rank.
-class RailRows {
-  public:
-    RailRows(int64_t world, int64_t experts, int64_t per_host, int64_t host, int64_t index, int64_t row_bytes, int64_t rows_at,
-             int64_t head_bytes, int64_t most_bytes, bool by_expert)
-        : world_(world), experts_(experts), per_host_(per_host), host_(host), index_(index), row_bytes_(row_bytes), rows_at_(rows_at),
-          head_bytes_(head_bytes), most_bytes_(most_bytes), by_expert_(by_expert) {}
-
-    // Writes the messages. near: the address of the memory of each rank of this host. far: the address of the message for each
-    // other host, in the order of hosts. Returns the length of each message. No rows are sent if a rank has too many.
-    std::vector<int64_t> pack(const std::vector<uintptr_t> &near, const std::vector<uintptr_t> &far) {
-        nb::gil_scoped_release unlocked;
-        near_.assign(near.begin(), near.end());
-        has_rows = true;
-        for (uintptr_t memory : near) {
-            int64_t rows = 0;
-            for (int64_t i = 0; i < world_ * experts_; ++i) rows += table(memory)[i];
-            has_rows &= 0 <= rows && rows * row_bytes_ <= most_bytes_;
-        }
-        std::vector<int64_t> sizes;
-        for (size_t i = 0; i < far.size(); ++i) {
-            const int64_t target = (int64_t(i) + (int64_t(i) >= host_)) * per_host_ + index_;
-            int64_t *numbers = reinterpret_cast<int64_t *>(far[i]);
-            for (uintptr_t memory : near) numbers = std::copy_n(table(memory) + target * experts_, experts_, numbers);
-            sizes.push_back(head_bytes_ + (has_rows ? copy_for(target, reinterpret_cast<char *>(far[i]) + head_bytes_) : 0));
-        }
-        return sizes;
-    }
-
-    // Writes the numbers of rows from the ranks of this host for this rank, [ranks of the host, experts]. Returns their sum.
-    int64_t near_counts(uintptr_t counts) const {
-        int64_t *numbers = reinterpret_cast<int64_t *>(counts), sum = 0;
-        for (uintptr_t memory : near_) {
-            const int64_t *const row = table(memory) + mine() * experts_;
-            sum += std::accumulate(row, row + experts_, int64_t(0));
-            numbers = std::copy_n(row, experts_, numbers);
-        }
-        return sum;
-    }
-
-    // Copies the rows of `message`, from another host, to `out`. counts: their numbers, [ranks of that host, experts].
-    void copy_far(uintptr_t message, uintptr_t counts, uintptr_t out) const {
-        const int64_t *const numbers = reinterpret_cast<const int64_t *>(counts);
-        const int64_t rows = std::accumulate(numbers, numbers + per_host_ * experts_, int64_t(0));
-        nb::gil_scoped_release unlocked;
-        std::memcpy(reinterpret_cast<char *>(out), reinterpret_cast<const char *>(message) + head_bytes_, size_t(rows * row_bytes_));
-    }
-
-    // Copies the rows from the ranks of this host for this rank to `out`.
-    void copy_near(uintptr_t out) const {
-        nb::gil_scoped_release unlocked;
-        copy_for(mine(), reinterpret_cast<char *>(out));
-    }
-
-    bool has_rows = false;  // true if the messages contain rows
-
-  private:
-    int64_t mine() const { return host_ * per_host_ + index_; }
-    static const int64_t *table(uintptr_t memory) { return reinterpret_cast<const int64_t *>(memory); }
-
-    // Copies the rows from the ranks of this host for the rank `target` to `out`. Returns their number of bytes.
-    int64_t copy_for(int64_t target, char *out) const {
-        char *to = out;
-        for (uintptr_t memory : near_) {
-            const int64_t *const numbers = table(memory), *const mine = numbers + target * experts_;
-            const char *const rows = reinterpret_cast<const char *>(memory) + rows_at_;
-            const auto copy = [&](int64_t first, int64_t count) {
-                std::memcpy(to, rows + first * row_bytes_, size_t(count * row_bytes_));
-                to += count * row_bytes_;
-            };
-            if (!by_expert_) {
-                copy(std::accumulate(numbers, mine, int64_t(0)), std::accumulate(mine, mine + experts_, int64_t(0)));
-                continue;
-            }
-            int64_t first = 0;
-            for (int64_t e = 0; e < experts_; ++e)
-                for (int64_t r = 0; r < world_; ++r) {
-                    if (r == target) copy(first, mine[e]);
-                    first += numbers[r * experts_ + e];
-                }
-        }
-        return to - out;
-    }
-
-    int64_t world_, experts_, per_host_, host_, index_, row_bytes_, rows_at_, head_bytes_, most_bytes_;
-    bool by_expert_;
-    std::vector<uintptr_t> near_;
-};
-
-// Copies rows that are ordered by rank, then by expert, to `out`, ordered by expert, then by rank; or with `to_ranks` in the
-// opposite direction. counts: the numbers of rows, [ranks, experts]. row_bytes: the length of a row.
-void reorder_rows(uintptr_t rows, uintptr_t out, uintptr_t counts, int64_t ranks, int64_t experts, int64_t row_bytes, bool to_ranks) {
-    const int64_t *const numbers = reinterpret_cast<const int64_t *>(counts);
-    const char *const from = reinterpret_cast<const char *>(rows);
-    char *const to = reinterpret_cast<char *>(out);
-    std::vector<int64_t> by_rank(size_t(ranks * experts));  // the first row of each rank and expert
-    std::exclusive_scan(numbers, numbers + ranks * experts, by_rank.begin(), int64_t(0));
-    int64_t by_expert = 0;
-    for (int64_t e = 0; e < experts; ++e)
-        for (int64_t r = 0; r < ranks; ++r) {
-            const int64_t cell = r * experts + e, bytes = numbers[cell] * row_bytes;
-            const int64_t at = by_rank[size_t(cell)] * row_bytes;
-            std::memcpy(to + (to_ranks ? at : by_expert), from + (to_ranks ? by_expert : at), size_t(bytes));
-            by_expert += bytes;
-        }
-}
-
-// Returns the sum of numbers times weights (mod 2^64).
-uint64_t weighted_sum(uintptr_t numbers, uintptr_t weights, int64_t count) {
-    const uint64_t *const a = reinterpret_cast<const uint64_t *>(numbers), *const b = reinterpret_cast<const uint64_t *>(weights);
-    return std::inner_product(a, a + count, b, uint64_t(0));
-}
-
 }  // namespace
 }  // namespace weft
 
@@ -313,16 +192,4 @@ void register_rail(nb::module_ &m) {
         .def_prop_ro("error", [](const RailLink &self) { return nb::str(self.error().c_str()); })
         .def_prop_ro("bytes_sent", &RailLink::bytes_sent)
         .def_prop_ro("number", &RailLink::number);
-    nb::class_<RailRows>(m, "RailRows", "The rows of an all-to-all in two levels.")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool>(), nb::kw_only(),
-             nb::arg("world_size"), nb::arg("experts"), nb::arg("per_host"), nb::arg("host"), nb::arg("index"), nb::arg("row_bytes"),
-             nb::arg("rows_at"), nb::arg("head_bytes"), nb::arg("most_bytes"), nb::arg("by_expert"))
-        .def("pack", &RailRows::pack, nb::arg("near"), nb::arg("far"))
-        .def("near_counts", &RailRows::near_counts, nb::arg("counts"))
-        .def("copy_near", &RailRows::copy_near, nb::arg("out"))
-        .def("copy_far", &RailRows::copy_far, nb::arg("message"), nb::arg("counts"), nb::arg("out"))
-        .def_ro("has_rows", &RailRows::has_rows);
-    m.def("reorder_rows", &reorder_rows, nb::kw_only(), nb::arg("rows"), nb::arg("out"), nb::arg("counts"), nb::arg("ranks"),
-          nb::arg("experts"), nb::arg("row_bytes"), nb::arg("to_ranks"), nb::call_guard<nb::gil_scoped_release>());
-    m.def("weighted_sum", &weighted_sum, nb::arg("numbers"), nb::arg("weights"), nb::arg("count"));
 }

@@ -192,36 +192,62 @@ class RailLink:
     def number(self) -> int:
         """The number of exchanges that have begun."""
 
+# csrc/rail_rows.cpp
 class RailRows:
-    """The rows of an all-to-all in two levels (`weft.runtime.rails_all_to_all`). Arguments are numbers of ranks, hosts, experts
-    and bytes.
+    """The rows of an all-to-all in two levels (`weft.runtime.rails_all_to_all`). Arguments are addresses, and numbers of ranks,
+    hosts, experts and bytes.
 
-    rows_at: the offset of the rows in a rank's memory. head_bytes: the offset of the rows in a message. most_bytes: the
-        largest number of bytes of a rank's rows; if a rank has more, messages contain no rows. by_expert: True if rows in
-        a rank's memory are ordered by expert and then by rank, False if by rank and then by expert.
+    counts: the number of this rank's rows for each rank and expert, int64 [W, experts].
+    received: memory for the number of rows from each rank, [W, experts]; 0 if the caller does not need these numbers.
+    expected, out: these numbers and the memory for all rows, in the order of ranks, if the numbers are known; otherwise 0.
+    most_bytes: the largest number of bytes of a rank's rows; if a rank has more, messages contain no rows. by_expert: True if
+        rows in a rank's memory are ordered by expert and then by rank, False if by rank and then by expert.
     """
 
     def __init__(
-        self, *, world_size: int, experts: int, per_host: int, host: int, index: int, row_bytes: int, rows_at: int,
-        head_bytes: int, most_bytes: int, by_expert: bool,
+        self, *, counts: int, received: int, expected: int, out: int, world_size: int, experts: int, per_host: int, host: int,
+        index: int, row_bytes: int, most_bytes: int, by_expert: bool,
     ) -> None: ...  # fmt: skip
+    @property
+    def rows(self) -> int:
+        """The number of this rank's rows."""
+
+    @property
+    def of_experts(self) -> list[int]:
+        """The number of this rank's rows for each expert index, summed over the ranks that receive them."""
+
+    @property
+    def rows_at(self) -> int:
+        """The offset of the rows in a rank's memory."""
+
+    @property
+    def head_bytes(self) -> int:
+        """The offset of the rows in a message."""
+
+    def load(self, memory: int) -> int:
+        """Write `counts` to the address `memory`, this rank's memory. Return the number of rows that the caller must write at
+        `rows_at`: 0 if there are too many.
+        """
+
     def pack(self, near: Sequence[int], far: Sequence[int]) -> list[int]:
         """Write the messages to the addresses `far`, from the memory of the ranks of this host, at the addresses `near`. Return
         the number of bytes of each message.
         """
 
-    def near_counts(self, counts: int) -> int:
-        """Write the numbers of rows from the ranks of this host, [ranks of the host, experts], to the address `counts`. Return
-        their sum.
+    def go_on(self) -> int:
+        """Read the numbers of rows from the ranks of this host. If they are the expected numbers, copy the rows to `out`.
+        Return the number of rows.
         """
 
     def copy_near(self, out: int) -> None:
         """Copy the rows from the ranks of this host to the address `out`."""
 
-    def copy_far(self, message: int, counts: int, out: int) -> None:
-        """Copy the rows of a message from another host, at the address `message`, to the address `out`.
+    def unpack(self, messages: Sequence[int]) -> None:
+        """Read the numbers of rows in the messages from other hosts, in the order of hosts."""
 
-        counts: the address of the numbers of rows in the message, [ranks of that host, experts].
+    def copy_far(self) -> int:
+        """Copy the rows from other hosts to `out`. Return their number of bytes. Raise ValueError if the numbers of rows were
+        not expected.
         """
 
     @property

@@ -23,8 +23,11 @@ from weft.runtime import embedding_unfused
 from weft.runtime.cpu import embedding_far_first
 
 
-def call(own, sizes, placement, seed, *, bad=(), output_dtype=None):
-    """Make a call with new data, and return the output. bad: (feature, sample) of bags that get an index out of range."""
+def call(own, sizes, placement, seed, *, bad=(), output_dtype=None, ids=None):
+    """Make a call with new data, and return the output. bad: (feature, sample) of bags that get an index out of range.
+
+    ids: the number of ids in the first bag of the last feature; None for a random number.
+    """
     world, batch = own.size(), sum(sizes)
     tables = [weft.EmbeddingBagConfig(50, 4 + 4 * (t % 3), f"t{t}", [f"f{t}"]) for t in range(len(placement))]
     sharding = weft.place_tables(tables, world, placement=placement)
@@ -33,12 +36,14 @@ def call(own, sizes, placement, seed, *, bad=(), output_dtype=None):
     lengths = torch.randint(0, 4, (len(tables), batch), generator=generator)
     for feature, sample in bad:
         lengths[feature, sample] = 3
-    ids = [torch.randint(50, (int(of_table.sum()),), generator=generator) for of_table in lengths]
+    if ids is not None:
+        lengths[-1, 0] = ids
+    of_tables = [torch.randint(50, (int(of_table.sum()),), generator=generator) for of_table in lengths]
     for feature, sample in bad:
-        ids[feature][int(lengths[feature, :sample].sum())] = 50 + sample
+        of_tables[feature][int(lengths[feature, :sample].sum())] = 50 + sample
     mine = [t for t, rank in enumerate(placement) if rank == own.rank()]
     flat = torch.cat([lengths[t] for t in mine]) if mine else torch.zeros(0, dtype=torch.int64)
-    values = torch.cat([ids[t] for t in mine]) if mine else torch.zeros(0, dtype=torch.int64)
+    values = torch.cat([of_tables[t] for t in mine]) if mine else torch.zeros(0, dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), flat.cumsum(0)])
     given = {} if output_dtype is None else {"output_dtype": output_dtype}
     with warnings.catch_warnings(record=True) as caught:
@@ -58,12 +63,15 @@ CASES = [
 
 def both_ways(group, sizes, placement, more, most_bytes):
     far_last = mock.patch.multiple(embedding_far_first.FarFirst, pinned_pieces=3, far_last=len(placement) == 4)
-    room = mock.patch.object(embedding_unfused, "_MOST_BYTES", most_bytes)
     later = mock.patch.object(embedding_unfused, "all_to_all_single", side_effect=embedding_unfused.all_to_all_single)
-    with on_two_hosts(group) as own, far_last, room, later as exchanged:
+    with on_two_hosts(group) as own, far_last, later as exchanged:
         found = []
-        for other in (False, True):
-            with mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=other):
+        for other, room in (
+            (False, most_bytes),
+            (True, 0),
+        ):  # vectors that travel with the rendezvous are never sent far first
+            way = mock.patch.object(embedding_unfused.TwoWays, "takes_other", return_value=other)
+            with way, mock.patch.object(embedding_unfused, "_MOST_BYTES", room):
                 found.append(call(own, sizes, placement, 3, **more))
         (plain, warned), (far_first, warned_too) = found
         assert plain.abs().sum() > 0 or not plain.numel()
@@ -80,19 +88,24 @@ def test_outputs_and_warnings_are_those_of_one_pass(pool: Pool, sizes, placement
 
 
 def chosen(group, slow):
-    """Return how many of 14 calls sent far samples first, if one implementation is slow on rank 0."""
+    """Return how many of 14 calls sent far samples first, if one implementation is slow on rank 0. Then return how many of 6
+    calls did, after a bag of rank 1 has got many more ids.
+    """
     with on_two_hosts(group) as own:
-        kind = embedding_far_first.FarFirst
+        kind, found = embedding_far_first.FarFirst, []
         counted = mock.patch.object(kind, "run", autospec=True, side_effect=kind.run)
         with counted as other, slow_on_rank_0(own, slow == "far first"):
-            for seed in range(14):
-                call(own, (2, 2), (0, 1), seed)
-        return other.call_count
+            for calls, ids in ((14, 3), (6, 300)):
+                for _ in range(calls):
+                    call(own, (2, 2), (0, 1), 0, ids=ids)
+                found.append(other.call_count)
+        return found
 
 
 @pytest.mark.parametrize(("slow", "wanted"), [("far first", 6), ("one pass", 6 + 2)])
 def test_ranks_take_the_way_that_is_faster_on_the_slowest_rank(pool: Pool, slow: str, wanted: int) -> None:
-    assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [wanted] * 2
+    # Calls with many more ids are timed anew, on all ranks: 3 in one pass, and 3 far first.
+    assert pool.run(chosen, slow, ranks=2, timeout_s=60) == [[wanted, wanted + 3]] * 2
 
 
 def fails(group):

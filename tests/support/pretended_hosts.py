@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from support.on_ranks import own_group
 
-from weft.runtime.two_ways import TwoWays
+from weft.runtime.two_ways import Size, TwoWays
 from weft.symm.entries import Entry
 
 HOSTS = ("alpha", "beta")
@@ -56,7 +56,7 @@ def slow_on_rank_0(group: dist.ProcessGroup, other: bool) -> Iterator[None]:
     """Let rank 0 record twice the time for one of two implementations: for the second if `other`, else for the first."""
     took = TwoWays.took
 
-    def noted(self: TwoWays, size: int, seconds: float, deadline_s: float) -> None:
+    def noted(self: TwoWays, size: Size, seconds: float, deadline_s: float) -> None:
         is_slow = group.rank() == 0 and self.takes_other(size) == other
         took(self, size, 0.5 if is_slow else 0.25, deadline_s)
 

@@ -140,7 +140,7 @@ def test_rows_of_an_all_to_all_in_two_levels(seed: int, by_expert: bool) -> None
     """Compare with a table of all rows. A row is three numbers: its source rank, its expert, and its number."""
     rng = np.random.default_rng(seed)
     n_hosts, per_host, experts = 2 + seed % 2, 2 + seed // 2, 1 + seed
-    world, row_bytes, rows_at, most = n_hosts * per_host, 12, 4096, 1 << 16
+    world, row_bytes, most = n_hosts * per_host, 12, 1 << 16
     counts = rng.integers(0, 5, (world, world, experts))  # [source, target, expert]
     cells = {
         (s, t, e): np.array([(s, t * experts + e, i) for i in range(counts[s, t, e])], np.int32).reshape(-1, 3)
@@ -148,54 +148,84 @@ def test_rows_of_an_all_to_all_in_two_levels(seed: int, by_expert: bool) -> None
         for t in range(world)
         for e in range(experts)
     }
-    memories = []
-    for s in range(world):
-        memory = np.zeros(rows_at + most, np.uint8)
-        memory[: counts[s].nbytes] = counts[s].reshape(-1).view(np.uint8)
+    of_sources, received, expected = np.ascontiguousarray(counts), np.zeros_like(counts), counts.swapaxes(0, 1).copy()
+    outs = [np.zeros((counts[:, t].sum() + 1, 3), np.int32) for t in range(world)]
+
+    def rows_on(rank: int, most_bytes: int, out: np.ndarray | None) -> _core.RailRows:
+        host, index = divmod(rank, per_host)
+        return _core.RailRows(
+            counts=address(of_sources[rank]), received=address(received[rank]), out=0 if out is None else address(out),
+            expected=0 if out is None else address(expected[rank]), world_size=world, experts=experts, per_host=per_host,
+            host=host, index=index, row_bytes=row_bytes, most_bytes=most_bytes, by_expert=by_expert,
+        )  # fmt: skip
+
+    made, memories = [rows_on(rank, most, outs[rank]) for rank in range(world)], []
+    for s, one in enumerate(made):
+        memory = np.zeros(one.rows_at + most, np.uint8)
+        assert one.rows == one.load(address(memory)) == counts[s].sum()
+        assert one.of_experts == counts[s].sum(0).tolist()
         order = sorted(
             ((t, e) for t in range(world) for e in range(experts)), key=lambda te: te[:: -1 if by_expert else 1]
         )
         rows = np.concatenate([cells[s, t, e] for t, e in order]).reshape(-1).view(np.uint8)
-        memory[rows_at : rows_at + len(rows)] = rows
+        memory[one.rows_at : one.rows_at + len(rows)] = rows
         memories.append(memory)
-    head = -(-8 * per_host * experts // 64) * 64
     messages: dict[tuple[int, int], np.ndarray] = {}  # by (host that sends, rank that receives)
-    for rank in range(world):
+    for rank, one in enumerate(made):
         host, index = divmod(rank, per_host)
-        near = memories[host * per_host : (host + 1) * per_host]
-        made = _core.RailRows(
-            world_size=world, experts=experts, per_host=per_host, host=host, index=index, row_bytes=row_bytes,
-            rows_at=rows_at, head_bytes=head, most_bytes=most, by_expert=by_expert,
-        )  # fmt: skip
+        near, head = [address(memory) for memory in memories[host * per_host :][:per_host]], one.head_bytes
         far = [np.zeros(head + per_host * most, np.uint8) for _ in range(n_hosts - 1)]
-        sizes = made.pack([address(memory) for memory in near], [address(message) for message in far])
-        assert made.has_rows
+        places = [address(message) for message in far]
+        few = rows_on(rank, 0, None)
+        assert few.load(address(np.zeros(few.rows_at, np.uint8))) == 0
+        assert few.pack(near, places) == [head] * len(far)
+        assert not few.has_rows
+        sizes = one.pack(near, places)
+        assert one.has_rows
         for other, message, size in zip((h for h in range(n_hosts) if h != host), far, sizes, strict=True):
             messages[host, other * per_host + index] = message[:size]
-        table = np.zeros((per_host, experts), np.int64)
         sources = range(host * per_host, (host + 1) * per_host)
-        total = made.near_counts(address(table))
-        assert np.array_equal(table, counts[sources, rank])
-        out = np.zeros((total + 1, 3), np.int32)
-        made.copy_near(address(out))
-        wanted = np.concatenate([cells[s, rank, e] for s in sources for e in range(experts)])
+        assert one.go_on() == counts[sources, rank].sum()
+        assert np.array_equal(received[rank, sources], counts[sources, rank])
+        out, wanted = (
+            np.zeros((counts[sources, rank].sum() + 1, 3), np.int32),
+            wanted_rows(cells, sources, rank, experts),
+        )
+        one.copy_near(address(out))
         assert np.array_equal(out[:-1], wanted)
         assert not out[-1].any()
-        few = _core.RailRows(
-            world_size=world, experts=experts, per_host=per_host, host=host, index=index, row_bytes=row_bytes,
-            rows_at=rows_at, head_bytes=head, most_bytes=row_bytes, by_expert=by_expert,
-        )  # fmt: skip
-        assert few.pack([address(memory) for memory in near], [address(message) for message in far]) == [head] * len(
-            far
-        )
-        assert not few.has_rows
-    for (host, rank), message in messages.items():
-        sources = range(host * per_host, (host + 1) * per_host)
-        table = message[: 8 * per_host * experts].view(np.int64).reshape(per_host, experts)
-        assert np.array_equal(table, counts[sources, rank])
-        out = np.zeros((int(table.sum()), 3), np.int32)
-        made.copy_far(address(message), address(np.ascontiguousarray(table)), address(out))
-        assert np.array_equal(out, np.concatenate([cells[s, rank, e] for s in sources for e in range(experts)]))
+    for rank, one in enumerate(made):
+        host = rank // per_host
+        one.unpack([address(messages[other, rank]) for other in range(n_hosts) if other != host])
+        assert np.array_equal(received[rank], counts[:, rank])
+        far_rows = sum(int(counts[s, rank].sum()) for s in range(world) if s // per_host != host)
+        assert one.copy_far() == far_rows * row_bytes
+        assert np.array_equal(outs[rank][:-1], wanted_rows(cells, range(world), rank, experts))
+        assert not outs[rank][-1].any()
+        received[rank, (host + 1) % n_hosts * per_host, 0] += 1
+        with pytest.raises(ValueError, match=r"a message of host \d has unexpected rows"):
+            one.copy_far()
+
+
+def test_rows_of_this_host_are_left_if_their_numbers_were_not_expected() -> None:
+    counts, expected = np.array([[1], [1]]), np.array([[2], [0]])
+    memory, message, out = np.zeros(256, np.uint8), np.zeros(256, np.uint8), np.zeros(64, np.uint8)
+    memory[64:68] = 7
+    rows = _core.RailRows(
+        counts=address(counts), received=0, expected=address(expected), out=address(out), world_size=2, experts=1, per_host=1,
+        host=0, index=0, row_bytes=4, most_bytes=64, by_expert=False,
+    )  # fmt: skip
+    rows.load(address(memory))
+    rows.pack([address(memory)], [address(message)])
+    assert rows.go_on() == 1
+    assert not out.any()
+    expected[0] = 1
+    rows.go_on()
+    assert out[:4].tolist() == [7] * 4
+
+
+def wanted_rows(cells: dict[tuple[int, int, int], np.ndarray], sources: range, rank: int, experts: int) -> np.ndarray:
+    return np.concatenate([cells[s, rank, e] for s in sources for e in range(experts)])
 
 
 @pytest.mark.parametrize("seed", range(3))

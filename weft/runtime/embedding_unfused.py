@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from weft import env
@@ -36,7 +35,7 @@ from weft.runtime.cpu import embedding as cpu
 from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
-from weft.runtime.rails_all_to_all import AllToAll, Counts
+from weft.runtime.rails_all_to_all import AllToAllInto
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.turn import Marks, Turn, Turns
@@ -90,13 +89,13 @@ class EmbeddingAllToAllUnfused(Executor):
         except ValueError as error:
             refuse(comm, str(error), deadline_s=deadline_s)
         begin = time.perf_counter()
-        far_first = self._far_first
-        if far_first is not None:
-            self._chosen.rule_out(checked.global_batch, far_first.most_gain_s(checked.batch_sizes))
-        is_far = far_first is not None and self._chosen.takes_other(checked.global_batch)
-        rides = not is_far and self._rides(checked.global_batch)
+        far_first, rides, is_far, size = self._far_first, self._rides(checked.global_batch), False, (0, 0)
         if self._turns is not None and not rides:
-            cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+            ids = cpu.meet(comm, self._topic, jagged.values.numel(), checked.batch_sizes, deadline_s=deadline_s)
+            size = checked.global_batch, max(ids)
+            if far_first is not None:
+                self._chosen.rule_out(size, far_first.most_gain_s(checked.batch_sizes))
+                is_far = self._chosen.takes_other(size)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         if far_first is not None and is_far:
             output, warn = far_first.run(weights, jagged, checked, turn)
@@ -108,8 +107,8 @@ class EmbeddingAllToAllUnfused(Executor):
             with ending_the_group(comm, _NAME) if between else contextlib.nullcontext():
                 output, warn = self._in_turn(weights, jagged, checked, turn.met if between else turn)
         turn.end()
-        if far_first is not None:
-            self._chosen.took(checked.global_batch, time.perf_counter() - begin, deadline_s)
+        if far_first is not None and not rides:
+            self._chosen.took(size, time.perf_counter() - begin, deadline_s)
         if warn is not None:
             warn()
         return {"out": output}
@@ -142,26 +141,12 @@ class EmbeddingAllToAllUnfused(Executor):
         assert rails is not None
         pooled, warn = self._pooled(weights, jagged, checked, turn)
         arriving, leaving = self._numbers(sizes)
-        received, near = pooled.new_empty(sum(arriving)), rails.near.ranks
-        parts = list(received.split(arriving))
-
-        def place(rows: int, counts: Counts) -> torch.Tensor | None:
-            if counts.ravel().tolist() != [arriving[rank] for rank in near]:
-                return None  # ranks have different batch sizes, and refuse the call
-            at = sum(arriving[: near[0]])
-            return received[at : at + rows]
-
-        vectors = pooled.view(-1, 1)
-        exchange = AllToAll(
-            rails, vectors, np.array(leaving).reshape(-1, 1), lambda memory: memory.copy_(vectors), place
-        )
+        received, vectors = pooled.new_empty(sum(arriving), 1), pooled.view(-1, 1)
+        sent, came = (torch.tensor(numbers, device="cpu").view(-1, 1) for numbers in (leaving, arriving))
+        exchange = AllToAllInto(rails, sent, lambda memory: memory.copy_(vectors), came, received)
         cpu.meet(self.comm, self._topic, 0, sizes, deadline_s=turn.deadline_s, cargo=exchange)
-        levels = rails.levels
-        for host in range(levels.n_hosts):
-            if host != levels.host:
-                ranks = slice(host * levels.per_host, (host + 1) * levels.per_host)
-                parts[ranks] = exchange.rows_from(host).view(-1).split(arriving[ranks])
-        return self._unpacked(parts, sizes, turn), warn
+        exchange.end()
+        return self._unpacked(received.view(-1).split(arriving), sizes, turn), warn
 
     def _rides(self, global_batch: int) -> bool:
         """True if the vectors are few enough to be sent with the messages by which ranks synchronise. The result is equal on all

@@ -2,7 +2,7 @@
 
 The second implementation sends the data of other hosts first, and works on this host's data while they are in transit
 (`weft.runtime.unfused.far_first`). But it cuts messages and GEMMs into smaller pieces, which costs time. So weft measures
-both. The first calls of each size (a number of rows or samples) use the two implementations alternately, in blocks of
+both. The first calls of each size (numbers of rows, or of samples and ids) use the two implementations alternately, in blocks of
 calls. The first call of a block does not count, because it allocates memory.
 
 To compare the implementations, weft sorts the times of each. Later calls use the second implementation if one of these
@@ -23,6 +23,7 @@ from __future__ import annotations
 import statistics
 import struct
 from collections import defaultdict
+from typing import TypeAlias
 
 from weft.symm import Communicator
 
@@ -32,49 +33,52 @@ _CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, 
 _DOUBT = 1.5  # a predicted gain may be too small by this factor
 _TIMES = struct.Struct(f"<{_MEASURED}d")
 
+Size: TypeAlias = int | tuple[int, ...]
+_Bits: TypeAlias = tuple[int, ...]
+
 
 class TwoWays:
     """The choice between two implementations of a call, for each size of the call, by the times of the first calls. All ranks
     choose the same.
 
-    The size is the number of rows or samples of a call. Similar sizes, whose binary numbers have equally many bits, share a
-    choice.
+    The size is the number of rows of a call, or its numbers of samples and ids. Similar sizes, whose binary numbers have equally
+    many bits, share a choice.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         # The times of the first calls, in order, by the number of bits of the size.
-        self._times: defaultdict[int, list[float]] = defaultdict(list)
-        self._taken: dict[int, bool] = {}
-        self._ruled_out: set[int] = set()
+        self._times: defaultdict[_Bits, list[float]] = defaultdict(list)
+        self._taken: dict[_Bits, bool] = {}
+        self._ruled_out: set[_Bits] = set()
 
-    def rule_out(self, size: int, most_gain_s: float) -> None:
+    def rule_out(self, size: Size, most_gain_s: float) -> None:
         """Never use the second implementation for `size` if the links are too fast for a clear gain. After the first call of
         this size, this method has no effect.
 
         most_gain_s: the largest time, in seconds, that the second implementation is predicted to save. Equal on all ranks.
         """
-        bucket = size.bit_length()
+        bucket = _bits(size)
         if bucket not in self._taken and not self._times[bucket] and _DOUBT * most_gain_s <= _CLEARLY_S:
             self._taken[bucket] = False
             self._ruled_out.add(bucket)
 
-    def takes_other(self, size: int, is_faster: bool = False) -> bool:
+    def takes_other(self, size: Size, is_faster: bool = False) -> bool:
         """True if the next call of this size must use the second of the two implementations.
 
         is_faster: True if the second implementation is known to be faster. It is then used without a measurement, unless
             `rule_out` has excluded it. Equal on all ranks.
         """
-        bucket = size.bit_length()
+        bucket = _bits(size)
         if is_faster:
             return bucket not in self._ruled_out
         return self._taken.get(bucket, _is_other(len(self._times[bucket])))
 
-    def took(self, size: int, seconds: float, deadline_s: float) -> None:
+    def took(self, size: Size, seconds: float, deadline_s: float) -> None:
         """Record the time that a call took on this rank, in seconds. After the last measured call of a size, ranks exchange
         their times and choose. The time of a call is the time of its slowest rank.
         """
-        bucket = size.bit_length()
+        bucket = _bits(size)
         if bucket in self._taken:
             return
         times = self._times[bucket]
@@ -87,6 +91,10 @@ class TwoWays:
             sorted(slowest[i] for i in range(_MEASURED) if i % _BLOCK and _is_other(i) == way) for way in (False, True)
         )
         self._taken[bucket] = _is_faster(first, other)
+
+
+def _bits(size: Size) -> _Bits:
+    return tuple(number.bit_length() for number in (size if isinstance(size, tuple) else (size,)))
 
 
 def _is_faster(first: list[float], other: list[float]) -> bool:

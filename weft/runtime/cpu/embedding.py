@@ -32,7 +32,7 @@ from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
 
-_EXTRA = struct.Struct("<qq")  # the rank's output buffer for the call, hash of the batch sizes
+_EXTRA = struct.Struct("<qq")  # `number` of `meet`, hash of the batch sizes
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
 _BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # "fatal" checks all indices before the call begins
@@ -119,18 +119,18 @@ def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
 
 
 def meet(
-    comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None,
+    comm: Communicator, topic: Topic, number: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None,
     cargo: Cargo | None = None,
 ) -> list[int]:  # fmt: skip
-    """Wait in the rendezvous for all ranks. Return the index of each rank's output buffer for this call, by rank. Raise on
-    every rank if a rank refuses the call, or if ranks make different calls.
+    """Wait in the rendezvous for all ranks. Return each rank's `number`, by rank. Raise on every rank if a rank refuses the call,
+    or if ranks make different calls.
 
-    slot: the index of this rank's output buffer.
+    number: a number that may differ between ranks: the index of this rank's output buffer for this call, or its number of ids.
     cargo: a small collective whose data are sent with the messages of the rendezvous, between ranks on several hosts; None if
         there is no such collective.
     """
     meeting = meeting_of(comm)
-    extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)), cargo=cargo)
+    extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(number, hash(batch_sizes)), cargo=cargo)
     said = [_EXTRA.unpack(extra) for extra in extras]
     for rank, (_, theirs) in enumerate(said):
         if theirs != said[0][1]:
@@ -138,7 +138,7 @@ def meet(
                 f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank {comm.rank}, "
                 f"{batch_sizes}): pass the same global batch and batch_sizes on every rank"
             )
-    return [slot for slot, _ in said]
+    return [theirs for theirs, _ in said]
 
 
 class EmbeddingAllToAllCpu(LendingExecutor):

@@ -16,7 +16,7 @@ import os
 import torch
 
 from weft.runtime.rails import Rails
-from weft.runtime.rails_all_to_all import AllToAll
+from weft.runtime.rails_all_to_all import AllToAll, AllToAllInto
 from weft.runtime.unfused import grouped_matmul
 from weft.runtime.unfused.cells import Cells, by_expert, by_rank, multiply, put, run, runs
 from weft.runtime.unfused.permutation import in_expert_order
@@ -68,13 +68,10 @@ def dispatch_in_rails(
             for _ in multiply(here, by_rank(counts), counts, w, y_here, by_expert(counts)):
                 os.sched_yield()
 
-    table = splits.view(rails.comm.world_size, -1).numpy()
-    exchange = AllToAll(
-        rails, tokens, table, lambda memory: memory.copy_(tokens), place, multiply_near, most_bytes=room
-    )
+    table = splits.view(rails.comm.world_size, -1)
+    exchange = AllToAll(rails, tokens, table, lambda memory: memory.copy_(tokens), place, multiply_near, room)
     nbytes = turn.ride(name, exchange, exchange.nbytes)
-    came = exchange.counts
-    received = torch.from_numpy(came)
+    came, received = exchange.counts, exchange.received
     if nbytes > room:
         if nbytes <= most_bytes:
             rails.reserve_rows(nbytes)
@@ -111,26 +108,19 @@ class CombineInRails:
         self, rails: Rails, h: torch.Tensor, w: torch.Tensor, sizes: Sizes, rows: int, turn: Turn, name: str
     ) -> None:  # fmt: skip
         self._rails, self._h, self._w, self._turn, self._name = rails, h, w, turn, name
-        came: Cells = sizes.received.numpy()
-        self._sent: Cells = sizes.splits.numpy().reshape(came.shape)
-        self.sends = int(came.sum())
+        self._y, self._room = h.new_empty(rows, w.shape[2]), rails.rows_bytes
+        expected = sizes.splits.view(sizes.received.shape)
+        self.cargo = AllToAllInto(rails, sizes.received, self._multiply, expected, self._y, by_expert=True)
+
+    @property
+    def sends(self) -> int:
         """The number of rows that this rank sends, also to itself."""
-        self._y = h.new_empty(rows, w.shape[2])
-        self._room, self._of_experts = rails.rows_bytes, came.sum(0).tolist()
-        self.cargo = AllToAll(rails, self._y, came, self._multiply, self._place, by_expert=True)
+        return self.cargo.rows
 
     def _multiply(self, made: torch.Tensor) -> None:
         """Write the products to `made`, in the order of experts."""
-        run(grouped_matmul.multiply(self._h[: len(made)], self._w, self._of_experts, made))
+        run(grouped_matmul.multiply(self._h[: len(made)], self._w, self.cargo.of_experts, made))
         self._turn.done(LibraryGroupedMatmul.kind, made)
-
-    def _place(self, rows: int, counts: Cells) -> torch.Tensor | None:
-        """Return the part of the result for the rows from ranks of this host."""
-        first = self._rails.near.ranks[0]
-        if counts.tobytes() != self._sent[first : first + len(counts)].tobytes():
-            return None  # ranks do not agree on the numbers of rows, and refuse the call
-        at = int(self._sent[:first].sum()) if first else 0
-        return self._y[at : at + rows]
 
     def end(self, nbytes: int) -> torch.Tensor | None:
         """Return the result [rows, N], after the rendezvous has shown that all ranks make the same call. Return None if a rank
@@ -141,12 +131,4 @@ class CombineInRails:
         if nbytes > self._room:
             self._rails.reserve_rows(nbytes)
             return None
-        levels, y, far = self._rails.levels, self._y, 0
-        for host in range(levels.n_hosts):
-            if host != levels.host:
-                first = host * levels.per_host
-                at = int(self._sent[:first].sum()) if first else 0
-                rows = y[at : at + int(self._sent[first : first + levels.per_host].sum())]
-                self.cargo.copy_from(host, rows)
-                far += rows.nbytes
-        return self._turn.done(self._name, y, far)
+        return self._turn.done(self._name, self._y, self.cargo.end())
