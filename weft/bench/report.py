@@ -131,8 +131,8 @@ def _code(record: Record) -> str:
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Return a note on which versions of weft measured which rows, as a list. The list is empty if all records are from the
-    same version.
+    """Return a list with one note, which names the version of weft for each row. The list is empty if all records are
+    from the same version.
     """
     if len(set(map(_code, latest))) == 1:
         return []

@@ -230,8 +230,8 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Return the index, in the flattened `counts`, of the number of tokens that rank `source` sends to this rank's
-        first expert.
+        """Return an index into the flattened `counts`: the element with the number of tokens that rank `source` sends
+        to this rank's first expert.
         """
         return source * self._all + RANK * self.p.experts
 

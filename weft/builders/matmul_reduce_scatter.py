@@ -106,8 +106,8 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
 
     by: how chunks are sent. "store": the GEMM stores them in the owner's slot. "dma" or "kernel": a copy engine or a
         kernel copies them after the GEMM.
-    add: how the owner sums. "gemm": its GEMM waits for each chunk and accumulates into it. "reduce": its GEMM does not
-        wait; a kernel then sums the GEMM's output and the arrived chunks.
+    add: how the owner sums. "gemm": the owner's GEMM waits for each chunk and accumulates into this chunk. "reduce":
+        its GEMM does not wait; a kernel then sums the GEMM's output and the arrived chunks.
     """
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)

@@ -79,8 +79,8 @@ def _at(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def _alike(rows: float, exponent: float) -> Iterator[tuple[float, float]]:
-    """Yield (probability that a read is of a row of the group, number of rows) for groups of rows that are read about equally
-    often.
+    """Divide the rows into groups of rows that are read about equally often. Yield (probability that a read is of a row
+    of the group, number of rows) for each group.
     """
     q = 1 - exponent or 1e-8
     first, whole = 0.0, (rows + 1) ** q - 1

@@ -249,7 +249,9 @@ class _Owned:
         return buffer.part(rows=(self._pieces * self._begins[c], self._count(c, owner)), at=owner)
 
     def piece(self, buffer: Buffer, c: int, number: Index, at: Index = RANK) -> Region:
-        """Return piece `number` of this rank's rows of chunk c, as a region of `buffer` [pieces * rows, n] on rank `at`."""
+        """Return the region of `buffer`, [pieces * rows, n] on rank `at`, for one piece of this rank's rows of chunk c.
+        number: the index of the piece.
+        """
         first = self._pieces * self._begins[c] + number * self._sizes[c]
         return buffer.part(rows=(first, self._count(c, RANK, number)), at=at)
 

@@ -52,7 +52,7 @@ class GroupReport:
     seats: the host, process and device of each rank, in rank order.
     paths: how each pair of ranks is connected, by (lower rank, higher rank).
     rendezvous_us: the median time in which all ranks synchronise. CPU ranks do this before each call.
-    rendezvous: how they synchronise, for the report.
+    rendezvous: the way in which the ranks synchronise, as text for the report.
     rails: the ranks of each rail, if CPU ranks form rails (docs/hosts.md).
     """
 
@@ -124,7 +124,7 @@ def _path(one: Seat, other: Seat) -> str:
 
 
 def print_group(report: GroupReport) -> None:
-    """Print the host and the device of each rank, and which pairs of ranks have which kind of connection."""
+    """Print the host and the device of each rank, and the kind of connection of each pair of ranks."""
     world = len(report.seats)
     print(f"{counted(world, 'rank')} on {counted(len(report.hosts), 'host')}\n")
     for host in report.hosts:

@@ -53,9 +53,9 @@ def check_jagged(
     """Check one rank's input and tables against the sharding, without reading their contents. Raise `ValueError` if
     they do not match.
 
-    jagged: the input, with the samples of all ranks. Its offsets have a block of bags for each key. If it has no keys, they
-        have a block for each feature of this rank's tables, in the order of the output columns. Keys of other ranks' tables are
-        skipped.
+    jagged: the input, with the samples of all ranks. Its offsets have a block of bags for each key. Without keys, the
+        offsets have a block for each feature of this rank's tables, in the order of the output columns. Keys of other
+        ranks' tables are skipped.
     batch_sizes: the number of samples of each rank. None: divide the global batch evenly; the first ranks get the
         remainder.
     weights: this rank's tables, in the order of `sharding.local_tables(rank)`; or their device, if they have been

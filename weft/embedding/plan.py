@@ -76,7 +76,7 @@ class EmbeddingPlan:
 
     @cached_property
     def checked_tables(self) -> dict[int, Hashable]:
-        """For each rank, the addresses and layouts of the tables in its last call that checked them: {rank: layout}
+        """The addresses and layouts of each rank's tables when they were last checked: {rank: layout}
         (`weft.runtime.layouts`). Unchanged tables are not checked again.
         """
         return {}

@@ -168,8 +168,8 @@ class EmbeddingBagConfig:
 
 
 def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) for each option of `config`, a table's configuration, that is set but that
-    `EmbeddingBagConfig.of` does not read.
+    """Yield (name, value, default) for each option of a table's configuration, `config`, that the user has set and that
+    `EmbeddingBagConfig.of` ignores.
     """
     defaults = dict.fromkeys(vars(config)) if hasattr(config, "__dict__") else {}
     if is_dataclass(config):

@@ -130,7 +130,7 @@ def _difference(file: IO[bytes], begin: int, length: int) -> str:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a readable file, so that zipfile need not read the part at once."""
+    """A readable file that shows only a part of another file. With it, zipfile need not hold the whole part in memory."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0

@@ -1,9 +1,9 @@
 """Marks of sharded tables, so that DistributedDataParallel and FSDP leave them alone.
 
-DDP copies the first rank's parameters to all ranks and averages gradients. Sharded tables differ between ranks, in number
-and in shape, so gloo would abort the process, or every rank would get the first rank's tables. DDP takes the names of
-parameters to ignore from the module that it wraps, which tables inside that module cannot set. So weft adds the names when
-DDP stores the module.
+DDP copies the first rank's parameters to all ranks and averages gradients. Sharded tables differ between ranks, in
+number and in shape, so gloo would abort the process, or every rank would get the first rank's tables. DDP takes the
+names of parameters to ignore from the module that it wraps. Tables inside this module cannot add names to its list. So
+weft adds the names when DDP stores the module.
 """
 
 from __future__ import annotations

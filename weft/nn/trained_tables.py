@@ -83,7 +83,8 @@ class TrainedTables(nn.Module):
         the CPU waits for the device, and CPU ranks compare the learning rate. After an error nothing is updated.
         Without an `optimizer` the context does nothing: gradients accumulate in `.grad`.
 
-        Memory: the ids and the gradients of all backwards in the context. The update at its end needs as much again.
+        Memory: the ids and the gradients of all backwards in the context. The update at the end of the context needs as
+            much memory again.
         """
         if self._update is None:
             yield

@@ -137,7 +137,7 @@ class _OfGroup(Generic[E]):
     call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective.
 
     All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So after each
-    count, this class calls `count_call` with a function that undoes the count, and runs if ranks refuse the call.
+    count, this class passes `count_call` a function that undoes the count. The function runs if ranks refuse the call.
     """
 
     def __init__(self, count_call: Callable[[Callable[[], None]], None] = lambda undo: None) -> None:

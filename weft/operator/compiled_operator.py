@@ -250,8 +250,8 @@ class CompiledOperator:
             across.begin_backward()
 
     def for_one_call(self, p: Any, rows: int, call: Any, wanted: tuple[bool, ...]) -> CompiledOperator:
-        """Return a copy of this operator for one unfused call, whose size differs from the size for which this operator was
-        compiled. The copy is not cached.
+        """Return a copy of this operator for one unfused call. The size of the call differs from the size for which
+        this operator was compiled. The copy is not cached.
 
         p: the problem of the call, from this operator's problem family.
         rows: the number of rows of the call's first tensor.
@@ -285,8 +285,8 @@ class CompiledOperator:
     def run_on_cpu(
         self, p: Any, call: Any, wanted: tuple[bool, ...], fingerprint: int, deadline_s: float | None
     ) -> list[torch.Tensor]:
-        """Run one unfused call on CPU, whose size differs from the size for which this operator was compiled. Return its
-        results. This method takes less time than a call of the copy that `for_one_call` makes.
+        """Run one unfused call on CPU, and return its results. The size of the call differs from the size for which
+        this operator was compiled. `for_one_call` serves the same purpose, but takes longer.
 
         p: the problem of the call, from this operator's problem family.
         wanted: for each differentiable field of the call, True if its gradient is wanted.
@@ -298,16 +298,17 @@ class CompiledOperator:
         return [made[name] for name in self.results]
 
     def _described(self, p: Any, call: Any, given: str) -> tuple[str, str]:
-        """Return the full and the short description of a call, whose size differs from the size for which this operator was
-        compiled.
+        """Return the full and the short description of a call. The size of the call differs from the size for which
+        this operator was compiled.
         """
         op, full = self.op, str(p)
         said = full if type(op).said is Operator.said else op.said(call, p.world_size)
         return joined(said, given), joined(p.text if said == full else said, given)
 
     def _turns_of(self, said: str, shown: str, wanted: tuple[bool, ...], fingerprint: int) -> Turns:
-        """Return the object that runs the rendezvous before each collective of a call on CPU, whose size differs from the size
-        for which this operator was compiled. In the rendezvous, ranks compare `fingerprint`, which represents the call.
+        """Return the object that runs the rendezvous before each collective of a call on CPU. The size of the call
+        differs from the size for which this operator was compiled. In the rendezvous, ranks compare `fingerprint`,
+        which represents the call.
         """
         assert self.comm is not None
         op = self.op
@@ -419,7 +420,8 @@ class CompiledOperator:
     ) -> Executor | None:
         """Return the executor of this call; None if it runs unfused.
 
-        The first call chooses a schedule, and may run candidates on its `tensors`. All ranks must make it together.
+        The first call chooses a schedule, and may run candidates on its `tensors`. All ranks must make the first call
+        together.
         """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()

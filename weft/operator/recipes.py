@@ -21,8 +21,8 @@ class UnlikeError(Exception):
 
 
 def with_division(recipe: Place, number: int) -> tuple[Place, int]:
-    """Add a division to a recipe, the instructions by which native code makes a return value from a call's results: divide
-    each use of the first result by `number`. Return the new recipe, and the number of divisions in it.
+    """Add a division to a recipe (the instructions by which native code makes a return value): divide each use of the
+    call's first result by `number`. Return the new recipe, and the number of divisions in it.
     """
     if recipe == ("given", 0):
         return ("div_", recipe, number), 1

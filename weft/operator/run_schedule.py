@@ -58,10 +58,10 @@ def run_schedule(
     tensors: this rank's tensor for every input and output buffer, by name. Each is [rows, columns] with the buffer's
         dtype, and all are on one device. Rows must be contiguous. A tensor that only GEMMs use may also be the
         transpose of a tensor with contiguous rows. An output must not overlap any other tensor in memory. Outputs are
-        overwritten, and autograd is notified as for torch's out= tensors. If an output's number of rows is dynamic (known
-        only during the run), pass a function that takes the number of rows and returns a new tensor. On GPUs you can
-        also pass a tensor with at least this number of rows. If an input's number of rows is dynamic, you can pass a
-        tensor with more rows, which are not read.
+        overwritten, and autograd is notified as for torch's out= tensors. If an output's number of rows is dynamic
+        (known only during the run), pass a function that takes the number of rows and returns a new tensor. On GPUs you
+        can also pass a tensor with at least this number of rows. If an input's number of rows is dynamic, you can pass
+        a tensor with more rows. The additional rows are not read.
     group: the process group, or its name. All ranks must make the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank. On GPUs the call then synchronises with the device.
@@ -185,7 +185,7 @@ _table: Table[_Compiled] = Table()
 def _compiled(
     schedule: Schedule, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> _Compiled:
-    """Return the cached executor of an equal schedule, or make it. All ranks must make it together."""
+    """Return the cached executor of an equal schedule, or make an executor. All ranks must make this call together."""
     digest, what = _fingerprint(schedule), f"schedule {schedule.name}"
     key = digest, device
     found = _table.find(group, key)

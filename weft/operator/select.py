@@ -263,8 +263,9 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names of the schedules for a call of `p`: one for usual calls, one for captured calls. Sizes of the same
-    size bucket share these schedules. The first call for a bucket chooses them, and all ranks must make it together.
+    """Return the names of the schedules for a call of `p`: one for usual calls, one for captured calls. Sizes of the
+    same size bucket share these schedules. The first call for a bucket chooses the schedules. All ranks must make this
+    first call together.
 
     itself: True to choose for exactly this size.
     """

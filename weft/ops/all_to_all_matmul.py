@@ -63,7 +63,7 @@ def all_to_all_matmul(
         with an argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may
         differ between ranks and between calls. Copied if not contiguous.
     w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
-        contiguous [E, N, K], which is copied at every call on CPU.
+        contiguous [E, N, K]. On CPU a transpose is copied at every call.
     splits: [W * E] int64 (int32 is converted) on the tokens' device: the number of tokens for each expert of all ranks.
         They must sum to T. The values are checked on CPU only. On GPUs a check would wait for the device, and wrong
         values give wrong results.

@@ -132,7 +132,7 @@ def number_of_collective(name: str) -> bytes:
 
 
 class Meeting:
-    """The rendezvous before calls on `comm`, a communicator of CPU ranks. All ranks must construct it, and use it from
+    """The rendezvous before calls on `comm`, a communicator of CPU ranks. All ranks must construct this object, and use it from
     one thread at a time.
     """
 

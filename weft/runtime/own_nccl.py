@@ -1,7 +1,8 @@
 """The NCCL communicator on which GPUs of several hosts run the collectives of schedules.
 
-weft makes this communicator itself, so that it can abort it if the group fails. Otherwise a stream would wait for a lost rank
-until NCCL's timeout. weft never aborts the communicator of the user's group, on which `weft.runtime.unfused` runs.
+weft makes this communicator itself, so that weft can abort the communicator if the group fails. Otherwise a stream
+would wait for a lost rank until NCCL's timeout. weft never aborts the communicator of the user's group, on which
+`weft.runtime.unfused` runs.
 """
 
 from __future__ import annotations

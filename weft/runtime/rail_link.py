@@ -32,7 +32,7 @@ _LOOK_S = 0.05
 
 
 class RailLink:
-    """Connections to the other ranks of a rail. All ranks must construct it.
+    """Connections to the other ranks of a rail. All ranks must construct this object.
 
     peers: the other ranks of this rank's rail. deadline_s: the longest wait for connections, in seconds.
 

@@ -79,7 +79,7 @@ class Cargo(Protocol):
 
 class Rails:
     """The rendezvous of CPU ranks on several hosts, on `comm`. Each rank publishes a payload of up to `payload_bytes` bytes.
-    All ranks must construct it, and make the same calls from one thread at a time.
+    All ranks must construct this object, and make the same calls from one thread at a time.
     """
 
     def __init__(self, comm: Communicator, payload_bytes: int) -> None:

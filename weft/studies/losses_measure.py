@@ -71,7 +71,7 @@ class Side(AbstractContextManager["Side"], ABC):
 
     nbytes: the size of the rank's shard.
 
-    Use it as a context manager, which frees the symmetric memory. All ranks must construct it.
+    Use it as a context manager, which frees the symmetric memory. All ranks must construct this object.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:

@@ -54,7 +54,7 @@ def bars(
 ) -> list[Any]:
     """Draw grouped bars, and a line at 1. Return the bars of each group.
 
-    groups: the heights of each group of bars, one for each label, by the name in the legend.
+    groups: {name in the legend: heights of the bars}, with one height for each label.
     base: the height at which bars begin.
     """
     width, drawn = 0.8 / len(groups), []

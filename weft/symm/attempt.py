@@ -73,8 +73,9 @@ class Attempt:
         return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def look_up(self, rank: int) -> None:
-        """Read the entry of `rank`, if there is one. If it says that `rank` gave up, raise the error in the entry. Ignore an
-        error that this rank has already raised, and an error that concerns only other ranks (`last_words`).
+        """Read the entry of `rank`, if there is one. If the entry says that `rank` gave up, raise the error in the
+        entry. Ignore an error that this rank has already raised, and an error that concerns only other ranks
+        (`last_words`).
         """
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return

@@ -74,8 +74,8 @@ class Signal(_Handle):
     """`count` 64-bit counters on every rank of `group`. Any rank can increase them. The owner can wait for them.
 
     Memory order: `set` and `add` release, `wait` and `read` acquire. After a wait for a value, a rank sees all writes
-    to symmetric memory that the setting rank made before it set the value. Counters start at 0 and should only grow: a
-    rank cannot know if a peer still reads an older value. For example, use the number of the iteration as the value.
+    to symmetric memory that the rank which set the value made before. Counters start at 0 and should only grow: a rank
+    cannot know if a peer still reads an older value. For example, use the number of the iteration as the value.
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):

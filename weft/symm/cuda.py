@@ -76,7 +76,7 @@ class CudaRegion:
 
 
 class _Slab:
-    """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct it.
+    """One allocation of `nbytes` on every rank, from which regions are cut. All ranks must construct this object.
 
     buffers: the memory of each rank, uint8 [nbytes].
     addresses: the addresses of these buffers on this device.

@@ -26,7 +26,7 @@ _CLOSED = "this exchange is closed: make a new one"
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank, which ranks may repeat. All ranks must construct it, and make the
+    """An all-gather of up to `nbytes` bytes per rank, which ranks may repeat. All ranks must construct this object, and make the
     same calls from one thread at a time.
 
     comm: a communicator on CPU. In a group on several hosts, payloads travel over its connections, in about one round trip.

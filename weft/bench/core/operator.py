@@ -282,7 +282,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration, whose results are `found`."""
+        """Print the table of one configuration. found: the results of the configuration."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:

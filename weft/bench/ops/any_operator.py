@@ -175,7 +175,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def cut_to(self, whole: Self) -> None:
-        """Take as inputs the first rows of the inputs of `whole`, the variants of a larger shape."""
+        """Set the inputs to the first rows of the inputs of a larger shape. whole: the variants of that shape."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         alike = self.ranks.device.type == "cuda" and WEFT in self._taken and self.taken(WEFT, mode) == "serial"
@@ -363,7 +363,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return self.sentences(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
-        """Return remarks for below the table, on which features of other libraries were used."""
+        """Return remarks to print below the table. They name the features of other libraries that were used."""
         return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:

@@ -190,8 +190,8 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """Return the largest factors 1/2^k of the batch and of the table rows with which every rank stays within these
-    limits. If the preset draws ids by Zipf's law, both factors are equal.
+    """Return two factors 1/2^k, for the batch and for the table rows: the largest such that every rank stays within
+    these limits. If the preset draws ids by Zipf's law, both factors are equal.
 
     table_bytes: the most bytes of a rank's tables. rows_bytes: the most bytes of rows that a rank reads in a call.
         output_bytes: the most bytes of a rank's output.
@@ -243,7 +243,7 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """Return the presets with these names, separated by commas; all presets if `name` is None.
 
-    The text before the slash of a preset's name selects all presets that begin with it: "fused-inter" selects five.
+    A name without a slash selects all presets whose names begin with this name and a slash: "fused-inter" selects five.
     Raise `ValueError` for an unknown name.
     """
     family = {preset: preset.split("/")[0] for preset in PRESETS}

@@ -131,8 +131,8 @@ class WeftStep(TrainingStep):
             return found.gradients
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
-        """Return a call for each part of a step: {name of the part: a call that runs only this part}. All parts except forward
-        ignore `which` and use input set 0.
+        """Return a call for each part of a step: {name of the part: a call that runs only this part}. The argument of a
+        call is the number of the input set. Only forward reads it; all other parts use input set 0.
         """
 
         def forward(which: int) -> torch.Tensor:

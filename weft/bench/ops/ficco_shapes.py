@@ -98,12 +98,11 @@ class GatherShape(GemmShape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """Return `shape` with M halved until inputs, results and all measured schedules fit into memory. All ranks must
-    make this call.
+    """Return `shape` with M halved until inputs, results and all measured schedules fit into memory. Return `shape`
+    unchanged if it is not one of the paper's, or if its name already gives a number by which M is divided. If no M
+    fits, also return `shape`: `check_room` then refuses it. All ranks must make this call.
 
-    names: the variants to measure, as in `pinned_schedules`. A shape is returned unchanged if it is not one of the paper's, or
-        if its name already gives a number by which M is divided. If no M fits, return the full shape, which `check_room` then
-        refuses.
+    names: the variants to measure, as in `pinned_schedules`.
     """
     if not shape.gemm or shape.over:
         return shape

@@ -157,8 +157,9 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """Find the variants with a pinned schedule whose names begin with one of `names`. Yield (suffix, variant, candidate) for
-    each. The candidate is the schedule: it is among those that the planner would try, or is spelled out in `names`.
+    """Find the variants with a pinned schedule whose names begin with one of `names`. Yield (suffix, variant,
+    candidate) for each. The candidate is the pinned schedule: one that the planner would try, or one whose full name is
+    in `names`.
 
     problems: the kinds of calls of a shape, as pairs (problem, suffix of the variants' names, such as "-bounded").
     """
@@ -251,7 +252,9 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """Return how often an output element is rounded to its dtype at most. Each step or tile that adds to it rounds it again."""
+    """Return the largest number of times that an output element is rounded to its dtype. Each step or tile that adds to
+    the element rounds it again.
+    """
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
     return 1 + max(added.values(), default=0)

@@ -56,7 +56,7 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """The inputs and the variants of a block on one rank. All ranks must construct it.
+    """The inputs and the variants of a block on one rank. All ranks must construct this object.
 
     The output and all gradients of a variant are compared with those of `serial`.
     """

@@ -150,8 +150,8 @@ class SharedMemory:
         return ["compute"] if nth else sent_on
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if this rank adds to its own product of a chunk only one update from a peer, with add=gemm. The update
-        is then copied into the result, and the chunk's GEMM accumulates into this copy.
+        """True if, with add=gemm, only one update from a peer is added to this rank's product of a chunk. The update is
+        then copied into the result, and the chunk's GEMM accumulates into this copy.
 
         place: the chunk's position in the whole output.
         """

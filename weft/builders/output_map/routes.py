@@ -474,8 +474,8 @@ def _from(rank: int, to: Index, world: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # the maps of all candidates repeat the same expressions
 def _distance(number: Index, count: int, world: int) -> int | None:
-    """Return how far the rank or chunk `number` is after this rank, or after this rank's first chunk, in a ring of `count`
-    ranks or chunks.
+    """Return a distance in a ring of `count` ranks or chunks: from this rank to rank `number`, or from this rank's
+    first chunk to chunk `number`.
 
     Return None if the distance differs between ranks, or if the expression `number` is out of range on some rank.
 

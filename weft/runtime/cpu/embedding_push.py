@@ -32,7 +32,7 @@ _NAME = "gradients of embeddings"
 
 class PushedGradients:
     """The exchange of embeddings' gradients between the CPU ranks of one host, by copies into the memory of the ranks that own
-    the tables. All ranks must construct it, and make the same calls.
+    the tables. All ranks must construct this object, and make the same calls.
     """
 
     def __init__(self, comm: Communicator) -> None:

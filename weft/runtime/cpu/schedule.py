@@ -37,9 +37,9 @@ from weft.timeline import Span, Timeline
 class CpuSchedule(Executor):
     """The executor of `schedule` on this rank of `comm`, until `close()` or until the communicator closes.
 
-    All ranks must construct it together: they compare schedules, and may grow the group's memory. The constructor raises on
-    every rank: `DisagreementError` if the schedules differ, `ScheduleError` if the schedule cannot run on these ranks, or
-    `OutOfSharedMemoryError`.
+    All ranks must construct this object together: the constructor compares schedules, and may grow the group's memory.
+    The constructor raises on every rank: `DisagreementError` if the schedules differ, `ScheduleError` if the schedule
+    cannot run on these ranks, or `OutOfSharedMemoryError`.
 
     what: the user's call, for error texts if ranks make different calls.
     kind: identifies schedules that differ only in sizes; any hashable value. Ranks compare and check only the first schedule
