@@ -106,11 +106,11 @@ def quoted(names: Sequence[str]) -> str:
 def markdown(head: Record, records: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     mean_s = sum(r["took_s"] for r in records) / len(records)
-    families = f", only the faults {quoted(head['families'])}" if head.get("families") else ""
-    families += f", only the calls of {quoted(head['operators'])}" if head.get("operators") else ""
+    only = f" Only the faults {quoted(head['families'])}." if head.get("families") else ""
+    only += f" Only the calls of {quoted(head['operators'])}." if head.get("operators") else ""
     return (
-        f"{len(records)} injections of seed {head['seed']}{families}, {mean_s:.1f} s each, on {head['machine']}, "
-        f"{head['cores']} cores; {versions}; commit {head['commit']}, {head['date'][:10]}.\n\n{tables(records)}"
+        f"{len(records)} injections of seed {head['seed']}, {mean_s:.1f} s each, on {head['machine']}, "
+        f"{head['cores']} cores; {versions}; commit {head['commit']}, {head['date'][:10]}.{only}\n\n{tables(records)}"
     )
 
 

@@ -109,8 +109,8 @@ def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, mos
     """Return the GEMM of one of `ranks` ranks, reduced to at most `most_ops` operations and `most_bytes` (`run_bytes`)
     bytes.
 
-    First, M, N and K are multiplied by `scale`. If the result is still too large, the larger of M and K is halved while
-    it stays the larger one: FiCCO's heuristic depends on the order of M and K. Then M, N and K are halved together. M
+    First, M, N and K are multiplied by `scale`. If the result is still too large, the larger of M and K is halved, but
+    not below the other. (FiCCO's heuristic depends on which of them is larger.) Then M, N and K are halved together. M
     and K stay multiples of 64, so that all pieces are equal. Raise `ValueError` if the GEMM cannot be reduced further.
     """
     all_by, large_by = 1 / scale, 1

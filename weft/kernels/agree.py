@@ -2,7 +2,7 @@
 kernel compares these counts with the counts that this rank expects.
 
 There is one program for each source rank. If the source's counts differ from the expected counts, the program fills the
-rows received from the source with NaN (bytes 0xFF), and writes 1 + the source's rank to pinned memory.
+source's rows with NaN (bytes 0xFF). It also writes 1 + the source's rank to pinned memory.
 """
 
 from __future__ import annotations

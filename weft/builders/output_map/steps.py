@@ -425,7 +425,7 @@ class _RankLanes:
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
         """Return two values for a chunk that this rank sends: the position at which the receiver stores the chunk, and
-        this rank's index among all ranks that send to this position.
+        the index of this rank among the senders to this position.
 
         place: the chunk's position on this rank. Both positions are in the whole output.
         """
