@@ -17,13 +17,11 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.table_1 import GatheredGemm
 from weft.launch import Pool
+from weft.studies.losses_lanes import TRANSPORTS, CpuSide, StudyLane
 from weft.studies.losses_measure import (
     BASELINES,
-    TRANSPORTS,
-    CpuSide,
     Matrices,
     MeasuringEffort,
-    StudyLane,
     balance,
     check_cuts,
     measure,

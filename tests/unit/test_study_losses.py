@@ -27,17 +27,15 @@ from weft.studies.losses import (
     tables,
 )
 from weft.studies.losses_bench import OPERATOR
+from weft.studies.losses_lanes import TRANSPORTS, in_turns, shard_bytes
 from weft.studies.losses_measure import (
     BASELINES,
     CUTS,
     PAIRS,
-    TRANSPORTS,
     cut_name,
     gather_beside,
     gather_name,
     gemm_beside,
-    in_turns,
-    shard_bytes,
     together,
 )
 from weft.studies.pages import figure

@@ -26,11 +26,11 @@ from numpy.typing import ArrayLike
 from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, number, table
 from weft.bench.table_1 import GatheredGemm, find_gemms
+from weft.studies.losses_lanes import TRANSPORTS
 from weft.studies.losses_measure import (
     BASELINES,
     CUTS,
     PIECES,
-    TRANSPORTS,
     WHOLE,
     cut_name,
     gather_beside,
