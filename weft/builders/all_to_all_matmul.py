@@ -143,8 +143,8 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
     """
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(
-            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so GEMM tiles with tokens of several "
-            "ranks save less time than sorting the tokens takes: use dispatch_by_expert"
+            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sorting the tokens takes longer than "
+            "it saves in the GEMMs: use dispatch_by_expert"
         )
     pieces = split(p.experts, chunks, what="experts of a rank")
     d = Sending("dispatch_sorted", p, "kernel", send, chunks)

@@ -205,8 +205,8 @@ def _check_rest(
             raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
     if any(scale is not None for scale in result_scales or ()):
         raise ValueError(
-            "result_scales are not supported: pass None for each, and multiply B_scales by them. Results that are not fp8 "
-            "can be multiplied after the call"
+            "result_scales are not supported: pass None for each result, and multiply B_scales by the scales. You can "
+            "also multiply results that are not fp8 after the call"
         )
     for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:

@@ -163,7 +163,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             ),
             "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "is not supported by fp8 GEMMs: use torch.bfloat16"),
             "result scale": (
-                {"result_scales": [scale]}, "result_scales are not supported: pass None for each, and multiply B_scales"
+                {"result_scales": [scale]}, "result_scales are not supported: pass None for each result, and multiply B_scales"
             ),
             "out": ({"out_dtypes": [torch.float64]}, "out_dtypes has torch.float64: use one of torch.bfloat16"),
             "fp8 by row": (
