@@ -56,7 +56,7 @@ def totals_of_ranks(
     if group.size() == 1:
         return leaving
     if device.type == "cpu":
-        # The exchange is no rendezvous. A rank that refuses its call before it would wait in vain for ranks in the exchange.
+        # The exchange is no rendezvous: a rank that refuses its call would wait for peers that are already in the exchange.
         turn_on(group, device, "embeddings with max_ids", deadline_s).meet("numbers of ids")
         lines = symm.communicator(group, device).all_gather(leaving, what="numbers of ids", deadline_s=deadline_s)
     else:

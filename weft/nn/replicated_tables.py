@@ -197,7 +197,8 @@ def _require_finite(
     of_parts: the gradients of the vectors of sharded tables. These tables are updated later, so their gradients are
         checked here too.
     """
-    # The exchange of `refuse_nonfinite` is no rendezvous. A rank that refuses its call would wait in vain for ranks in it.
+    # The exchange of `refuse_nonfinite` is no rendezvous: a rank that refuses its call would wait for peers that are already
+    # in the exchange.
     what = f"backward of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
     runtime.compare(of, what, tables.group, grad.device, tables.deadline_s)
     if of_parts is not None and not of_parts.isfinite().all():

@@ -132,7 +132,7 @@ def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | 
         return None, str(error)
     except WeftError:  # the group has failed
         raise
-    except BaseException as error:  # raised on this rank only, for which its peers would wait
+    except BaseException as error:  # raised on this rank only: its peers would wait for it
         comm.poison(f"self-calibration: {error!r}")
         raise
     found: SelfCalibration = comm.all_gather(mine if comm.rank == 0 else None, what="the first rank's numbers")[0]

@@ -44,9 +44,7 @@ from weft.timeline import Timeline
 from weft.words import counted
 
 _NAME = "all_to_all of pooled vectors"
-_MOST_BYTES = (
-    256 << 10
-)  # of a rank in an exchange that travels with a rendezvous. For more, gloo's all-to-all was faster
+_MOST_BYTES = 256 << 10  # the most that a rank sends with a rendezvous: beyond it, gloo's all-to-all was faster
 
 
 class EmbeddingAllToAllUnfused(Executor):

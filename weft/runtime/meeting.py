@@ -44,7 +44,7 @@ from weft.symm.layers import NOTHING, Noted, differ, difference
 from weft.words import by_rank
 
 _BYTES = 4096
-DATA_BYTES = 256 << 10  # of each rank, twice, for the data of collectives. More would not make collectives faster
+DATA_BYTES = 256 << 10  # a rank has two buffers of this size for data of collectives. Larger buffers are not faster
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may publish for its peers
 _NOTHING = bytes(_EXTRA)
@@ -58,7 +58,7 @@ _AT = _LAYERS_AT + _LAYERS.size  # offset of the part that ranks compare
 HEADER = _CALL + _NOTHING + _FORWARD.pack(0) + _LAYERS.pack(*NOTHING.records)
 """The first bytes that a rank publishes for a forward call, if no layer has recorded options. `Topic.compared` follows."""
 _DIGEST = 16
-_KINDS_OF_CARGO = 16  # of a topic, whose bytes are kept
+_KINDS_OF_CARGO = 16  # the most kinds of cargo for which a topic's bytes are kept
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
 _MISSED = (
@@ -305,7 +305,7 @@ class Meeting:
         rank raises, because all have read the same payloads.
         """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
-        if "" in texts:  # of a `NumberedTopic`; every rank sees it
+        if "" in texts:  # the empty text of a `NumberedTopic`; every rank sees it
             texts = self.comm.all_gather(topic.text, what="calls that differ")
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:

@@ -37,11 +37,11 @@ from weft.symm import Communicator
 
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
 MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separate rendezvous costs them little
-MOST_ROWS_BYTES = 4 << 20  # of a rank in an all-to-all: sending more takes so long that messages cost little
-_ROOM_BYTES = 8 << 20  # for the rows from all ranks of other hosts
-TABLE_BYTES = 64 << 10  # for the numbers of rows in an all-to-all
+MOST_ROWS_BYTES = 4 << 20  # the most that a rank sends in an all-to-all. With more bytes, separate messages cost little
+_ROOM_BYTES = 8 << 20  # the receive buffer for the rows from other hosts
+TABLE_BYTES = 64 << 10  # the receive buffer for the numbers of rows in an all-to-all
 _LENGTH = struct.Struct("<Q")
-_HEAD = _LENGTH  # of a message: the offset of its data
+_HEAD = _LENGTH  # the offset of the data in a message
 _ALIGNMENT = 64
 
 

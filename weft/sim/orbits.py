@@ -76,7 +76,9 @@ def folded(ranks: int, bytes_per_us: float, latency_us: float, columns: int, *mo
     kinds = [kind for kind, *_ in kinds_of_links(dims)]
     found = Folded(ranks, tuple(Link(kind, 0, 0, 0, bytes_per_us, latency_us) for kind in kinds), dims, rings=True)
     rate = len(kinds) * bytes_per_us
-    found.known["cuts"] = (Cut(1 / ranks, rate, rate, rate),)  # of the real torus, whose ranks have a link of each kind
+    found.known["cuts"] = (
+        Cut(1 / ranks, rate, rate, rate),
+    )  # the cut of the real torus, whose ranks have a link of each kind
     found.__dict__["period"] = 1
     return found
 

@@ -24,7 +24,7 @@ class Rounds:
 
     def __init__(self, peers: Iterable[int], lock: threading.RLock, tell: Callable[[int, bytes], None]) -> None:
         self._lock, self._tell = lock, tell
-        self._number = 0  # of the last round that this rank has begun
+        self._number = 0  # the number of the last round that this rank has begun
         self._told = dict.fromkeys(peers, 0)  # the last round of this rank of which the peer knows
         self._known = dict(self._told)  # the last round that the peer is known to have begun
 
