@@ -28,7 +28,7 @@ smallest capacity for the benchmark's tokens.
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
     before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
     Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 overlaps an all-to-all with
-    the GEMM before it; these schedules overlap it with the GEMMs after it.
+    the GEMM before it; these schedules overlap an all-to-all with the GEMMs after it.
 """
 
 from __future__ import annotations

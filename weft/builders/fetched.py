@@ -29,7 +29,7 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 class Fetched:
     """The signals and the copies of an all-gather by gets.
 
-    ranks: the number of ranks that take part, which form a ring.
+    ranks: the number of ranks that take part. They form a ring.
     at: a function that returns the rank `distance` places after this rank in the ring (before it, if negative).
         Default: all ranks, in order.
     signals: the signals "chunk ready", one for each chunk of each source rank. The sources are in ring order: the rank

@@ -21,7 +21,7 @@ Concatenated columns are sent without an intermediate copy. Parts are reduced in
 part first, then the others in ring order, starting with the rank before this rank.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
-    reduce-scatter). In T3 the overlapped GEMM is before the reduce-scatter; here it is after it.
+    reduce-scatter). In T3 the overlapped GEMM is before the reduce-scatter; here the GEMMs are after it.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def _write_links(path: Path, report: GroupReport) -> str:
 
 
 def run(links: Path | None = None) -> int:
-    """Run `weft doctor --group` on this rank, and return its exit status. links: the file for the topology, which rank
-    0 writes.
+    """Run `weft doctor --group` on this rank, and return its exit status. links: the path of the topology file that
+    rank 0 writes; None to write none.
     """
     if not env.under_torchrun():
         print(

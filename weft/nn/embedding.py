@@ -262,7 +262,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
         """Begin to send the ids of a batch to the ranks of their tables, for `prefetch`.
 
-        refusal: an error that the caller has found in the batch, which the next call of the module raises on all ranks.
+        refusal: an error that the caller has found in the batch. The next call of the module raises this error on all
+            ranks.
         """
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 

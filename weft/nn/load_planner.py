@@ -118,8 +118,8 @@ def _damaged(folder: Path, plan: LoadPlan, metadata: Metadata) -> list[str]:
 
 
 def _difference(file: IO[bytes], begin: int, length: int) -> str:
-    """Return an error text unless the bytes from `begin` on are a zip archive of `length` bytes with the CRC-32 of its
-    parts, as torch.save writes it.
+    """Check `length` bytes of a file, from `begin` on: they must be a zip archive as torch.save writes it, and each
+    part must have its saved CRC-32. Return an error text; "" if there is no error.
     """
     try:
         with zipfile.ZipFile(_Window(file, begin, length)) as archive:

@@ -31,7 +31,7 @@ class Prefetched:
     this stream, but not for work that was enqueued later, and then sends the ids.
 
     features: the features of this rank's samples. `arrived` raises errors about a bad batch.
-    refusal: an error that the caller has found in the batch, which `arrived` raises on all ranks.
+    refusal: an error that the caller has found in the batch. `arrived` raises this error on all ranks.
     """
 
     def __init__(self, distribution: InputDist, features: Any, refusal: Exception | None = None) -> None:

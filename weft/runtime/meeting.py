@@ -173,10 +173,10 @@ class Meeting:
 
         extra: 16 bytes that the caller sends to all ranks. They may differ between ranks.
         cargo: a collective whose data are sent with the messages of this rendezvous (`weft.runtime.rails`). The
-            collective is complete on return. Pass `cargo` only if the attribute `rails` of this object is not None,
-            which it is for ranks on several hosts.
-        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. If the attribute
-            `rails` of this object is not None, all steps are done on return; otherwise no step is done.
+            collective is complete on return. Pass `cargo` only if this object's `rails` is not None: for ranks on
+            several hosts.
+        meanwhile: work that needs no other rank, as an iterator that does a short step for each item. All steps are
+            done on return if this object's `rails` is not None; otherwise no step is done.
         collective: a collective within the host, whose data travel with this rendezvous (`weft.runtime.shared_collectives`). It is
             complete on return.
         ready: a function that gets the `extra` of each rank before the data of `collective` are read. If it returns

@@ -128,9 +128,7 @@ def _room() -> tuple[int, str]:
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """Return the descriptor of a sealed memfd of `size` bytes, whose pages are reserved, and "". On failure, return None
-    and an error text.
-    """
+    """Make a sealed memfd of `size` bytes, and reserve its pages. Return (descriptor, ""), or (None, error text)."""
     descriptor = None
     try:
         descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -51,7 +51,7 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group for the argument `group` of a call, which is a group or the name of a group.
+    """Return the process group. group: a group, or the name of a group.
 
     Raise `ValueError` for None, since weft has no default group, and for a group without this rank.
     """

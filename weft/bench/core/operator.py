@@ -305,7 +305,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         print_table(*table(found.title, rows, columns), notes, section=1, optional=self.narrow)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print a summary of several configurations, whose records are `written`."""
+        """Print a summary of several configurations. written: their records."""
         for mode in options.modes:
             if rows := [r for r in written if r["mode"] == mode]:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"

@@ -43,8 +43,8 @@ def write(
     o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
     sender: str = "to peers", fetched: Fetched | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Append to the draft `o` the steps of all ranks' maps, which `routes` contains. Return (first row, number of rows)
-    of each chunk of a rank's rows.
+    """Append the steps of all ranks' maps to the draft `o`. routes: the maps. Return (first row, number of rows) of
+    each chunk of a rank's rows.
 
     y: the buffer of this rank's result.
     sender: the name of the lanes of copy engines.
