@@ -89,7 +89,9 @@ class ForwardCall:
     layout: Hashable = field(default=None, init=False, repr=False)
     """The layouts and addresses of tables and states at their last check (`weft.runtime.layouts`), or None."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
-    """On GPUs, the ids that another stream is sorting (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
+    """On GPUs, the ids that another stream is sorting (`weft.runtime.cuda.embedding_runs.SortedAhead`). On CPU, the ids that were
+    sorted while gradients were in transit.
+    """
 
     @property
     def adds_each(self) -> bool:

@@ -6,7 +6,8 @@ row.
     rows       the summed gradient of each row that the batch has read: for an optimizer's update, or for `.grad`
 
 On one host, gradients are stored in the memory of the tables' owners: on GPUs by a kernel, on CPU by a copy. On several
-hosts, and with transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`.
+hosts, and with transport="serial", each rank reorders `grad` by owner and calls `all_to_all_single`. CPU ranks on several hosts
+send the gradients for other hosts first, and sort ids while gradients are in transit.
 
 CPU ranks synchronise before the exchange. They compare the number of the forward call (the n-th call of the group), its
 batch sizes, the optimizer and the learning rate. If any of these differ, all ranks raise an error with the difference
@@ -19,8 +20,8 @@ number of ranks, any placement of tables, and any delays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,12 @@ from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, Table
 from weft.embedding.options import Transport
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
-from weft.runtime.collectives import all_gather_single, all_to_all_single
-from weft.runtime.cpu import embedding_backward as cpu
+from weft.runtime.collectives import all_gather_single
 from weft.runtime.cpu.embedding_push import pushed_on as pushed_by_cpus
+from weft.runtime.gradients_to_owners import NAME, device_code, in_rails, nothing, to_owners
 from weft.runtime.layouts import layout_of
 from weft.runtime.meeting import Topic, meeting_of, shown
+from weft.runtime.rails import Cargo
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.words import by_rank, counted
@@ -62,14 +64,27 @@ def gradients(
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
     _require_intact(of, weights, wanted[1])
+    transport, dtype, riding = of.plan.options.transport, _dtype_on_the_way(of, grad.dtype), None
     if grad.device.type == "cpu":
-        what = f"backward of embedding_all_to_all of {counted(len(sharding.tables), 'table')}"
-        compare_ranks(symm.communicator(group, grad.device), what, of, turn.deadline_s)
+        what, comm = (
+            f"backward of embedding_all_to_all of {counted(len(sharding.tables), 'table')}",
+            turn.comm_between_hosts,
+        )
+        if comm is not None:
+            riding = in_rails(grad, sharding, of.rank, sizes, comm, dtype)
+        compare_ranks(comm or symm.communicator(group, grad.device), what, of, turn.deadline_s, riding and riding[0])
     device = device_code(grad.device)
     if wanted[0]:
         sort_ahead(of, jagged)  # concurrently with the exchange, unless forward has begun it
-    transport, dtype = of.plan.options.transport, _dtype_on_the_way(of, grad.dtype)
-    with received(grad, sharding, of.rank, sizes, group, turn, transport, dtype) as (found, ok, is_kept):
+    sorts = wanted[0] and of.collected is None and grad.device.type == "cpu"
+    meanwhile = partial(device.sort_ahead, of, jagged) if sorts else nothing
+    receiving: contextlib.AbstractContextManager[Received]
+    if riding is None:
+        receiving = received(grad, sharding, of.rank, sizes, group, turn, transport, dtype, meanwhile)
+    else:
+        leaving = riding[0].end()
+        receiving = contextlib.nullcontext(Received(turn.done(NAME, riding[1], leaving), None, True))
+    with receiving as (found, ok, is_kept):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
         of_weights = device.gradients_of_weights(of, jagged, weights, found.to(sharding.dtype)) if wanted[1] else None
@@ -110,7 +125,7 @@ class Received(NamedTuple):
 @contextlib.contextmanager
 def received(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
-    transport: Transport = "auto", dtype: torch.dtype | None = None,
+    transport: Transport = "auto", dtype: torch.dtype | None = None, meanwhile: Callable[[], None] = nothing,
 ) -> Iterator[Received]:  # fmt: skip
     """Send `grad`, the gradient of this rank's output, to the ranks that own the tables of its columns. Yield the gradients
     that this rank received.
@@ -120,11 +135,12 @@ def received(
 
     transport: the option of the forward call. With "serial", backward uses no symmetric memory either.
     dtype: the dtype in which gradients are sent; by default their own dtype.
+    meanwhile: work that needs no gradients. CPU ranks on several hosts do it while gradients are in transit.
     """
     pushes, on_gpu = sharding.world_size > 1 and transport != "serial", grad.device.type == "cuda"
     dtype = dtype or grad.dtype
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
-        yield Received(to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype), None, True)
+        yield Received(to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype, meanwhile), None, True)
         return
     if not on_gpu:
         found = pushed_by_cpus(comm).run(grad, sharding, batch_sizes, turn.deadline_s, dtype)
@@ -295,52 +311,32 @@ def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.dev
         raise RefusedError(f"backward of embedding_all_to_all has updated nothing: {reasons}")
 
 
-def to_owners(
-    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """Send `grad`, the gradient of this rank's output, to the ranks that own the tables of its columns. Return the gradients of
-    the vectors that this rank pooled, [global batch, columns of its tables], as `dtype`.
-    """
-    world = sharding.world_size
-    if world == 1:
-        return grad.to(dtype).contiguous()
-    columns = sharding.columns_of_ranks
-    send = device_code(grad.device).by_owner(grad, sharding, dtype)
-    leaving = [batch_sizes[rank] * count for count in columns]
-    arriving = [size * columns[rank] for size in batch_sizes]
-    received = send.new_empty(sum(arriving))
-    turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)
-    turn.done("all_to_all of gradients", received, (sum(leaving) - leaving[rank]) * send.itemsize)
-    return received.view(sum(batch_sizes), columns[rank])
-
-
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
-    """Start to sort the ids of a forward call for its backward, on a GPU concurrently with later work. Do nothing on CPU."""
+    """Start to sort the ids of a forward call for its backward, on a GPU concurrently with later work. Do nothing on CPU,
+    where backward sorts.
+    """
     if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 
 
-def device_code(device: torch.device) -> ModuleType:
-    """Return the module with the local computation of embeddings' backward on `device`: the one for CPU or the one for GPUs."""
-    if device.type == "cpu":
-        return cpu
-    from weft.runtime.cuda import embedding_backward  # needs Triton, which a CPU machine may lack
-
-    return embedding_backward
-
-
-def compare_ranks(comm: Communicator, what: str, of: ForwardCall, deadline_s: float | None) -> None:
+def compare_ranks(
+    comm: Communicator, what: str, of: ForwardCall, deadline_s: float | None, cargo: Cargo | None = None
+) -> None:  # fmt: skip
     """Synchronise CPU ranks before the backward of the forward call `of`. Raise `DisagreementError` on every rank if tables,
     optimizers, learning rates or batch sizes differ, or if ranks run backward of different calls
     (`weft.runtime.meeting.in_backward`).
 
-    what: the name of the call, for error texts.
+    what: the name of the call, for error texts. cargo: a small collective whose data are sent with the messages of the rendezvous,
+        between ranks on several hosts; otherwise None.
     """
     plan = of.plan  # backward does not depend on the transport, so ranks do not compare all options
-    _meet(comm, what, f"tables: {plan.sharding.written}\nhash: {plan.options.hash}\nupdate: {of.said}", deadline_s)
+    _meet(
+        comm, what, f"tables: {plan.sharding.written}\nhash: {plan.options.hash}\nupdate: {of.said}", deadline_s, cargo
+    )
 
 
-def _meet(comm: Communicator, what: str, details: str, deadline_s: float | None) -> None:
+def _meet(
+    comm: Communicator, what: str, details: str, deadline_s: float | None, cargo: Cargo | None = None
+) -> None:  # fmt: skip
     topic = Topic(what, details, difference=lambda: f"{what}: {shown(comm, details)()}")
-    meeting_of(comm).meet(topic, deadline_s=deadline_s)
+    meeting_of(comm).meet(topic, deadline_s=deadline_s, cargo=cargo)

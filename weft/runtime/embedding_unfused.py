@@ -35,6 +35,7 @@ from weft.runtime.cpu import embedding as cpu
 from weft.runtime.cpu.embedding_far_first import FarFirst
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
+from weft.runtime.rails import MOST_VECTORS_BYTES
 from weft.runtime.rails_all_to_all import AllToAllInto
 from weft.runtime.two_ways import TwoWays
 from weft.runtime.unfused.far_first import ending_the_group
@@ -44,7 +45,6 @@ from weft.timeline import Timeline
 from weft.words import counted
 
 _NAME = "all_to_all of pooled vectors"
-_MOST_BYTES = 256 << 10  # the most that a rank sends with a rendezvous: beyond it, gloo's all-to-all was faster
 
 
 class EmbeddingAllToAllUnfused(Executor):
@@ -63,7 +63,7 @@ class EmbeddingAllToAllUnfused(Executor):
         if self._turns is not None and not comm.all_mapped:
             self._far_first = FarFirst(plan, self._alone, comm)
             if self._turns.rails is not None:
-                self._turns.rails.reserve_rows(_MOST_BYTES)
+                self._turns.rails.reserve_rows(MOST_VECTORS_BYTES)
 
     def run(
         self,
@@ -152,7 +152,7 @@ class EmbeddingAllToAllUnfused(Executor):
         """
         rails = None if self._turns is None else self._turns.rails
         most = global_batch * max(self._columns) * self.plan.output_dtype.itemsize
-        return rails is not None and most <= min(_MOST_BYTES, rails.rows_bytes)
+        return rails is not None and most <= min(MOST_VECTORS_BYTES, rails.rows_bytes)
 
     def _numbers(self, batch_sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
         """Return two lists: the number of elements received from each rank, and the number sent to each rank."""

@@ -38,6 +38,7 @@ from weft.symm import Communicator
 _SMALL_BYTES = 64 << 10  # smaller matrices are sent whole, which takes less time than one more step within the hosts
 MOST_BYTES = 4 << 20  # collectives of larger matrices take so long that a separate rendezvous costs them little
 MOST_ROWS_BYTES = 4 << 20  # the most that a rank sends in an all-to-all. With more bytes, separate messages cost little
+MOST_VECTORS_BYTES = 256 << 10  # the most that a rank of embeddings sends with a rendezvous: beyond it, gloo was faster
 _ROOM_BYTES = 8 << 20  # the receive buffer for the rows from other hosts
 TABLE_BYTES = 64 << 10  # the receive buffer for the numbers of rows in an all-to-all
 _LENGTH = struct.Struct("<Q")

@@ -21,12 +21,21 @@ _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _GRADIENT, _SQUARES = 0, 6  # codes of rules: write gradients, or sums of their squares
 
 
+def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
+    """Sort the ids of a forward call now. The next call of `sorted_rows` returns the result."""
+    of.sorted_ahead = None
+    of.sorted_ahead = sorted_rows(of, jagged)
+
+
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
     """Return the ids of the batch that read this rank's tables, sorted by table and row. An id that occurs twice is listed
     twice.
 
     of: the forward call.
     """
+    if of.sorted_ahead is not None:
+        found, of.sorted_ahead = of.sorted_ahead, None
+        return found  # type: ignore[no-any-return]
     slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
     weights = 0 if jagged.weights is None else jagged.weights.data_ptr()
     return _core.SortedRows(slots=slots, tables=tables, per_sample_weights=weights, **_input(of, jagged))

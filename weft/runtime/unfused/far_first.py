@@ -68,6 +68,28 @@ def begin_piece(
     return Pending([work], comm, comm.group, name, turn.wait_s, arguments)
 
 
+def begin_far_first(
+    comm: Communicator, turn: Turn, name: str, received: torch.Tensor, sent: torch.Tensor, came: list[int], leaving: list[int],
+    is_whole: bool,
+) -> list[Pending]:  # fmt: skip
+    """Begin an all-to-all of rows, with the rows for other hosts first. Return handles to wait for.
+
+    is_whole: True to exchange all rows at once instead. Equal on all ranks. Other arguments: as for `begin_piece`.
+    """
+    if is_whole or not (ways := of_communicator(_ways, comm, _Ways)).groups:
+        return [begin_piece(comm, turn, name, received, sent, came, leaving, False)]
+    works, near = [begin_piece(comm, turn, name, received, sent, came, leaving)], ways.near
+
+    def here(rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return the rows from, or for, the ranks of this host. Then return `counts` with zeros for the other ranks."""
+        before, count = sum(counts[: near.start]), sum(counts[near.start : near.stop])
+        return rows[before : before + count], [n if rank in near else 0 for rank, n in enumerate(counts)]
+
+    (received, came), (sent, leaving) = here(received, came), here(sent, leaving)
+    works.append(begin_piece(comm, turn, name, received, sent, came, leaving, False))
+    return works
+
+
 class _Ways:
     """Two gloo groups of all ranks: the first for messages to ranks with higher numbers, the second for messages to ranks
     with lower numbers. All ranks must construct it.
