@@ -39,8 +39,8 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Append the GEMMs that compute this rank's contribution to `rows` (first, count) of x's gradient. None: all
-        rows.
+        """Append the GEMMs that compute this rank's contribution to some rows of x's gradient. rows: (first, count);
+        None for all rows.
 
         add: True to accumulate into `out`.
         """

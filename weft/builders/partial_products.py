@@ -81,8 +81,8 @@ class PartialProducts:
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """Return the number of rows in `chunk` (first, count) of rank `owner`'s rows. None: all its rows. The last
-        ranks may own fewer rows, and then have fewer rows in a chunk, or none.
+        """Return the number of rows in a chunk of rank `owner`'s rows. chunk: (first, count); None for all of the
+        owner's rows. The last ranks may own fewer rows, and then have fewer rows in a chunk, or none.
         """
         first, count = chunk or (0, self.m)
         if self.m * self.p.world_size == self.p.m:

@@ -118,7 +118,9 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     rail, near, compute = d.lane("rail", "copy"), d.lane("near", "copy"), d.lane("compute")
 
     def rows(owner: Index, chunk: int | None) -> tuple[Index, Index]:
-        """Return the rows (first, count) of chunk number `chunk` in the shard of rank `owner`. None: the whole shard."""
+        """Return the rows (first, count) of one chunk of the shard of rank `owner`. chunk: its number; None for the
+        whole shard.
+        """
         if chunk is None:
             return 0, lookup(p.rows, owner)
         ends = [[count * end // chunks for count in p.rows] for end in (chunk, chunk + 1)]
@@ -225,11 +227,9 @@ for _problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
 
 
 class _Owned:
-    """The division of an all-reduce's rows among ranks: each rank owns a part of each chunk of rows, cut into `pieces`
-    pieces.
-
-    Ranks with the same index on their hosts own the same rows. The last parts and pieces of a chunk may have fewer rows
-    than the others.
+    """The division of an all-reduce's rows among ranks. Each rank owns a *part* of each chunk of rows. Each part is cut
+    into `pieces` *pieces*. Ranks with the same index on their hosts own the same parts. The last parts of a chunk, and
+    the last pieces of a part, may have fewer rows than the others.
 
     chunks: the rows of each chunk, as (first, count).
     rows: the number of rows of a buffer that holds one piece of each chunk.
@@ -241,16 +241,16 @@ class _Owned:
         self._begins, self.rows = offsets(self._sizes), sum(self._sizes)
 
     def in_y(self, y: Buffer, c: int, owner: Index, at: Index = RANK) -> Region:
-        """Return the rows of chunk c that rank `owner` owns, as a region of the buffer y [m, n] on rank `at`."""
+        """Return the part of rank `owner` in chunk c, as a region of the buffer y [m, n] on rank `at`."""
         return y.part(rows=(self._first(c, owner, 0), self._count(c, owner)), at=at)
 
     def part(self, buffer: Buffer, c: int, owner: Index) -> Region:
-        """Return the rows of chunk c that rank `owner` owns, as a region of `buffer` [pieces * rows, n] on that rank."""
+        """Return the part of rank `owner` in chunk c, as a region of the owner's `buffer`, [pieces * rows, n]."""
         return buffer.part(rows=(self._pieces * self._begins[c], self._count(c, owner)), at=owner)
 
     def piece(self, buffer: Buffer, c: int, number: Index, at: Index = RANK) -> Region:
-        """Return the region of `buffer`, [pieces * rows, n] on rank `at`, for one piece of this rank's rows of chunk c.
-        number: the index of the piece.
+        """Return piece `number` of this rank's part of chunk c, as a region of `buffer`, [pieces * rows, n] on rank
+        `at`.
         """
         first = self._pieces * self._begins[c] + number * self._sizes[c]
         return buffer.part(rows=(first, self._count(c, RANK, number)), at=at)
@@ -262,14 +262,16 @@ class _Owned:
         return buffer.part(rows=(host * self.rows + self._begins[c], self._count(c, RANK, number)), at=at)
 
     def following(self, o: PartialProducts, c: int, number: Index) -> list[Region]:
-        """Return the regions of bias and residual for piece `number` of this rank's rows of chunk c."""
+        """Return the regions of bias and residual for piece `number` of this rank's part of chunk c."""
         return o.following((self._first(c, RANK, number), self._count(c, RANK, number)))
 
     def _first(self, c: int, owner: Index, number: Index) -> Index:
         return self.chunks[c][0] + (owner % self._near * self._pieces + number) * self._sizes[c]
 
     def _count(self, c: int, owner: Index, number: Index | None = None) -> Index:
-        """Return the number of rows in piece `number` of the rows of chunk c that rank `owner` owns. None: all pieces."""
+        """Return the number of rows of the part of rank `owner` in chunk c, or of one piece of this part. number: the
+        index of the piece; None for the whole part.
+        """
         size, count, pieces = self._sizes[c], self.chunks[c][1], 1
         if number is None:
             size, number = size * self._pieces, 0

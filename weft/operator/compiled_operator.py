@@ -322,8 +322,8 @@ class CompiledOperator:
         return self._turns
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the object that compares this call between ranks. Before, `agree` must have recorded a first call with the
-        same options.
+        """Return the object that compares this call between ranks. `agree` must already have recorded a first call with
+        the same options.
         """
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 

@@ -401,7 +401,7 @@ def check_capacity(capacity: int | None, tokens: int, what: str) -> None:
 def rounded_up(rows: int) -> int:
     """Round up `rows`, so that calls with slightly more tokens share the compiled shape.
 
-    The result is at least 64, and a multiple of an eighth of the largest power of two that is at most `rows`.
+    Let p be the largest power of two that is at most `rows`. The result is a multiple of p / 8, and at least 64.
     """
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)

@@ -361,8 +361,8 @@ class _AllReduce(_Sum):
         self._rest = self._add_near(self.rails.more(self._rest_bytes), slice(self._half, None))
 
     def _add_near(self, far: list[torch.Tensor], of: slice) -> torch.Tensor:
-        """Sum, over the ranks of this host, the slice `of` of the part of the matrix that this rank reduces. Write the sum into
-        `far`, the message to each other host. Return the sum as a view of the first message.
+        """Sum a slice (`of`) of this rank's part of the matrix over the ranks of this host. Write the sum into `far`,
+        the message to each other host. Return the sum as a view of the first message.
         """
         parts = [part[of] for part in self._of_ranks]
         first, *others = [like(parts[0], memory, parts[0].shape) for memory in far]

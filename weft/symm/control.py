@@ -199,7 +199,7 @@ class Control:
             self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
-        """Mark the group as failed because `rank` was lost. None: all peers were lost."""
+        """Mark the group as failed because a peer was lost. rank: the lost peer; None for all peers."""
         self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
 
     def lose_who_left(self, ranks: list[int]) -> None:

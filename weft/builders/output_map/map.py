@@ -1,4 +1,4 @@
-"""T3's output map: a list of the destination of each chunk of a GEMM's output, from which a schedule is built.
+"""T3's output map: it lists the destination of each chunk of a GEMM's output. A schedule is built from the map.
 
 The GEMM before a collective computes its output chunk by chunk. The map only lists destinations;
 `weft.builders.output_map.steps` derives the waits, copies and sums. A map has three kinds of entries:

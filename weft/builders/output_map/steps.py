@@ -19,8 +19,8 @@ With gemm=tracked, one kernel computes all chunks in order. It implements T3's t
 signal when all tiles of the chunk are stored, locally or in a peer's slot. The kernel cannot wait, so it requires
 add=reduce.
 
-A rank fills slots of a peer again only after the peer's signal `credit`. One signal covers all these slots, because the
-next run may have other sizes and use other slots.
+A rank fills slots of a peer again only after the peer's signal `credit`. One signal covers all slots on the peer,
+because the next run may use other slots for other sizes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class EmbeddingAllToAll(Problem):
 
     slots: the place of each table's vectors in `out`: for each rank, a pair (first column, number of columns) for each
         of its tables, in ascending order of columns.
-    rows_read: for each rank, the average number of rows that a bag of each of its tables reads, in the order of
+    rows_read: for each rank and each of its tables, the average number of rows that a bag reads, in the order of
         `slots`. (): one row per bag.
     ids: for each rank, a pair (number of rows, exponent of Zipf's law for its ids) for each of its tables, from which
         the simulator predicts cache hits. (): unknown; no cache hits are predicted.

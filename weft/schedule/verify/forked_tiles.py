@@ -58,7 +58,7 @@ def step_number(lane: Lane, step: int) -> int:
 class _Fork:
     """The lanes of one rank after its tiles have become lanes, and the added signals.
 
-    dropped: for each counter, the number of its sets that omitted tiles would make.
+    dropped: for each counter, the number of times that omitted tiles would set it.
     left_out: the buffers that omitted tiles write.
     """
 
