@@ -1,6 +1,6 @@
 // A short busy wait, before a thread sleeps in the kernel.
 //
-// The thread does not yield its core. Since version 6.18, Linux counts a yield as if the thread had used up its time slice. So on a
+// The thread does not yield its core. Linux 6.18 counts a yield as if the thread had used up its time slice. So on a
 // loaded machine, a rank that yields in each wait gets less time than other processes. The busy wait is short, because the rank
 // that it waits for may need this core.
 #pragma once

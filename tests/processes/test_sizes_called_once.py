@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from test_replay import long_ways, patient
 import weft
 from weft.errors import DisagreementError, PoisonedGroupError, RefusedError
 from weft.launch import Pool
-from weft.operator import calls
+from weft.operator import calls, select
 from weft.operator.cache import PASSING
 
 K, N = 8, 6
@@ -136,6 +137,52 @@ def in_another_layout(group: dist.ProcessGroup) -> None:
 
 def test_ranks_prepare_the_same_sizes_whatever_their_layouts(pool: Pool) -> None:
     pool.run(in_another_layout, ranks=2, timeout_s=60)
+
+
+@mock.patch.dict(select._CLEARLY_US, cpu=1e12)  # serial is the choice, whatever is measured
+def between(group: dist.ProcessGroup) -> None:
+    """Let sizes recur between sizes for which serial was chosen, on rank 1 also in another layout. Refuse some of the calls."""
+    own, rank = dist.new_group([0, 1]), group.rank()
+    op, w, bad = calls.OPERATORS["all_gather_matmul"], torch.randn(K, N), torch.randn(K + 1, N)
+
+    def call(rows: int, w: torch.Tensor = w, *, transposed: bool = False) -> None:
+        xs = [torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)) for _ in range(2)]
+        x = xs[rank].t().contiguous().t() if transposed else xs[rank]
+        found = weft.all_gather_matmul(x, [w], 0, own, return_A=False, deadline_s=10.0)[1][0]
+        torch.testing.assert_close(found, torch.cat(xs) @ w, rtol=1e-4, atol=1e-4)
+
+    def count() -> int:
+        return len(calls.prepared_calls(op, own))
+
+    for rows in range(2, 2 * PASSING + 2, 2):
+        call(rows)
+    assert count() == PASSING
+    assert all(one.runs_unfused for one in calls.prepared_calls(op, own))
+    for times in range(3):
+        for rows in (3, 5, 11):
+            with long_ways() as ways:
+                call(rows)
+            assert times == 0 or not ways, (rows, times)
+    call(5, transposed=rank == 1)
+    for rows in (5, 7):  # a size that recurs, and a new size
+        for transposed in (False, True):
+            with pytest.raises(RefusedError, match=r"rank 1: .*9"):
+                call(rows, *([bad] if rank == 1 else []), transposed=transposed)
+        call(rows)
+        call(rows)
+    assert count() == PASSING, "no size between two unfused ones is compiled"
+    call(100)
+    assert count() == PASSING, "only its second call compiles it"
+    call(100)
+    assert count() == PASSING + 1
+    call(50)
+    call(50)
+    assert count() == PASSING + 1
+    dist.destroy_process_group(own)
+
+
+def test_sizes_between_unfused_sizes_are_not_compiled_when_they_recur(pool: Pool) -> None:
+    pool.run(between, ranks=2, timeout_s=60)
 
 
 def warmed_up(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:

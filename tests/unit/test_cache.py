@@ -10,7 +10,7 @@ class _Group:
 
 
 class _Made:
-    stale = came_back = False
+    stale = came_back = runs_unfused = False
     family = None
 
     def __init__(self, nbytes: int = 0, captured: bool = False, light: bool = False) -> None:
@@ -127,14 +127,19 @@ def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
     assert kept == [4, 4]
 
 
-def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-arg]
-    """Look up a size as a call does. Return True if the size is compiled now, or was compiled before."""
+def _call(table: Table, group: _Group, rows: int, *, unfused: bool | None = None) -> bool:  # type: ignore[type-arg]
+    """Look up a size as a call does. Return True if the size is compiled now, or was compiled before.
+
+    unfused: True if the choice for this size is to run unfused; None if all sizes that recur are to be compiled.
+    """
     if table.find(group, rows) is not None:  # type: ignore[arg-type]
         return True
     here = table.of_group(group)  # type: ignore[arg-type]
     if here.passes("family", rows) is not None:
         return False
-    here.prepared("family", rows, table.keep(group, rows, _Made(light=True)))  # type: ignore[arg-type]
+    made = _Made(light=True)
+    here.prepared("family", rows, table.keep(group, rows, made), unfused is not None)  # type: ignore[arg-type]
+    made.runs_unfused = bool(unfused)  # the first call chooses
     return True
 
 
@@ -156,3 +161,37 @@ def test_sizes_that_recur_now_and_then_do_not_make_new_sizes_compile() -> None:
         assert _call(table, group, rows)
     assert all(_call(table, group, 1000 + n) for n in range(PASSING)), "all compiled sizes have recurred"
     assert not _call(table, group, 2000)
+
+
+def test_a_size_between_sizes_that_run_unfused_is_never_compiled() -> None:
+    table, group = Table(), _Group()
+    for rows in range(0, 10 * PASSING, 10):
+        assert _call(table, group, rows, unfused=True)
+    for _ in range(3):
+        for rows in range(10 * PASSING - 10):
+            assert _call(table, group, rows, unfused=True) == (rows % 10 == 0)
+    fresh = _Group()
+    for rows in range(0, 10 * PASSING, 10):
+        _call(table, fresh, rows, unfused=True)
+    for rows in (-5, 10 * PASSING):  # these sizes may have another choice
+        assert [_call(table, fresh, rows, unfused=True) for _ in range(3)] == [False, True, True]
+
+
+def test_a_size_is_compiled_if_a_similar_size_overlaps() -> None:
+    table, group = Table(), _Group()
+    for rows in range(0, 10 * PASSING, 10):
+        assert _call(table, group, rows, unfused=rows != 50)
+    for rows in (3, 51, 77):
+        assert not _call(table, group, rows, unfused=True)
+        assert _call(table, group, rows, unfused=True)
+
+
+def test_sizes_that_recur_are_compiled_once_a_call_has_asked_for_measured_times() -> None:
+    table, group = Table(), _Group()
+    for rows in range(0, 10 * PASSING, 10):
+        assert _call(table, group, rows, unfused=True)
+    assert not any(_call(table, group, 3, unfused=True) for _ in range(3))
+    table.of_group(group).tuned()  # type: ignore[arg-type]
+    assert _call(table, group, 3, unfused=True)
+    assert not _call(table, group, 4, unfused=True)
+    assert _call(table, group, 4, unfused=True)

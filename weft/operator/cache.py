@@ -44,6 +44,10 @@ class Entry(Protocol):
         """True if the communicator is closed, so that this entry cannot be used."""
 
     @property
+    def runs_unfused(self) -> bool:
+        """True if a schedule has been chosen, and the choice is to run all calls unfused."""
+
+    @property
     def captured(self) -> bool:
         """True if a captured CUDA graph uses the memory of this entry and may be replayed."""
 
@@ -103,7 +107,7 @@ class Family(Generic[E]):
 
     typical: the operator that was compiled last, for any of these sizes.
     once: the number of sizes that have been compiled, but called only once.
-    served: the sizes that have been called only once, and ran unfused, without compilation.
+    served: the sizes that have been called, but not compiled: their calls ran unfused.
     count_call: a function that is called after each count. Its argument is a function that undoes the count, and runs if
         ranks refuse the call.
     """
@@ -111,13 +115,53 @@ class Family(Generic[E]):
     def __init__(self, typical: E, count_call: Callable[[Callable[[], None]], None]) -> None:
         self.typical, self.once, self.served = typical, 0, dict[int, None]()
         self._count_call = count_call
+        self._count = 0  # compiled sizes
+        self._compiled: dict[int, E] = {}  # sizes whose choice has not been read
+        self.is_uniform = True  # see `_OfGroup.prepared`
+        self._unfused: list[int] = []  # the smallest and the largest size for which serial was chosen
+        self._overlapped: set[int] = set()  # sizes for which another schedule was chosen
+        self._is_mixed = False  # True if some of them are between the sizes of `_unfused`
 
     def takes(self, rows: int) -> bool:
         """True if a call of this size is to run unfused, without compilation."""
-        return self.once >= PASSING and rows not in self.served and not self.typical.stale
+        if self.typical.stale:
+            return False
+        if rows not in self.served and self.once >= PASSING:
+            return True
+        return self._count >= PASSING and self._stays_unfused(rows)
+
+    def compiled(self, rows: int, prepared: E, uniform: bool) -> None:
+        """Record that a size has been compiled. uniform: as for `_OfGroup.prepared`."""
+        self.typical = prepared
+        self.is_uniform &= uniform
+        self._count += 1
+        if self.is_uniform:
+            self._compiled[rows] = prepared  # its first call chooses, so the choice is read later
+
+    def _stays_unfused(self, rows: int) -> bool:
+        """True if the choice for this size is also to run unfused, so that compilation would change nothing. This is so if
+        serial was chosen for a smaller and for a larger size, and no other schedule in between (`weft.plan.nearby.between`).
+        """
+        if not self.is_uniform:
+            return False
+        if self._compiled:
+            for size, prepared in self._compiled.items():
+                if prepared.runs_unfused:
+                    self._unfused = (
+                        [min(size, *self._unfused), max(size, *self._unfused)] if self._unfused else [size] * 2
+                    )
+                else:
+                    self._overlapped.add(size)
+            self._compiled.clear()
+            self._is_mixed = any(
+                self._unfused[0] <= size <= self._unfused[1] for size in self._overlapped if self._unfused
+            )
+        return not self._is_mixed and bool(self._unfused) and self._unfused[0] <= rows <= self._unfused[1]
 
     def serve(self, rows: int) -> None:
         """Record that the current call, of this size, runs unfused."""
+        if rows in self.served:
+            return
         if len(self.served) >= _SERVED:
             for old in list(itertools.islice(self.served, _SERVED // 2)):
                 del self.served[old]
@@ -134,7 +178,8 @@ class _OfGroup(Generic[E]):
     sequence length without padding. So this class counts, for each problem family, the compiled sizes that have been
     called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
     reached `PASSING` (16), a new size first runs unfused, without compilation and without the agreement of a first
-    call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective.
+    call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective. On CPU
+    no call compiles a size if it would run unfused anyway (`Family.takes`).
 
     All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So after each
     count, this class passes `count_call` a function that undoes the count. The function runs if ranks refuse the call.
@@ -146,6 +191,7 @@ class _OfGroup(Generic[E]):
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
         self._families: dict[Hashable, Family[E]] = {}
+        self._is_tuned = False
         self._room = 0  # shapes that can be added before a limit has to be checked
         self._nbytes = 0  # symmetric memory of all shapes except the newest
 
@@ -188,13 +234,26 @@ class _OfGroup(Generic[E]):
         if prepared.family is not None:
             self._families[prepared.family].once += -1 if came_back else 1
 
-    def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
-        """Record that an operator has been compiled for a new size of a problem family. prepared: the compiled operator."""
+    def prepared(self, family: Hashable, rows: int, prepared: E, uniform: bool = False) -> None:
+        """Record that an operator has been compiled for a new size of a problem family.
+
+        prepared: the compiled operator.
+        uniform: True if a size between two sizes with the serial schedule need not be compiled. False on GPUs, because captures
+            need a compiled size, and if gradients are wanted, because native code repeats such calls only of compiled sizes.
+        """
         known = self._families.setdefault(family, Family(prepared, self._count_call))
         prepared.family, prepared.came_back = family, rows in known.served
         known.served.pop(rows, None)
         known.once += not prepared.came_back
-        known.typical = prepared
+        known.compiled(rows, prepared, uniform and not self._is_tuned)
+
+    def tuned(self) -> None:
+        """Record that schedules have been measured because a call asked for it ("autotune"). From then on, each size that
+        recurs is compiled, to use its measured times.
+        """
+        self._is_tuned = True
+        for family in self._families.values():
+            family.is_uniform = False
 
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called shapes if one more shape would exceed a limit.

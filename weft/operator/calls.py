@@ -306,7 +306,9 @@ def prepared_for(
         made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given))
         prepared = table.keep(group, key, made)
         if family is not None:
-            table.of_group(group).prepared(family, rows, prepared)
+            table.of_group(group).prepared(family, rows, prepared, device.type == "cpu" and True not in wanted)
+        elif pinned == plan.AUTOTUNE:
+            table.of_group(group).tuned()
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
 

@@ -393,6 +393,11 @@ class CompiledOperator:
     def capturing(self) -> bool:
         return is_captured(self.device)
 
+    @property
+    def runs_unfused(self) -> bool:
+        """True if a schedule has been chosen, and the choice is to run all calls unfused."""
+        return self.chosen is not None and not self.chosen.executors()
+
     def known_serial(self, capturing: bool) -> bool:
         """True if a schedule has been chosen, and the choice is to run this call unfused. Raise the group's error if the group
         has failed and the call would run unfused.

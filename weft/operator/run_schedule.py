@@ -148,7 +148,7 @@ def _run(
 class _Compiled:
     """The executor of a user's schedule on a group, with the attributes of a cache entry (`weft.operator.cache.Entry`)."""
 
-    family, came_back, called_at, key = None, False, 0, None
+    family, came_back, runs_unfused, called_at, key = None, False, False, 0, None
 
     def __init__(self, schedule: Schedule, comm: Communicator, number: int, what: str) -> None:
         self.comm, self.number, self.what = comm, number, what
