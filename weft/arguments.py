@@ -153,7 +153,7 @@ def checked_dimension(
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
     """Return the size of `gather_dim` on each rank; None if all sizes are equal.
 
-    Raise `ValueError` unless `rows` is a list with a valid size for each rank, in which this rank's entry is the size of
+    Raise `ValueError` unless `rows` is a list with a valid size for each rank. This rank's entry must be the size of
     `A_shard` in dimension `gather_dim`.
     """
     sizes = checked_sizes("rows", rows)

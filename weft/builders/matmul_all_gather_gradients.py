@@ -51,7 +51,7 @@ class _ProductGradients:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """Return the region of g, the gradient of the gathered products, that belongs to one block of rank `owner`'s product.
+        """Return the region of g (the gradient of the gathered products) for one block of rank `owner`'s product.
         rows, cols: (first, count) of the block in that product.
         """
         if self.p.columns:

@@ -33,8 +33,8 @@ StateShape: TypeAlias = Literal["row", "element"]
 
 
 def state_shape(table: Sequence[int], shape: StateShape) -> tuple[int, ...]:
-    """Return the shape of an optimizer state: the shape `table` of its table, [rows, columns], or only [rows] if the
-    state has one number per row.
+    """Return the shape of an optimizer state: [rows] if the state has one number per row, otherwise `table`, the shape
+    [rows, columns] of its table.
     """
     return tuple(table if shape == "element" else table[:1])
 

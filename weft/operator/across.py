@@ -172,9 +172,9 @@ def of_size(of_family: int, size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random 64-bit weights for both tables of `rank`: for the rows that it sends, [receiver, width], and for the rows
-    that it expects, [sender, width]. The count that a sender sends and the count that its receiver expects have the same
-    weight.
+    """Return random 64-bit weights for both tables of `rank`: [receiver, width] for the rows that `rank` sends, and
+    [sender, width] for the rows that it expects. The count that a sender sends and the count that its receiver expects
+    have the same weight.
 
     width: the number of counts for each pair of sender and receiver: 1, or the number of experts on a rank.
     """

@@ -15,8 +15,8 @@ Place: TypeAlias = tuple[Any, ...]
 
 
 class UnlikeError(Exception):
-    """The error for a call that cannot be replayed, because it uses or returns a tensor that is not a view of its arguments or
-    results.
+    """The error for a call that cannot be replayed. The call uses or returns a tensor that is not a view of the call's
+    arguments or results.
     """
 
 

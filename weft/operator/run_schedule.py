@@ -120,8 +120,8 @@ def run_schedule(
 
 
 def _note_writes(outputs: Iterable[Any]) -> None:
-    """Increment the version counters of outputs, so that autograd raises an error in backward if it had saved an output that
-    this run has overwritten.
+    """Increment the version counters of outputs. If autograd had saved an output that this run has overwritten,
+    backward then raises an error.
     """
     torch.autograd.graph.increment_version([t for t in outputs if isinstance(t, torch.Tensor)])
 

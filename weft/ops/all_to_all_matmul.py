@@ -115,7 +115,7 @@ def all_to_all_matmul(
       group unusable.
     - `ValueError` on this rank only, for an invalid group.
     - `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows. On GPUs such rows are
-      dropped, and only `received` shows it.
+      dropped, and only `received` shows the loss.
     - `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
     - `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is late, is lost, or has failed.
     - `NotImplementedError` for second derivatives.

@@ -77,12 +77,12 @@ def matmul_all_to_all(
     group: a process group, or its name (default: the default group of torch.distributed).
     rows: the number of this rank's tokens, which is the sum of splits, or None. With a number, the CPU never waits, and
         a CUDA graph can capture the call unless the schedule is "serial". With None, weft reuses the number if an
-        earlier call of `all_to_all_matmul` has read it for the same tensor object splits. Otherwise the CPU waits to
-        read the number from the GPU. Pass rows on all ranks or on none. The schedule "serial" needs the values of
-        received and splits on the CPU. weft already has them there if a call of `all_to_all_matmul` without max_rows
-        returned received for the same tensor object splits, outside of `torch.inference_mode`. Otherwise the CPU waits
-        for them, even if rows is a number. On GPUs do not overwrite the tensors received and splits by collectives or
-        custom kernels, which torch does not notice: pass new tensors.
+        earlier call of `all_to_all_matmul` has read it for the same tensor `splits`. Otherwise the CPU waits to read
+        the number from the GPU. Pass rows on all ranks or on none. The schedule "serial" needs the values of `received`
+        and `splits` on the CPU. weft already has them there if a call of `all_to_all_matmul` without max_rows returned
+        `received` for the same tensor `splits`, outside of `torch.inference_mode`. Otherwise the CPU waits for them,
+        even if rows is a number. On GPUs do not let collectives or custom kernels overwrite the tensors `received` and
+        `splits`, because torch does not notice this: pass new tensors.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: slightly more than the
         largest number at the first call of this shape.
     schedule: the name of a schedule for forward, such as "serial" or "combine[chunks=1,by=store]". "autotune" times

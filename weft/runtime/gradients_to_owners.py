@@ -64,9 +64,10 @@ def to_owners(
 def in_rails(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], comm: Communicator, dtype: torch.dtype
 ) -> tuple[AllToAllInto, torch.Tensor] | None:  # fmt: skip
-    """Return `to_owners` as an all-to-all whose data are sent with the messages by which CPU ranks on several hosts synchronise,
-    and its result. The result is complete after `AllToAllInto.end`. Return None if the gradients are too many, or if there is no
-    such rendezvous. All ranks with equal batch sizes choose the same.
+    """Return two values: an all-to-all that does the work of `to_owners`, and its result. The data are sent with the
+    messages by which CPU ranks on several hosts synchronise. The result is complete after `AllToAllInto.end`. Return
+    None if the gradients are too many, or if there is no such rendezvous. All ranks with equal batch sizes choose the
+    same.
     """
     rails, columns = meeting_of(comm).rails, sharding.columns_of_ranks
     if rails is None or _most_bytes(sharding, batch_sizes, dtype) > min(MOST_VECTORS_BYTES, rails.rows_bytes):

@@ -14,10 +14,10 @@ the fastest tile and split.
     tile_half     a measured constant: the larger it is, the slower are small tiles
 
 A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies
-also slow down the kernels of the GPU whose memory they access, in proportion to the bytes, because they use its caches
-and memory. Copy kernels also hold compute units, and must wait while a cuBLAS GEMM keeps all units. These are the
-contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A. Power is
-not modelled, as in that paper.
+also slow down the kernels of the GPU whose memory they access, in proportion to the bytes, because copies use the GPU's
+caches and memory. Copy kernels also hold compute units, and must wait while a cuBLAS GEMM keeps all units. These are
+the contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A. Power
+is not modelled, as in that paper.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """

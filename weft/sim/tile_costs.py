@@ -65,8 +65,8 @@ class Rates(NamedTuple):
     compute, memory: the kernel's compute rate and memory rate, divided by the rates that weft's kernels reach.
     whole: True if each tile of the step is computed by a single compute unit. False if the kernel may cut the tile into smaller
         tiles.
-    sources: the number of ranks whose rows for an expert may share a tile if they are few; 1 if each rank's rows have
-        their own tiles.
+    sources: if each rank has few rows for an expert, the number of ranks whose rows may share a tile; 1 if rows of
+        different ranks never share a tile.
     found: the share of row reads of a pooling kernel that the cache supplies.
     least_part: the shortest part of k, in elements, that a compute unit computes if several units share a tile; 0 if
         units never share tiles.

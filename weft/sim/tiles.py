@@ -48,8 +48,8 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """A summary of a kernel's tiles on one rank.
 
-    parts: how many tiles execute which step with which sizes, as (index of the step in `Tiles.work`, sizes, number of tiles).
-        The sizes are the rows and columns of each operand, and the distance to the rank that has it.
+    parts: the number of tiles that execute a step with certain sizes, as (index of the step in `Tiles.work`, sizes,
+        number of tiles). The sizes are the rows and columns of each operand, and the distance to the rank that has it.
     sets: the increments of counters by all tiles.
     read_bytes: the bytes that matmuls read from the rank's own memory. A region that several tiles read counts once.
     """

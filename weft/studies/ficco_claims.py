@@ -39,8 +39,8 @@ def _ideal_and_shard(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def _bell(rows: Sequence[GemmRow]) -> Claim:
-    """Return the claim that the ideal speedup is largest for GEMMs that take as long as the communication, and falls on
-    both sides.
+    """Return the claim that the ideal speedup is largest for GEMMs that take as long as the communication, and smaller
+    for longer and shorter GEMMs.
     """
     rising = [row for row in rows if row.ratio < 1]
     falling = [row for row in rows if row.ratio > 1]

@@ -235,8 +235,8 @@ class _Setup(Attempt):
         return [r for r in range(self.world_size) if r != self.rank]
 
     def _look_up_all(self, missing: list[int]) -> None:
-        """Read the entries of the `missing` ranks (`look_up`). If one of them has given up, and its error does not concern this
-        rank, a third rank may have published an error that does. So read the entries of all ranks then.
+        """Read the entries of the `missing` ranks (`look_up`). If one of these ranks has given up with an error that
+        does not concern this rank, read the entries of all ranks: a third rank may have published an error that does.
         """
         for rank in self._others() if any(r in self.gave_up for r in missing) else missing:
             self.look_up(rank)

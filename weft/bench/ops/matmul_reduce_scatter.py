@@ -110,8 +110,8 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies that are timed alone, each as (source, target): rows of the product, and the block of memory for them at
-        the peer that reduces them.
+        """The copies that are timed alone, each as (source, target). source: rows of the product. target: the memory
+        for these rows at the peer that reduces them.
         """
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)

@@ -93,9 +93,9 @@ class SharedMemory:
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
     def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
-        """Return the credit signals for which `rank` waits before it fills the slots on a peer again, as (index of the
-        signal, lane of the peer that sets it). The peer sets a credit signal when it has read the data in a slot, so
-        that `rank` may overwrite them.
+        """Return the credit signals for which `rank` waits before it fills the slots on a peer again. Each is given as
+        (index of the signal, lane of the peer that sets the signal). The peer sets a credit signal when it has read the
+        data in a slot, so that `rank` may overwrite them.
 
         distance: the distance in the ring from `rank` to the peer.
         """

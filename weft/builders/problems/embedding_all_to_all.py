@@ -23,12 +23,12 @@ class EmbeddingAllToAll(Problem):
     """Pool the embeddings of all tables, and send each vector to the rank that owns the sample. Each table is on one
     rank.
 
-    slots: the place of each table's vectors in `out`: for each rank, a pair (first column, number of columns) for each
-        of its tables, in ascending order of columns.
+    slots: the columns of each table's vectors in `out`: for each rank and each of its tables, a pair (first column,
+        number of columns), in ascending order of columns.
     rows_read: for each rank and each of its tables, the average number of rows that a bag reads, in the order of
         `slots`. (): one row per bag.
-    ids: for each rank, a pair (number of rows, exponent of Zipf's law for its ids) for each of its tables, from which
-        the simulator predicts cache hits. (): unknown; no cache hits are predicted.
+    ids: for each rank and each of its tables, a pair (number of rows, exponent of Zipf's law for the ids). From these
+        pairs the simulator predicts cache hits. (): unknown; no cache hits are predicted.
 
     Buffers:
 

@@ -74,8 +74,8 @@ def known_topologies() -> tuple[str, ...]:
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
     """Return a topology with the numbers of `machine`.
 
-    name: one of `known_topologies`, a name with a size, the path of a TOML file, or the path of an InfraGraph (JSON),
-        which has all its numbers itself (`weft.hw.topology.infragraph`).
+    name: one of `known_topologies`, a name with a size, the path of a TOML file, or the path of an InfraGraph (JSON,
+        `weft.hw.topology.infragraph`). An InfraGraph contains all its numbers.
 
     Raise `ValueError` if the file is not a topology, and `KeyError` for a number that neither the file nor the machine
     has.

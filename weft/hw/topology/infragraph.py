@@ -4,8 +4,8 @@
 
 Every component of type `xpu` is a rank, in the order of the file; all other components forward bytes. An edge is two
 links, one in each direction, with the bandwidth and latency of the edge's link. Edges without a bandwidth carry no
-bytes. A flow uses the fastest of the routes with the fewest links. If several routes are equally fast, its bytes spread
-over up to `MOST_ROUTES` of them, but the flow is no faster than on one route.
+bytes. A flow uses the fastest of the routes with the fewest links. If several routes are equally fast, the bytes of the
+flow spread over up to `MOST_ROUTES` of them. But the flow is no faster than on one route.
 
 Collectives may use one dimension of a grid of ranks after the other. InfraGraph has no grids, so weft derives them from the
 links: hosts are blocks of consecutive ranks with the best routes to each other, and a torus is recognised by its links.
