@@ -421,8 +421,8 @@ class Model:
 
     @cached_property
     def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The errors of the formula at measured shapes: {dtype: (log2 of m, n and k, `[count, 3]`; log(measured /
-        predicted), `[count]`)}.
+        """The errors of the formula at measured shapes: {dtype: (shapes, errors)}. shapes: log2 of m, n and k, `[count,
+        3]`. errors: log(measured / predicted), `[count]`.
         """
         found = {}
         for dtype in {shape[3] for shape in self.measured_us}:

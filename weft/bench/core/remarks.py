@@ -83,7 +83,7 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
     """Return a remark if NCCL ran without NVLS (reductions inside the NVLink switches). There is no remark for two
-    ranks, with which NCCL cannot use NVLS.
+    ranks: NCCL needs more ranks to use NVLS.
     """
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []

@@ -190,8 +190,8 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """Return two factors 1/2^k, for the batch and for the table rows: the largest such that every rank stays within
-    these limits. If the preset draws ids by Zipf's law, both factors are equal.
+    """Return two factors 1/2^k, for the batch and for the table rows: the largest factors with which no rank exceeds
+    the arguments' limits. If the preset draws ids by Zipf's law, both factors are equal.
 
     table_bytes: the most bytes of a rank's tables. rows_bytes: the most bytes of rows that a rank reads in a call.
         output_bytes: the most bytes of a rank's output.
