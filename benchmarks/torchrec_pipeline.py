@@ -11,9 +11,9 @@ tables. Variants of both sharders alternate:
     distributed  the lower bound: the ids of all batches have been distributed before the timing
     CPU          the pipeline, or `prefetched`, with batches of a few samples, so that the GPU has almost nothing to do
 
-exposed = plain - distributed, or pipeline - distributed; hidden = (plain - pipeline) / (plain - distributed). No
-pipeline is faster than the CPU launches its step. So the part that it can hide is plain - max(distributed, CPU). Times
-are milliseconds per step, the slowest rank's median over rounds. All variants must have the same losses.
+exposed = plain - distributed, or pipeline - distributed; hidden = (plain - pipeline) / (plain - distributed). A step
+never takes less time than its launches take on the CPU. So a pipeline can hide at most plain - max(distributed, CPU).
+Times are milliseconds per step, the slowest rank's median over rounds. All variants must have the same losses.
 """
 
 from __future__ import annotations

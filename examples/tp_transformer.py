@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/tp_transformer.py --device cuda --unfused
     python examples/tp_transformer.py --device cuda --unfused --dtype bf16 --hidden 4096 --head-dim 128 --length 8192 --batch 1
 
-Each rank has a part of the weights of each block, and a part of the sequence between them:
+Each rank has a part of the weights of each block. Between blocks, it has a part of the sequence:
 
     x [B, S/W, H] = embedding of this rank's positions         replicated(weight): its gradient is the sum over ranks
     x = x + attention(norm(x))                                 weft.nn.ParallelAttention: all-gather + GEMMs of q, k and v as one
