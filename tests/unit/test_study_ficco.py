@@ -15,9 +15,10 @@ from weft.bench.report import rewrite
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, find_gemms
 from weft.cli.app import app
 from weft.studies import ficco as study
+from weft.studies import ficco_losses
 from weft.studies.ficco import _divisible, conclusions, draw, markdown, rows_of, simulated, tables
 from weft.studies.ficco_choosers import drawn
-from weft.studies.ficco_rows import SHARD, STUDIED, ficco
+from weft.studies.ficco_rows import NAMED, SHARD, STUDIED, ficco
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PICK = {"g1": STUDIED["uniform-fused-2D"], "g2": STUDIED["uniform-fused-1D"]}
@@ -42,6 +43,33 @@ def made_up() -> list[dict]:
     """
     g1 = of("g1", serial=10.0, shard=40.0, **{PICK["g1"]: 8.0, ficco("2d", "hetero", "fused"): 7.2})
     return g1 + of("g2-m4", serial=12.0, **{PICK["g2"]: 10.0, STUDIED["hetero-fused-1D"]: 8.0})
+
+
+def with_losses(of: dict[str, tuple[float, float, float]]) -> list[dict]:
+    """Return records of g2, with M > K, in which the eight schedules have these losses, by the paper's name. Other schedules lose
+    nothing."""
+    found = [r for r in made_up() if r["config"] == "g2-m4"][:1]
+    for name, weft_name in NAMED.items():
+        found.append(record("g2-m4", weft_name, 10.0, losses=of.get(name, (1.0, 1.0, 1.0))))
+    return found
+
+
+def test_schedules_are_ordered_by_their_losses() -> None:
+    """In the paper's order, uniform-fused-1D has the least DIL and the most CIL, and hetero-unfused-1D the reverse."""
+    order = {
+        "uniform-fused-1D": (1.1, 1.3, 1.0),
+        "hetero-fused-1D": (1.2, 1.2, 1.0),
+        "hetero-unfused-1D": (1.4, 1.1, 1.0),
+        "uniform-unfused-1D": (1.5, 1.1, 1.2),
+    }
+    rows = rows_of(with_losses(order))
+    assert [claim.reproduced for claim in ficco_losses.claims(rows)] == [True, True, True]
+    line = ficco_losses.losses_table(rows).cells[1]
+    assert list(line) == ["uniform-unfused-1D", "1.500", "1.100", "1.200"]
+    swapped = order | {"uniform-fused-1D": order["hetero-fused-1D"], "hetero-fused-1D": order["uniform-fused-1D"]}
+    assert [claim.reproduced for claim in ficco_losses.claims(rows_of(with_losses(swapped)))] == [False, False, True]
+    more = order | {"uniform-unfused-1D": (1.5, 1.2, 1.0)}
+    assert [claim.reproduced for claim in ficco_losses.claims(rows_of(with_losses(more)))] == [True, True, False]
 
 
 def cells(records: list[dict]) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -58,5 +58,9 @@ def test_the_simulated_records_are_the_models(name: str, machine: str, ranks: in
     assert {(r["config"], r["variant"]): r["p50_ms"] for r in now} == pytest.approx(
         {(r["config"], r["variant"]): r["p50_ms"] for r in kept}
     )
+    losses = [{(r["config"], r["variant"]): r["losses"] for r in found if "losses" in r} for found in (kept, now)]
+    assert len(losses[1]) == 2 * len(EIGHT)
+    assert losses[0].keys() == losses[1].keys()
+    assert all(losses[0][key] == pytest.approx(losses[1][key]) for key in losses[1])
     assert {*EIGHT, SHARD, "serial"} <= {r["variant"] for r in now}
     assert [r["gemm_ms"] for r in now] == pytest.approx([r["gemm_ms"] for r in kept])

@@ -7,6 +7,7 @@ measures them. Both kinds of records become the same tables and pictures:
     figure 13      speedups over the ratio of GEMM time to communication time
     figure 12(b)   the speedup of each schedule, and the heuristic's pick
     figure 14      mean speedups by kind of schedule
+    figure 11(b)   the losses of each schedule by decomposition and contention, only simulated
     VI-D           how often the heuristic picks the fastest schedule, and what wrong picks lose
 
 A time is the time per call in a series of consecutive calls ("queued"). A speedup is relative to serial: NCCL's
@@ -38,6 +39,7 @@ from weft.plan.closed_form import closed_form_pick
 from weft.plan.predict import least_us, predict
 from weft.sim.losses import communication_us, gemms_us
 from weft.studies import ficco_choosers as choosers
+from weft.studies import ficco_losses as losses
 from weft.studies import ficco_sensitivity as sensitivity
 from weft.studies.claims import claims_table
 from weft.studies.ficco_claims import bars as bars_of
@@ -102,7 +104,8 @@ def simulated(
             with suppress(NotApplicableError):
                 if one.name in wanted:
                     ms = predict(one.build(), model, "queued", least_us(problem, model)) / 1e3
-                    found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
+                    lost = {"losses": losses.losses_of(one.name, problem, model)} if one.name in EIGHT else {}
+                    found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms, **lost})
     if gemms is None:
         judged = choosers.judge_drawn(machine, model, ranks, lambda what: progress(f"simulating {what}", 0.3 / steps))
         found.append({**common, **judged})
@@ -155,7 +158,8 @@ def rows_of(records: Sequence[Record]) -> GemmRows:
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
         assert pick is not None
-        rows.append(GemmRow(config, gemm, pick, ms, *halves, first.get("closed_form", "")))
+        lost = {r["variant"]: r["losses"] for r in of_run if "losses" in r}
+        rows.append(GemmRow(config, gemm, pick, ms, *halves, first.get("closed_form", ""), lost))
     return rows
 
 
@@ -169,6 +173,8 @@ def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
     weft, and the sensitivity analysis. Columns that were not recorded are omitted.
     """
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
+    if all({*EIGHT} <= row.losses.keys() for row in rows):
+        made.append(losses.losses_table(rows))
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
     if all({*EIGHT, SHARD} <= row.ms.keys() for row in rows):
         made.append(choosers.sweep_table(rows, known))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from weft.bench.core.tables import geomean
 from weft.hw import load_machine
+from weft.studies import ficco_losses as losses
 from weft.studies.claims import Claim
 from weft.studies.ficco_rows import EIGHT, KINDS, NEAR, SHARD, STUDIED, GemmRow
 from weft.studies.losses import spearman
@@ -22,7 +23,8 @@ _FOUR = tuple(STUDIED.values())
 
 def claims(rows: Sequence[GemmRow]) -> list[Claim]:
     """Return the paper's claims with the results of a run. rows: the rows of table I and of the synthetic GEMMs."""
-    return [*_ideal_and_shard(rows), *_schedules(rows), *_heuristic(rows)]
+    by_loss = losses.claims(rows) if all(row.losses for row in rows) else ()
+    return [*_ideal_and_shard(rows), *_schedules(rows), *by_loss, *_heuristic(rows)]
 
 
 def _ideal_and_shard(rows: Sequence[GemmRow]) -> Iterator[Claim]:

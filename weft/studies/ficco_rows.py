@@ -7,7 +7,7 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.bench.core.tables import Record
 from weft.bench.table_1 import GatheredGemm
@@ -80,6 +80,7 @@ class GemmRow:
         of the paper's machine if weft has no file for the machine that ran.
     ms: the time in milliseconds per call, by variant, also of the variant serial.
     closed: the schedule that weft's closed form chooses; "" if it was not recorded.
+    losses: the simulated losses of FiCCO's schedules (`weft.studies.ficco_losses.losses_of`); empty for measured times.
     """
 
     config: str
@@ -89,6 +90,7 @@ class GemmRow:
     gemm_ms: float
     communication_ms: float
     closed: str = ""
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
