@@ -9,11 +9,6 @@
 //     driver's default memory barrier (a system-wide fence over the earlier work of the stream). So after a wait on
 //     another rank's stream has seen the value, the following work sees the copies that precede the write. Events order
 //     streams of this rank. Values written and awaited are the same in every run, so a captured graph can repeat them.
-//
-// The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
-// the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
-// Control"), with 64-bit addresses. Only NVIDIA's driver is loaded; HIP has other names for these functions.
-#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -22,165 +17,21 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "copy.hpp"
+#include "cuda_driver.hpp"
+#include "kernel_call.hpp"
 
 namespace nb = nanobind;
+using namespace weft;
 
 namespace {
-
-using Result = int;        // CUresult; 0 is success
-using Address = uint64_t;  // CUdeviceptr
-using Handle = void *;     // CUstream, CUevent, CUarray
-
-struct CudaMemcpy2D {  // CUDA_MEMCPY2D_v2
-    size_t src_x_bytes, src_y;
-    int src_memory_type;
-    const void *src_host;
-    Address src_device;
-    Handle src_array;
-    size_t src_pitch;
-    size_t dst_x_bytes, dst_y;
-    int dst_memory_type;
-    void *dst_host;
-    Address dst_device;
-    Handle dst_array;
-    size_t dst_pitch;
-    size_t width_bytes, height;
-};
-static_assert(offsetof(CudaMemcpy2D, src_device) == 32 && offsetof(CudaMemcpy2D, dst_device) == 88 &&
-              offsetof(CudaMemcpy2D, width_bytes) == 112 && sizeof(CudaMemcpy2D) == 128);
-
-constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
-constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
-constexpr unsigned write_value_32 = 2;          // CU_STREAM_MEM_OP_WRITE_VALUE_32
-constexpr unsigned wait_value_64 = 4;           // CU_STREAM_MEM_OP_WAIT_VALUE_64
-constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with a memory barrier
-constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*address & value) != 0
-constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
-constexpr size_t most_parameters = 64;          // per kernel
-constexpr uint64_t most_programs = 0x7fffffff;  // in one dimension of a grid
-
-struct MemoryOperation {  // CUstreamBatchMemOpParams: its waits and its writes
-    unsigned operation;
-    Address address;
-    uint64_t value;
-    unsigned flags;
-    Address alias;
-    uint64_t unused;
-};
-static_assert(offsetof(MemoryOperation, value) == 16 && offsetof(MemoryOperation, alias) == 32 &&
-              sizeof(MemoryOperation) == 48);
-
-template <typename... Part>
-std::string text(const Part &...parts) {
-    std::ostringstream out;
-    (out << ... << parts);
-    return out.str();
-}
-
-template <typename... Part>
-void require(bool good, const Part &...parts) {
-    if (!good) throw nb::value_error(text(parts...).c_str());
-}
-
-struct Driver {
-    Result (*memcpy_async)(Address, Address, size_t, Handle);
-    Result (*memcpy_2d_async)(const CudaMemcpy2D *, Handle);
-    Result (*batch_memory_operations)(Handle, unsigned, MemoryOperation *, unsigned);
-    Result (*event_create)(Handle *, unsigned);
-    Result (*event_record)(Handle, Handle);
-    Result (*event_destroy)(Handle);
-    Result (*stream_wait_event)(Handle, Handle, unsigned);
-    Result (*launch_kernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **,
-                            void **);
-    Result (*parameter_info)(Handle, size_t, size_t *, size_t *) = nullptr;  // missing in drivers before CUDA 12.4
-    Result (*error_name)(Result, const char **);
-    Result (*error_string)(Result, const char **);
-
-    explicit Driver(const std::string &library) {
-        // Never closed: torch uses the same driver, and unloading it is not supported.
-        void *loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!loaded)
-            throw std::runtime_error(
-                text("cannot load ", library, " (", dlerror(), "): CUDA streams need an NVIDIA driver"));
-        auto find = [&](auto &function, std::initializer_list<const char *> names) {
-            void *symbol = nullptr;
-            for (const char *name : names)
-                if (!symbol) symbol = dlsym(loaded, name);
-            if (!symbol)
-                throw std::runtime_error(text(library, " has no ", *names.begin(), ": it is not an NVIDIA driver"));
-            function = reinterpret_cast<std::decay_t<decltype(function)>>(symbol);
-        };
-        find(memcpy_async, {"cuMemcpyAsync"});
-        find(memcpy_2d_async, {"cuMemcpy2DAsync_v2"});
-        find(batch_memory_operations, {"cuStreamBatchMemOp_v2", "cuStreamBatchMemOp"});
-        find(event_create, {"cuEventCreate"});
-        find(event_record, {"cuEventRecord"});
-        find(event_destroy, {"cuEventDestroy_v2"});
-        find(stream_wait_event, {"cuStreamWaitEvent"});
-        find(launch_kernel, {"cuLaunchKernel"});
-        if (void *symbol = dlsym(loaded, "cuFuncGetParamInfo"))
-            parameter_info = reinterpret_cast<decltype(parameter_info)>(symbol);
-        find(error_name, {"cuGetErrorName"});
-        find(error_string, {"cuGetErrorString"});
-    }
-
-    std::string explain(Result result) const {
-        const char *name = nullptr, *meaning = nullptr;
-        if (error_name(result, &name) != 0 || !name) name = "an error that the driver cannot name";
-        if (error_string(result, &meaning) != 0 || !meaning) meaning = "no description";
-        return text(name, " (", result, "): ", meaning);
-    }
-};
-
-// A loaded kernel and its arguments. An argument is a number, or an address relative to a base.
-class KernelCall {
-  public:
-    enum class Source { number, base };
-    struct Parameter {
-        Source source;
-        int64_t base = 0, number = 0;  // `number` is added to the base's address
-    };
-
-    KernelCall(uint64_t function, int64_t programs, int64_t threads, int64_t shared_bytes)
-        : function(reinterpret_cast<Handle>(function)), programs(programs), threads(threads), shared_bytes(shared_bytes) {
-        require(function != 0, "function=0 is not a kernel");
-        require(programs > 0 && threads > 0 && shared_bytes >= 0, "programs=", programs, " and threads=", threads,
-                " must be positive, and shared_bytes=", shared_bytes, " not negative");
-    }
-    KernelCall &number(int64_t value) { return append({Source::number, 0, value}); }
-    KernelCall &base(int64_t base, int64_t offset) { return append({Source::base, base, offset}); }
-    KernelCall &grid(int64_t x, int64_t y) {
-        require(x >= 0 && y >= 0, "x=", x, " and y=", y, " are numbers of bases: they must not be negative");
-        grid_x = x, grid_y = y;
-        return *this;
-    }
-
-    Handle function;
-    int64_t programs, threads, shared_bytes;
-    int64_t grid_x = -1, grid_y = -1;  // the bases that hold the grid of a run; -1: the grid is `programs`
-    std::vector<Parameter> parameters;
-    // The driver reads as many bytes of each value as the kernel declares. On little-endian machines these are the low
-    // bytes.
-    std::vector<uint64_t> values;
-
-  private:
-    KernelCall &append(const Parameter &parameter) {
-        parameters.push_back(parameter);
-        values.push_back(0);
-        return *this;
-    }
-};
 
 // the deleter ignores the error if the context was destroyed first
 using Event = std::unique_ptr<void, Result (*)(Handle)>;
@@ -266,14 +117,7 @@ class StreamProgram {
         require(!calls.empty(), "a launch needs at least one kernel");
         for (const auto &[alignment, call] : calls) {
             require(alignment > 0, "alignment=", alignment, " must be positive");
-            for (const auto &parameter : call.parameters)
-                if (parameter.source == KernelCall::Source::base)
-                    require_below("base", parameter.base, "n_bases", bases_.size());
-            if (call.grid_x >= 0) {
-                require_below("x", call.grid_x, "n_bases", bases_.size());
-                require_below("y", call.grid_y, "n_bases", bases_.size());
-            }
-            require_parameters(call);
+            call.require_valid(parameters_of(reinterpret_cast<uint64_t>(call.function)), bases_.size());
         }
         require_idle();
         launches_.push_back(std::move(calls));
@@ -342,38 +186,9 @@ class StreamProgram {
         return driver_.memcpy_2d_async(&copy, stream);
     }
     Result issue_launch(std::vector<std::pair<int64_t, KernelCall>> &calls, Handle stream) {
-        for (auto &[alignment, call] : calls) {
-            void *places[most_parameters];
-            bool aligned = true;
-            for (size_t i = 0; i < call.parameters.size(); ++i) {
-                const auto &[source, base, number] = call.parameters[i];
-                uint64_t value = uint64_t(number);
-                if (source == KernelCall::Source::base) {
-                    value += bases_[size_t(base)];
-                    aligned = aligned && value % uint64_t(alignment) == 0;
-                }
-                call.values[i] = value;
-                places[i] = &call.values[i];
-            }
-            if (!aligned) continue;
-            const bool given = call.grid_x >= 0;
-            const auto x = given ? bases_[size_t(call.grid_x)] : uint64_t(call.programs);
-            const auto y = given ? bases_[size_t(call.grid_y)] : 1;
-            if (x > most_programs || y > most_programs) return error_invalid_value;
-            return driver_.launch_kernel(call.function, unsigned(x), unsigned(y), 1, unsigned(call.threads), 1, 1,
-                                         unsigned(call.shared_bytes), stream, places, nullptr);
-        }
+        for (auto &[alignment, call] : calls)
+            if (call.is_aligned(bases_, alignment)) return call.launch(driver_, bases_, stream);
         return error_invalid_value;
-    }
-    void require_parameters(const KernelCall &call) const {
-        const auto sizes = parameters_of(reinterpret_cast<uint64_t>(call.function));
-        require(!driver_.parameter_info || sizes.size() == call.parameters.size(), "the kernel takes ", sizes.size(),
-                " parameters, and ", call.parameters.size(), " are given");
-        require(call.parameters.size() <= most_parameters, "a kernel of ", call.parameters.size(),
-                " parameters: at most ", most_parameters);
-        for (size_t i = 0; i < sizes.size(); ++i)
-            require(sizes[i] <= sizeof(uint64_t), "parameter ", i, " of the kernel has ", sizes[i],
-                    " bytes: numbers have at most 8");
     }
     Address dst(const Operation &op) const { return bases_[size_t(op.dst_base)] + uint64_t(op.dst_offset); }
 
@@ -433,7 +248,19 @@ void register_stream_program(nb::module_ &m) {
              nb::arg("threads"), nb::arg("shared_bytes"))
         .def("number", &K::number, nb::arg("value"), nb::rv_policy::reference)
         .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference)
-        .def("grid", &K::grid, nb::arg("x"), nb::arg("y"), nb::rv_policy::reference);
+        .def("count", &K::count, nb::arg("base"), nb::rv_policy::reference)
+        .def(
+            "map",
+            [](K &self, int64_t base, int64_t offset, int data_type, int swizzle, int item_bytes, std::vector<uint64_t> sizes,
+               std::vector<uint64_t> strides, std::vector<unsigned> box, int64_t rows, int64_t instead, bool is_sized) -> K & {
+                return self.map({base, offset, data_type, swizzle, item_bytes, std::move(sizes), std::move(strides), std::move(box), rows, instead, is_sized});
+            },
+            nb::kw_only(), nb::arg("base"), nb::arg("offset"), nb::arg("data_type"), nb::arg("swizzle"), nb::arg("item_bytes"),
+            nb::arg("sizes"), nb::arg("strides"), nb::arg("box"), nb::arg("rows"), nb::arg("instead"),
+            nb::arg("is_sized"), nb::rv_policy::reference)
+        .def("grid", &K::grid, nb::arg("x"), nb::arg("y"), nb::rv_policy::reference)
+        .def("row_tiles", &K::row_tiles, nb::arg("rows"), nb::arg("tile"), nb::arg("more"), nb::arg("times"), nb::rv_policy::reference)
+        .def("only_if", &K::only_if, nb::arg("base"), nb::rv_policy::reference);
     nb::class_<P>(m, "StreamProgram", "Operations on CUDA streams, recorded once and issued many times.")
         .def(nb::init<int64_t, int64_t, int64_t, const std::string &>(), nb::arg("n_bases"), nb::arg("n_streams"),
              nb::arg("n_events"), nb::arg("library") = "libcuda.so.1")

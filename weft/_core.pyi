@@ -517,10 +517,48 @@ class KernelCall:
     def base(self, base: int, offset: int) -> KernelCall:
         """Set the next parameter to an address: that of base number `base`, plus `offset` bytes."""
 
+    def count(self, base: int) -> KernelCall:
+        """Set the next parameter to `bases[base]` of each run, a number that is no address, such as a number of rows."""
+
+    def map(
+        self,
+        *,
+        base: int,
+        offset: int,
+        data_type: int,
+        swizzle: int,
+        item_bytes: int,
+        sizes: list[int],
+        strides: list[int],
+        box: list[int],
+        rows: int,
+        instead: int,
+        is_sized: bool,
+    ) -> KernelCall:
+        """Set the next parameter to a tensor map (`cuTensorMapEncodeTiled`), which a run encodes if its address or its number of
+        rows differs from the run before.
+
+        Args:
+            base, offset: the address, as for the method `base`; with base=-1, `offset` is the address.
+            data_type, swizzle: the driver's numbers.
+            sizes, strides, box: of the dimensions, innermost first. Strides are in bytes, without that of the innermost.
+            rows: the base that holds the number of rows; -1 if the number is fixed.
+            instead: the number of the tensor map of this call that replaces this one if there are no rows.
+            is_sized: True if the number of rows is the size of the outermost dimension.
+        """
+
     def grid(self, x: int, y: int) -> KernelCall:
         """Read the number of blocks from the bases of each run, in place of `programs`: `bases[x]` blocks along x, and
         `bases[y]` along y.
         """
+
+    def row_tiles(self, rows: int, tile: int, more: int, times: int) -> KernelCall:
+        """Compute the number of blocks from a number of rows, `bases[rows]`: (ceil(rows / tile) + more) * times, at least 1 and at
+        most `programs`.
+        """
+
+    def only_if(self, base: int) -> KernelCall:
+        """Launch nothing in runs in which `bases[base]` is 0."""
 
 class StreamProgram:
     """Copies, signals, events and kernels on CUDA streams, recorded once and issued many times with other buffers.
@@ -574,7 +612,7 @@ class StreamProgram:
         """Record the launch of a kernel. calls: pairs (alignment in bytes, kernel). A run launches the first kernel whose
         address parameters are all multiples of its alignment.
 
-        Raises ValueError if the driver reports that a kernel has a different number of parameters.
+        Raises ValueError if the driver reports that a kernel has a different number of parameters, or other sizes of them.
         """
 
     def parameters_of(self, function: int) -> list[int]:

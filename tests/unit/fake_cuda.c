@@ -16,6 +16,7 @@ typedef struct {
 struct call { const char *name; uint64_t stream, numbers[8]; } calls[256];
 int n_calls, live_events, fail_at = -1, fail_with = 1, context_gone;
 volatile int hold, held;
+uint64_t *last_map;
 
 static int note(const char *name, void *stream, int n, const uint64_t *numbers) {
     if (n_calls == fail_at) { fail_at = -1; return fail_with; }
@@ -90,7 +91,7 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     NOTE("wait_event", stream, (uint64_t)event, flags);
     return 0;
 }
-size_t kernels[3][9] = {{3, 8, 8, 4}, {1, 8}, {2, 8, 128}};  // of each: how many parameters, and their bytes
+size_t kernels[4][9] = {{3, 8, 8, 4}, {1, 8}, {2, 8, 128}, {2, 128, 128}};  // of each: how many parameters, and their bytes
 #ifndef OLD
 int cuFuncGetParamInfo(size_t *kernel, size_t i, size_t *offset, size_t *bytes) {
     if (i >= kernel[0]) return 1;
@@ -102,8 +103,22 @@ int cuLaunchKernel(size_t *kernel, unsigned gx, unsigned gy, unsigned gz, unsign
                    void *stream, void **parameters, void **extra) {
     uint64_t found[4] = {0};
     if (gz * by * bz != 1 || extra) return 1;
-    for (size_t i = 0; i < kernel[0]; ++i) memcpy(&found[i], parameters[i], kernel[1 + i]);
+    for (size_t i = 0; i < kernel[0]; ++i) memcpy(&found[i], parameters[i], kernel[1 + i] > 8 ? 8 : kernel[1 + i]);
     NOTE("launch", stream, (uint64_t)kernel, gx + ((uint64_t)(gy - 1) << 32), bx, shared, found[0], found[1], found[2]);
+    return 0;
+}
+int driver_version = 12080;
+int cuDriverGetVersion(int *version) { *version = driver_version; return 0; }
+/* The tensor map has the address, all bits, the data type, the swizzle, and then sizes, strides and box of up to three dimensions. */
+int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *sizes, const uint64_t *strides,
+                           const unsigned *box, const unsigned *element_strides, int interleave, int swizzle, int promotion, int fill) {
+    for (unsigned i = 0; i < rank; ++i) if (element_strides[i] != 1) return 1;
+    if (interleave || promotion != 2 || fill || rank > 3 || !address || (uint64_t)map % 64) return 1;
+    NOTE("encode", NULL, (uint64_t)address, rank, sizes[0], rank > 1 ? sizes[1] : 0);
+    const uint64_t start[] = {(uint64_t)address, ~0ull, type, swizzle};
+    memcpy(map, start, sizeof start);
+    for (unsigned i = 0; i < rank; ++i) map[4 + i] = sizes[i], map[7 + i] = i + 1 < rank ? strides[i] : 0, map[10 + i] = box[i];
+    last_map = map;
     return 0;
 }
 int cuGetErrorName(int error, const char **name) { *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : NULL; return error != 1; }

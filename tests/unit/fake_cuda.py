@@ -51,7 +51,11 @@ class Driver:
 
     def handle(self, number: int) -> int:
         """Return the handle of a kernel of the fake driver."""
-        return ctypes.addressof((ctypes.c_size_t * 27).in_dll(self.library, "kernels")) + 72 * number
+        return ctypes.addressof((ctypes.c_size_t * 36).in_dll(self.library, "kernels")) + 72 * number
+
+    def last_map(self) -> list[int]:
+        """Return the words of the tensor map that was encoded last."""
+        return (ctypes.POINTER(ctypes.c_uint64).in_dll(self.library, "last_map"))[:13]
 
     def calls(self) -> list[tuple]:
         """Return the calls since the last query, each as (name, stream handle, the call's numbers padded with 0)."""

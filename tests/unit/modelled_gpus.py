@@ -29,7 +29,7 @@ from weft.runtime.cuda import issue, sizes, tile_kernels, tracked_matmul
 from weft.runtime.cuda.add_up import SumNorm
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, rank_schedule
-from weft.runtime.cuda.kernel_call import Base
+from weft.runtime.cuda.kernel_call import Base, Count
 from weft.runtime.cuda.regions import Regions
 from weft.schedule import Collective, Compute, Copy, Schedule, Tiles
 from weft.schedule.expr import PrefixSums
@@ -217,14 +217,10 @@ class Move:
     def __init__(self, device: torch.device, **what: Any) -> None:
         self._what = {"targets": (), "parts": (), **what}
 
-    def record(self, program: Recorded, stream: int, source: Base, target: Base) -> bool:
-        program.launch(stream, {**self._what, "source": source, "target": target})
+    def record(self, program: Recorded, stream: int, source: Base, target: Base, *rows: int | Count) -> bool:
+        """Record a copy. rows: for a copy whose sizes are in device memory, the number of rows of source and target."""
+        program.launch(stream, {**self._what, "source": source, "target": target, "rows": rows})
         return True
-
-    def launch(self, source: int, target: int, source_rows: int, target_rows: int) -> None:
-        """Enqueue a copy whose sizes are in device memory."""
-        what = {**self._what, "source": source, "target": target, "rows": (source_rows, target_rows)}
-        host().issue(host().stream, "launch", what)
 
 
 class AddUp:
@@ -252,8 +248,9 @@ class Agreeing:
         self.expected, self.row_bytes = expected, width * itemsize
         self.sent = sent.unflatten(0, (len(expected), -1))[:, row]
 
-    def launch(self, out: int, out_rows: int) -> None:
-        host().issue(host().stream, "agree", self, out, out_rows)
+    def record(self, program: Recorded, stream: int, out: Base, out_rows: int | Count) -> bool:
+        program.agree(stream, self, out, out_rows)
+        return True
 
 
 class GroupedMatmulCall(tile_kernels.TilesCall):

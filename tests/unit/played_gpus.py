@@ -37,6 +37,7 @@ from weft.runtime.cuda import issue
 from weft.runtime.cuda.add_up import Address
 from weft.runtime.cuda.context import Context, Tensors, rank_schedule
 from weft.runtime.cuda.flags import AWAITED, FLAG, flags_of
+from weft.runtime.cuda.kernel_call import Base, Count
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Schedule
 from weft.symm.memory import lent
@@ -159,9 +160,7 @@ class Played:
         for word in what["sets_before"]:
             self._put(one.run, word)
             yield True
-        source, target = (
-            at if isinstance(at, int) else one.bases[at[0]] + at[1] for at in (what["source"], what["target"])
-        )
+        source, target = (_number(one, at) for at in (what["source"], what["target"]))
         shape = what["shape"]
         width, pitch, to_pitch = shape.width, shape.source_pitch, shape.target_pitch
         copies = [(source, [target, *what["targets"]], what.get("sizes", 0))]
@@ -172,7 +171,8 @@ class Played:
             rows, first, to = shape.rows, 0, 0
             if sizes:
                 first, to, rows = (ctypes.c_int64 * 3).from_address(sizes)
-                for begin, room in zip((first, to), what["rows"], strict=True):
+                for begin, rows_of in zip((first, to), what["rows"], strict=True):
+                    room = _number(one, rows_of)
                     assert 0 <= begin <= begin + rows <= room, f"rows {begin}:+{rows} are outside of {room}"
             if lines or not what["early"]:  # only the first copy may read before the waits
                 yield from self._come(one, what["waits"])
@@ -227,8 +227,8 @@ class Played:
             totals.numbers[i] = constant + sum(int(part.sum()) for part in parts)
         yield True
 
-    def _agree(self, one: Issued, tables: Agreeing, out: int, out_rows: int) -> Iterator[bool]:
-        begin = 0
+    def _agree(self, one: Issued, tables: Agreeing, at: Base, rows_of: int | Count) -> Iterator[bool]:
+        begin, out, out_rows = 0, _number(one, at), _number(one, rows_of)
         for rows, differs in zip(
             tables.expected.sum(1).tolist(), (tables.expected != tables.sent).any(1).tolist(), strict=True
         ):
@@ -309,6 +309,13 @@ class Played:
                 if went and chance.random() < 0.7:
                     break
             assert moved, "all streams and hosts stand still"
+
+
+def _number(one: Issued, argument: int | Base | Count) -> int:
+    """Return the number that an argument of a kernel has in the run of `one`."""
+    if isinstance(argument, Base):
+        return one.bases[argument.number] + argument.offset
+    return one.bases[argument.number] if isinstance(argument, Count) else argument
 
 
 def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:

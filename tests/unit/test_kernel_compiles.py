@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from triton.runtime import driver  # noqa: E402
 
 from weft.runtime.cuda import add_up, grouped_config, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
+from weft.runtime.cuda.kernel_call import Base, Count, kernel_call  # noqa: E402
 from weft.schedule import kernels as schedule_kernels  # noqa: E402
 from weft.sim import model as sim_model  # noqa: E402
 
@@ -252,6 +254,45 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     assert "wgmma.mma_async" in ptx
     assert ("ld.global.v4" in ptx) == ("adds" in key)  # the stored tile is read 16 bytes at a time
     check_occupancy(config, built, tmp_path)
+
+
+PARAMETER_BYTES = {"b64": 8, "u64": 8, "s64": 8, "b32": 4, "u32": 4, "s32": 4}
+
+
+@pytest.mark.parametrize("tma", [slow(False), True])
+@pytest.mark.parametrize("back", [slow(False), True])
+def test_native_launches_pass_the_parameters_of_grouped_gemms(back: bool, tma: bool) -> None:
+    key: dict[str, Any] = {
+        "world_size": 2,
+        "experts": 4,
+        "k": 512,
+        "n": 1024,
+        "transposed": True,
+        "aligned": tma,
+        "tma": tma,
+    }
+    variant = grouped_matmul.GroupedVariant(dtype=torch.bfloat16, config=grouped_config.CONFIGS[0], back=back, **key)
+    with compiling_for(TARGETS["sm_90"]):
+        built = grouped_matmul.compile_variant(variant)
+    entry, _, _ = built.asm["ptx"].partition(".entry")[2].partition(")")
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,]*?_param_\d+(?:\[(\d+)\])?", entry)
+    sizes = [int(count or PARAMETER_BYTES[kind]) for kind, count in found]
+    assert sizes.count(128) == 4 * tma
+
+    def operand(number: int, columns: int, rows: Count | int = 7) -> grouped_matmul.Operand:
+        return grouped_matmul.Operand.of(torch.empty(7, columns, dtype=torch.bfloat16), Base(number, 0), rows)
+
+    x, w, y = operand(0, 512, Count(3)), torch.empty(4, 1024, 512, dtype=torch.bfloat16), operand(1, 1024, Count(4))
+    operands = (y, operand(5, 1024), None, x) if back else (x, operand(5, 512), None, y)
+    weights = grouped_matmul.Operand.of(w, Base(2, 0), 4)
+    tensors = [(one or weights).argument(i, variant) for i, one in enumerate(operands)]
+    arguments = [*tensors, *[Base(2, 0)] * 4, *[1] * grouped_matmul._NUMBERS]
+    compiled = SimpleNamespace(metadata=built.metadata, src=built.src, function=1)
+    for change, is_native in ((0, True), (4, False)):
+        changed = [*sizes[:-1], sizes[-1] + change] if change else sizes
+        program: Any = SimpleNamespace(parameters_of=lambda _, changed=changed: changed)
+        assert (kernel_call(program, compiled, 1, arguments) is not None) == is_native
+    assert kernel_call(program, compiled, 1, arguments[:-1]) is None
 
 
 @pytest.mark.parametrize("back", [slow(False), True])

@@ -138,7 +138,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(prepare=0, writes_outputs=False)
 
     monkeypatch.setattr(tile_kernels, "PermuteCall", permute)
-    made = SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0, writes_outputs=True)
+    made = SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0, writes_outputs=True, record=lambda *_: True)
     for module, name in (
         (stream_compiler, "Agreeing"),
         (stream_compiler, "ReadAhead"),

@@ -165,6 +165,130 @@ def test_bases_give_the_grid_of_a_launch(driver):
         driver.kernel(1).grid(-1, 0)
 
 
+def test_a_count_is_passed_to_a_kernel_whatever_its_alignment(driver):
+    program = driver.program(2, 1, 0)
+    program.launch(0, [(8, driver.kernel(0).base(0, 0).count(1).number(3))])
+    for count in (7, 0, 2**40):
+        program.run(0, 1, (64, count), (0,))
+        assert driver.calls() == [call("launch", 0, driver.handle(0), 1, 32, 0, 64, count, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"),
+    [(0, 3 * 2), (1, 4 * 2), (16, 4 * 2), (17, 5 * 2), (64, 7 * 2), (81, 9 * 2), (97, 20), (2**40, 20)],
+)
+def test_the_grid_follows_the_number_of_rows(driver, rows, blocks):
+    program = driver.program(2, 1, 0)
+    program.launch(0, [(8, driver.kernel(1, programs=20).base(0, 0).row_tiles(1, 16, 3, 2))])
+    program.run(0, 1, (64, rows), (0,))
+    assert driver.calls() == [call("launch", 0, driver.handle(1), blocks, 32, 0, 64)]
+
+
+def test_a_grid_has_at_least_one_block(driver):
+    program = driver.program(2, 1, 0)
+    program.launch(0, [(8, driver.kernel(1, programs=20).base(0, 0).row_tiles(1, 16, 0, 2))])
+    program.run(0, 1, (64, 0), (0,))
+    assert driver.calls() == [call("launch", 0, driver.handle(1), 1, 32, 0, 64)]
+
+
+def test_nothing_is_launched_if_a_number_is_0(driver):
+    program = driver.program(3, 1, 0)
+    program.launch(0, [(8, driver.kernel(1).base(0, 0).only_if(1).only_if(2))])
+    for numbers in ((0, 5), (5, 0), (0, 0)):
+        program.run(0, 1, (64, *numbers), (0,))
+    assert driver.calls() == []
+    program.run(0, 1, (64, 1, 1), (0,))
+    assert len(driver.calls()) == 1
+
+
+def tensor_map(**changes):
+    found = {
+        "base": 0, "offset": 32, "data_type": 9, "swizzle": 3, "item_bytes": 2, "sizes": [64, 10], "strides": [128],
+        "box": [64, 16], "rows": -1, "instead": -1, "is_sized": False,
+    }  # fmt: skip
+    return found | changes
+
+
+def test_a_tensor_map_is_encoded_when_its_address_or_its_rows_change(driver):
+    program = driver.program(2, 1, 0)
+    kernel = driver.kernel(2).number(5).map(**tensor_map(rows=1, instead=1, is_sized=True))
+    with pytest.raises(ValueError, match=re.escape("instead=1 must be below the number of tensor maps, 1")):
+        program.launch(0, [(16, kernel)])
+    program = driver.program(2, 1, 0)
+    program.launch(0, [(16, driver.kernel(2).number(5).map(**tensor_map()))])
+    for base, encoded in ((4096, True), (4096, False), (8192, True)):
+        program.run(0, 1, (base, 7), (3,))
+        address = base + 32
+        expected = [call("encode", 0, address, 2, 64, 10)] * encoded
+        assert driver.calls() == [*expected, call("launch", 3, driver.handle(2), 1, 32, 0, 5, address)]
+        assert driver.last_map() == [address, 2**64 - 1 - 2**21, 9, 3, 64, 10, 0, 128, 0, 0, 64, 16, 0]
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        program.run(0, 1, (4100, 7), (3,))  # no kernel for this alignment
+
+
+def test_a_tensor_map_has_the_rows_of_the_run(driver):
+    program = driver.program(3, 1, 0)
+    fixed = tensor_map(base=-1, offset=2**20, sizes=[64, 3])
+    kernel = driver.kernel(3).map(**tensor_map(rows=1, instead=1, is_sized=True)).map(**fixed)
+    program.launch(0, [(16, kernel)])
+    encoded = []
+    for base, rows in ((4096, 7), (4096, 9), (4096, 0), (0, 0), (4096, 9)):
+        program.run(0, 1, (base, rows, 0), (3,))
+        *maps, launched = driver.calls()
+        encoded.append([(c[2], c[5]) for c in maps])
+        assert launched[6:8] == ((base + 32 if rows else 2**20), 2**20), (
+            "a tensor map replaces that of a matrix without rows"
+        )
+    assert encoded == [[(4128, 7), (2**20, 3)], [(4128, 9)], [], [], []]
+    program = driver.program(2, 1, 0)
+    kernel = driver.kernel(3).map(**tensor_map(rows=1, instead=1)).map(**fixed)
+    program.launch(0, [(16, kernel)])
+    program.run(0, 1, (4096, 8), (3,))
+    assert [c[5] for c in driver.calls()[:2]] == [10, 3], "only an outermost dimension of rows has the rows of the run"
+
+
+@pytest.mark.parametrize(("version", "rows", "cleared"), [(13010, 1024, 1), (13010, 1025, 0), (13020, 1024, 0)])
+def test_older_drivers_need_a_bit_cleared_in_small_tensor_maps(driver, version, rows, cleared):
+    driver["driver_version"] = version
+    program = driver.program(1, 1, 0)
+    program.launch(0, [(16, driver.kernel(2).number(5).map(**tensor_map(sizes=[64, rows])))])
+    program.run(0, 1, (4096,), (3,))
+    assert driver.last_map()[1] == 2**64 - 1 - cleared * 2**21
+    driver["driver_version"] = 12080
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sizes": []}, "a tensor map of 0 sizes, 1 strides and 2 sizes of its box"),
+        ({"strides": [128, 256]}, "2 strides"),
+        ({"box": [64]}, "1 sizes of its box"),
+        ({"rows": 1, "instead": 0}, "instead=0 must be another tensor map of the call"),
+        ({"is_sized": True}, "rows=-1 is not the number of a base"),
+        ({"base": 2}, "base=2 must be at least 0 and below n_bases=2"),
+        ({"rows": 2, "instead": 1}, "rows=2 must be at least 0 and below n_bases=2"),
+    ],
+)
+def test_a_tensor_map_that_cannot_be_is_refused(driver, changes, named):
+    program = driver.program(2, 1, 0)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        program.launch(0, [(16, driver.kernel(2).number(5).map(**tensor_map(**changes)))])
+
+
+def test_rows_of_a_grid_that_no_base_holds_are_refused(driver):
+    program = driver.program(2, 1, 0)
+    for kernel, named in (
+        (driver.kernel(1).base(0, 0).row_tiles(2, 16, 0, 1), "rows=2 must be at least 0 and below n_bases=2"),
+        (driver.kernel(1).base(0, 0).only_if(2), "base=2"),
+        (driver.kernel(1).count(2), "base=2"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            program.launch(0, [(1, kernel)])
+    for arguments in ((-1, 16, 0, 1), (0, 0, 0, 1), (0, 16, -1, 1), (0, 16, 0, 0)):
+        with pytest.raises(ValueError, match="tile and times must be positive"):
+            driver.kernel(1).row_tiles(*arguments)
+
+
 @pytest.mark.parametrize(("bases", "taken"), [((32, 64), 0), ((32, 8), 1), ((6, 64), 2)])
 def test_the_first_kernel_is_launched_that_the_addresses_suit(driver, bases, taken):
     program = driver.program(2, 1, 0)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from weft import _core
 from weft.kernels import agree as device_code
-from weft.runtime.cuda.kernel_call import loaded_kernel
+from weft.runtime.cuda.kernel_call import Base, Count, kernel_call, loaded_kernel
 
 _ITEMS = {4: tl.int32, 2: tl.int16}
 _BLOCK = 128
@@ -39,6 +40,15 @@ class Agreeing:
     def launch(self, out: int, out_rows: int) -> None:
         """Enqueue the comparison of row counts on the current stream. out: the address of the `out_rows` received rows."""
         self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
+
+    def record(self, program: _core.StreamProgram, stream: int, out: Base, out_rows: int | Count) -> bool:
+        """Record the launch of the comparison into `program`, on the program's stream number `stream`. Return False if only
+        Triton can launch the kernel.
+        """
+        call = kernel_call(program, self._compiled, self._ranks, (*self._tables, out, out_rows, *self._numbers))
+        if call is not None:
+            program.launch(stream, [(1, call)])
+        return call is not None
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,8 @@
 """The compiler of a rank's steps. Its result is the list of operations that the CPU issues in every run
 (`weft.runtime.cuda.issue`):
 
-- Native operations, which C++ enqueues (`_core.StreamProgram`): copies, signals, events, and launches of small kernels.
+- Native operations, which C++ enqueues (`_core.StreamProgram`): copies, signals, events, and launches of kernels. Addresses
+  and numbers of rows are arguments of each run, so these operations serve calls of any size.
 - Calls of torch and NCCL (`weft.runtime.cuda.calls`).
 - Steps of dynamic size (`weft.runtime.cuda.sizes`).
 
@@ -21,6 +22,7 @@ removes when it ends.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any, TypeAlias
@@ -54,12 +56,14 @@ COLLECTS_AT = 16  # byte offset of the third number of `Context.begun_word`
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 
-def compile_streams(context: Context, timed: bool) -> StreamItems:
+def compile_streams(context: Context, timed: bool, tensors: Tensors | None = None) -> StreamItems:
     """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile.
 
     timed: True if each run must record time stamps of its steps.
+    tensors: the tensors of a run. The result is only for runs whose tensors have the same strides, but any number of rows where
+        the schedule leaves it open. With None, Python launches each tile kernel.
     """
-    return Compiler(context, timed).compile()
+    return Compiler(context, timed, tensors).compile()
 
 
 class Compiler:
@@ -70,11 +74,12 @@ class Compiler:
         there: first source row, first target row, and number of rows. A `Permute` step has three such numbers for each of its
         copies.
     ahead: for each lane that reads dynamic sizes with by="meanwhile", the operation of this `Read` step.
-    scratch: memory for partial sums of GEMMs, by lane.
+    scratch: memory for partial sums of GEMMs, by lane. scratch_at: the index in `Regions.bases` of the address of the first lane's
+        memory; those of the other lanes follow. tensors: as for `compile_streams`.
     """
 
-    def __init__(self, context: Context, timed: bool) -> None:
-        self.context = context
+    def __init__(self, context: Context, timed: bool, tensors: Tensors | None = None) -> None:
+        self.context, self.tensors = context, tensors
         self.regions = regions = Regions(context)
         self._place, self._words, self._begun = regions.place, regions.words, regions.begun
         self._events = 0
@@ -101,6 +106,8 @@ class Compiler:
                 self._carriers[context.lanes[launch.lane]] |= set(range(launch.first, launch.last + 1))
                 self._of_stream[context.lanes[launch.lane]] += self._flags_in(launch)
         self._has_aside = False
+        self.scratch_at = len(regions.bases)
+        regions.bases += [0] * lanes
         self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(context.order) + 4)
         self.items = StreamItems(context, self.program, regions, timed)
         self._monitor = lanes
@@ -134,6 +141,8 @@ class Compiler:
             program.signal(0, [(False, self._begun, COLLECTS_AT, 0)])
         if monitored:
             self._signal_aside(0, [self._note(self.context.standing_word, 0)])
+        for lane, scratch in self.scratch.items():
+            self.regions.bases[self.scratch_at + lane] = scratch.memory.data_ptr()
         self.items.flush()
         if self._has_aside:
             joint = self._event()
@@ -339,6 +348,11 @@ class Compiler:
             **signals,
         )
 
+        self.items.kept.append(move)
+        places = Base(src, at), Base(dst, to), self.regions.rows(of_src.name), self.regions.rows(of_dst.name)
+        if move.record(self.program, launch.lane, *places):
+            return
+
         def issue(tensors: Tensors, bases: list[int]) -> None:
             rows = [b.rows if isinstance(b.rows, int) else tensors[b.name].shape[0] for b in (of_src, of_dst)]
             move.launch(bases[src] + at, bases[dst] + to, *rows)
@@ -415,11 +429,13 @@ def _agree(step: Agree, compiler: Compiler, launch: Launch) -> None:
         expected, sent, compiler.context.differs_at, int(step.row), buffer.cols, regions.item_bytes(step.out)
     )
     base, offset, _ = regions.place(_whole(step.out))
+    compiler.items.kept.append(call)
+    if call.record(compiler.program, launch.lane, Base(base, offset), regions.rows(buffer.name)):
+        return
 
     def issue(tensors: Tensors, bases: list[int]) -> None:
         call.launch(bases[base] + offset, tensors[buffer.name].shape[0])
 
-    compiler.items.kept.append(call)
     compiler.items.dynamic(launch.lane, issue)
 
 
@@ -443,9 +459,9 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
             f"{step}: streams read sizes only from scratch or symmetric buffers: copy {buffer} to one first"
         )
     if step.by in ("host", "known"):
-        compiler.items.dynamic(lane, HostRead(context, buffer))
+        compiler.items.dynamic(lane, HostRead(context, buffer, compiler.regions.rows_at))
     if step.by == "meanwhile":
-        compiler.ahead[lane] = ReadAhead(context, buffer)
+        compiler.ahead[lane] = ReadAhead(context, buffer, compiler.regions.rows_at)
         compiler.items.dynamic(lane, compiler.ahead[lane].begin)
     name = context.lanes[lane]
     copies = of_kind((step for lane_of, step in context.order if lane_of == name and step.copies_by == "kernel"), Copy)
@@ -471,12 +487,18 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
 def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
     context, lane = compiler.context, launch.lane
     about = TilesLane(
-        context, compiler.regions, context.lanes[lane], compiler.scratch[lane], compiler.sizes, compiler.addresses_set
-    )
-    call = tiles_call(step.kernel, step, about)
-    compiler.items.prepares.append(call.prepare)
-    compiler.items.dynamic(lane, call)
+        context, compiler.regions, context.lanes[lane], compiler.scratch[lane], compiler.scratch_at + lane, compiler.sizes,
+        compiler.addresses_set,
+    )  # fmt: skip
+    items, call = compiler.items, tiles_call(step.kernel, step, about)
+    issue: Callable[[Tensors, list[int]], None] = call
+    if compiler.tensors is not None and call.record(compiler.program, lane, compiler.tensors):
+        items.kept.append(call)
+        issue = items.recorded_last()
+    else:
+        items.prepares.append(call.prepare)
+        items.dynamic(lane, call)
     if (ahead := compiler.ahead.get(lane)) and call.writes_outputs:
-        ahead.gemms.append(call)
+        ahead.gemms.append(issue)
         if about.is_last(step):
             compiler.items.dynamic(lane, ahead.settle)

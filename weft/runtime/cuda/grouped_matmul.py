@@ -13,9 +13,10 @@ import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft import _core
 from weft.kernels import grouped_matmul as device_code
 from weft.runtime.cuda.grouped_config import Config, choose_config
-from weft.runtime.cuda.kernel_call import loaded
+from weft.runtime.cuda.kernel_call import Base, Count, Mapped, RowTiles, kernel_call, loaded, record_one_of
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.symm.lasting import lasting
@@ -74,6 +75,11 @@ class GroupedVariant(NamedTuple):
         """The largest number of programs that compute one tile together."""
         return self.config.splits if self.tma and not self.adds else 1
 
+    @property
+    def column_tiles(self) -> int:
+        """The largest number of programs for a row of tiles."""
+        return -(-self.n // self.config.block_n) * self.splits
+
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
@@ -90,9 +96,15 @@ class GroupedVariant(NamedTuple):
         if number == 2:
             w_box = [1, c.block_n, c.block_k] if self.transposed else [1, c.block_k, c.block_n]
             return TensorDescriptor.from_tensor(tensor, w_box)
-        if (number == 3) != self.back:
+        if self.is_ragged(number):
             return create_ragged_descriptor(tensor, [c.block_m, c.block_n // c.parts])
         return TensorDescriptor.from_tensor(tensor, [c.block_m, c.block_k])
+
+    def is_ragged(self, number: int) -> bool:
+        """True if the kernel stores rows of segments through this tensor map, which then masks rows outside of the segment. It does
+        not depend on the number of rows.
+        """
+        return number != 2 and (number == 3) != self.back
 
 
 def compile_variant(variant: GroupedVariant) -> Any:
@@ -133,20 +145,46 @@ def prepare(
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
-            _compiled(w.device, _variant(w, world_size, config, aligned, back, adds, merged))
+            _compiled(w.device, _variant(w, w.device, world_size, config, aligned, back, adds, merged))
 
 
 def _variant(
-    w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool, merged: bool
-) -> GroupedVariant:
+    w: torch.Tensor, device: torch.device, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool,
+    merged: bool,
+) -> GroupedVariant:  # fmt: skip
     experts, k, n = w.shape
     transposed = w.stride(2) != 1
     if transposed and w.stride(1) != 1:
         raise ValueError(f"w has strides {w.stride()} for [E, K, N] = {tuple(w.shape)}: K or N must have stride 1")
     # The hardware rounds a tensor map's innermost extent to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
-    tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
+    tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(device)[0]
     return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds, merged)
+
+
+class Operand(NamedTuple):
+    """A tensor of a recorded launch, whose address and number of rows may differ in each run.
+
+    like: a tensor on the device "meta" with the same dtype, strides and columns. rows: the number of rows.
+    """
+
+    like: torch.Tensor
+    address: int | Base
+    rows: int | Count
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, address: int | Base, rows: int | Count) -> Operand:
+        return cls(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), address, rows)
+
+    def argument(self, number: int, variant: GroupedVariant) -> Any:
+        """Return the argument of the grouped GEMM kernel with the index `number`, as `GroupedVariant.map` does."""
+        if not variant.tma:
+            return self.address
+        like, is_counted = self.like, isinstance(self.rows, Count)
+        if is_counted:
+            like = torch.empty_strided((1, *like.shape[1:]), like.stride(), dtype=like.dtype, device="meta")
+        is_sized = is_counted and not variant.is_ragged(number)
+        return Mapped(variant.map(number, like), self.address, self.rows, is_sized, instead=int(number != 1))
 
 
 class GroupedMatmulLauncher:
@@ -233,14 +271,48 @@ class GroupedMatmulLauncher:
         variant, slots = self._variant, self._slots
         own, whole = (y, x) if self._back else (x, y)
         assert variant is not None
-        columns = -(-variant.n // self._config.block_n)
-        row_tiles = -(-whole.shape[0] // self._config.block_m) + self._segments
-        grid = (max(1, min(self._programs, row_tiles * columns * variant.splits)), 1, 1)
+        tiles = RowTiles(self._programs, len(whole), self._config.block_m, self._segments, variant.column_tiles)
+        grid = (tiles.blocks(), 1, 1)
         numbers = (
             own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
             w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(), slots.data_ptr(),
         )  # fmt: skip
         self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
+
+    def record(
+        self, program: _core.StreamProgram, stream: int, x: Operand, w: Operand, y: Operand, partials: Base
+    ) -> bool:
+        """Record the launch into `program`, on the program's stream number `stream`, and load its kernels. Return False if only
+        `launch` can launch it.
+
+        x, w, y: the tensors, as for `launch`. partials: the address of the scratch memory.
+        """
+        slots, device = Operand.of(self._slots, self._slots.data_ptr(), len(self._slots)), self._counts.device
+        own, whole = (y, x) if self._back else (x, y)
+        if device.type != "cuda" or 0 in (w.like.numel(), whole.rows) or own.rows == slots.rows == 0:
+            return False
+        _check(x.like, slots.like, w.like, y.like, self._counts, self._splits, self._back)
+        # Without rows in both own and slots, or in whole, there is nothing to multiply.
+        needed = (whole,) if slots.rows else (whole, own)
+        only_if = [operand.rows for operand in needed if isinstance(operand.rows, Count)]
+        calls = []
+        for aligned in (True, False):
+            variant = _variant(w.like, device, self._world, self._config, aligned, self._back, self._adds, self._merged)
+            if aligned and not (variant.aligned and all(is_aligned(one.like) for one in (own, slots, whole))):
+                continue
+            weights = w._replace(like=w.like.mT) if variant.transposed else w
+            operands = (own if own.rows else slots, slots if slots.rows else own, weights, whole)
+            strides = [one.like.stride(0) for one in (own, slots, whole, w)]
+            numbers = (
+                own.rows, slots.rows, whole.rows, *self._numbers, *strides, w.like.stride(2 if variant.transposed else 1),
+                y.address, slots.address,
+            )  # fmt: skip
+            arguments = [operand.argument(i, variant) for i, operand in enumerate(operands)]
+            arguments += [self._counts, self._splits, partials, self._arrived, *numbers]
+            grid = RowTiles(self._programs, whole.rows, self._config.block_m, self._segments, variant.column_tiles)
+            call = kernel_call(program, _compiled(device, variant), grid, arguments, only_if)
+            calls.append((ALIGNMENT if aligned else 1, call))
+        return record_one_of(program, stream, calls)
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
         """Update the kernel's arguments if only the address of y has changed since the last launch, as in most calls. Return
@@ -267,7 +339,7 @@ class GroupedMatmulLauncher:
                 raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
             return False
         aligned = all(is_aligned(t) for t in (own, slots, whole))
-        variant = _variant(w, self._world, self._config, aligned, self._back, self._adds, self._merged)
+        variant = _variant(w, w.device, self._world, self._config, aligned, self._back, self._adds, self._merged)
         if variant != self._variant:
             constants = variant.constants()
             if w.device.type != "cuda":

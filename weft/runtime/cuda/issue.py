@@ -44,6 +44,7 @@ class StreamItems:
         self.calls: list[tuple[int, Operation]] = []  # calls of torch and NCCL, for the warm-up
         self.prepares: list[Callable[[Tensors], None]] = []  # functions that load kernels
         self.names = [b.name for b in context.given]
+        self._rows_at = list(regions.rows_at.items())
         self.streams = [0, *(s.cuda_stream for s in context.side), context.monitor.cuda_stream]
         self.spans: list[tuple[str, str, int]] = []  # (lane, name, bytes sent)
         self.stamps = Stamps(context.device, 2 * len(context.order) + 2) if timed else None
@@ -73,6 +74,15 @@ class StreamItems:
         assert stamps is not None
         self.launch(lane, lambda bases, stream: stamps.launch(index, stream))
 
+    def recorded_last(self) -> Callable[[Tensors, list[int]], None]:
+        """Return a function that issues the native operation that was recorded last once more, in the run that is being issued."""
+        last = len(self.program) - 1
+
+        def issue(tensors: Tensors, bases: list[int]) -> None:
+            self.program.run(last, last + 1, bases, self.streams)
+
+        return issue
+
     def flush(self) -> None:
         """Add one item for all native operations that have been recorded since the last item."""
         if len(self.program) > self._native_from:
@@ -95,6 +105,9 @@ class StreamItems:
             bases[i] = (
                 0 if callable(tensor) else tensor.data_ptr()
             )  # 0 for an output that is made when its size is known
+        for name, at in self._rows_at:
+            tensor = tensors[name]
+            bases[at] = 0 if callable(tensor) else tensor.shape[0]
         streams[0] = torch._C._cuda_getCurrentRawStream(device.index)
         main: Any = torch.cuda.current_stream(device) if self.leaves_main else None
         for kind, what, where in self.items:

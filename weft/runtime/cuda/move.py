@@ -15,7 +15,7 @@ import triton.language as tl
 
 from weft import _core
 from weft.kernels import move as device_code
-from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded_kernel, record_one_of
+from weft.runtime.cuda.kernel_call import Base, Count, kernel_call, loaded_kernel, record_one_of
 from weft.schedule.steps import COPY_UNITS, ITEM_BYTES
 from weft.symm.lasting import lasting
 
@@ -132,20 +132,29 @@ class CopyLaunch:
         arguments = self._arguments(step, source, target, source_rows, target_rows)
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
-    def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
+    def record(
+        self,
+        program: _core.StreamProgram,
+        stream: int,
+        source: int | Base,
+        target: int | Base,
+        source_rows: int | Count = 0,
+        target_rows: int | Count | None = None,
+    ) -> bool:
         """Record the launch of the copy kernel into `program`, on the program's stream number `stream`. Return False if only
         Triton can launch the kernel.
 
-        source, target: addresses, or offsets from base addresses that each run sets.
+        source, target: addresses, or offsets from base addresses that each run sets. source_rows, target_rows: as for `launch`.
         """
+        rows = source_rows, target_rows
         calls = [
-            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
+            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target, *rows)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
         ]
         return record_one_of(program, stream, calls)
 
     def _arguments(
-        self, step: int, source: Any, target: Any, source_rows: int = 0, target_rows: int | None = None
+        self, step: int, source: Any, target: Any, source_rows: Any = 0, target_rows: Any = None
     ) -> tuple[Any, ...]:
         item, shape = min(self._item, step), self._shape
         rows = shape.rows if target_rows is None else target_rows

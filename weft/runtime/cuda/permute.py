@@ -4,6 +4,7 @@ any stream waits for a peer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from weft import _core
 from weft.kernels import permute as device_code
-from weft.runtime.cuda.kernel_call import loaded_kernel
+from weft.runtime.cuda.kernel_call import Base, Count, kernel_call, loaded_kernel, record_one_of
 
 _ITEMS = {8: tl.int64, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
@@ -49,7 +51,7 @@ class PermuteLauncher:
             if step <= most
         }
 
-    def launch(self, own: int, slots: int, target: int, rows: tuple[int, int, int], stream: int | None = None) -> None:
+    def launch(self, own: int, slots: int, target: int, rows: Sequence[int], stream: int | None = None) -> None:
         """Launch the kernel, which copies the segments from `own` and `slots` to `target`.
 
         own, slots, target: the device addresses of the matrices. rows: the number of rows of each. stream: a stream's
@@ -57,10 +59,30 @@ class PermuteLauncher:
         """
         step = next(step for step in self._variants if (own | slots | target) % step == 0)
         compiled, constants = self._variants[step]
+        compiled[self._programs, 1, 1](*self._arguments(step, own, slots, target, rows), *constants, stream=stream)
+
+    def record(
+        self,
+        program: _core.StreamProgram,
+        stream: int,
+        own: Base,
+        slots: Base,
+        target: Base,
+        rows: Sequence[int | Count],
+    ) -> bool:
+        """Record the launch of the kernel into `program`, on the program's stream number `stream`. Return False if only Triton
+        can launch the kernel. The other arguments are those of `launch`.
+        """
+        calls = [
+            (step, kernel_call(program, compiled, self._programs, self._arguments(step, own, slots, target, rows)))
+            for step, (compiled, _) in self._variants.items()
+        ]
+        return record_one_of(program, stream, calls)
+
+    def _arguments(self, step: int, own: Any, slots: Any, target: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
         item = min(8, step)
         sizes = (self._width // item, *(pitch // item for pitch in self._pitches))
-        arguments = (own, slots, target, self._segments, *self._counts, *rows, *sizes)
-        compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
+        return own, slots, target, self._segments, *self._counts, *rows, *sizes
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,9 @@
 
 A compiled program gets new addresses in every run, because the caller's tensors may have moved. So it identifies memory by an
 index into a list of base addresses, and an offset in bytes. The list has, in this order: the caller's tensors, the schedule's
-scratch buffers, the ranks' symmetric memory, the ranks' signal words, and `Context.begun_word`. Only the addresses of the
-caller's tensors change.
+scratch buffers, the ranks' symmetric memory, the ranks' signal words, and `Context.begun_word`. Then follow the numbers of rows
+of the caller's tensors whose numbers of rows are known only at run time. Only the addresses and numbers of rows of the caller's
+tensors change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.kernel_call import Count
 from weft.schedule import ITEM_BYTES, Region
 
 RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
@@ -27,6 +29,7 @@ class Regions:
     bases: the base addresses. The bases of the caller's tensors are 0 until a run sets them.
     words: the index, in `bases`, of rank 0's signal words. The signal words of the other ranks follow.
     begun: the index, in `bases`, of `Context.begun_word`, which a run sets when it begins.
+    rows_at: for each tensor of the caller whose number of rows is known only at run time, the index of this number in `bases`.
     """
 
     def __init__(self, context: Context) -> None:
@@ -40,6 +43,9 @@ class Regions:
         fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
         self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
+        unknown = [b.name for b in context.given if not isinstance(b.rows, int)]
+        self.rows_at = {name: len(self.bases) + i for i, name in enumerate(unknown)}
+        self.bases += [0] * len(unknown)
         # The caller's tensors that must be contiguous for native operations.
         self.without_gaps = set[str]()
 
@@ -73,6 +79,15 @@ class Regions:
             return None, places + self.bases[base], buffer.cols * item
         self.without_gaps.add(name)
         return base, places, buffer.cols * item
+
+    def base(self, name: str) -> int:
+        """Return the index, in `bases`, of the address of a tensor of the caller."""
+        return self._base[name]
+
+    def rows(self, name: str) -> int | Count:
+        """Return the number of rows of a buffer. If it is known only at run time, each run passes it."""
+        rows = self._context.buffers[name].rows
+        return rows if isinstance(rows, int) else Count(self.rows_at[name])
 
     def is_shared(self, region: Region) -> bool:
         """True if peers may read or write the region."""

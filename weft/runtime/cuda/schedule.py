@@ -74,7 +74,9 @@ class CudaSchedule(Executor):
         self._reads_on_host = schedule.reads_on_host
         self._captured = False
         self._warm: set[tuple[Any, ...]] = set()
-        self._programs: dict[bool, StreamItems] = {}
+        # Tile kernels are recorded for the strides of the caller's tensors. All other operations serve tensors of any strides.
+        self._has_tiles = any(step.tile_kernel for _, step in mine.order)
+        self._programs: dict[tuple[Any, ...], StreamItems] = {}
         comm._holders.add(self)
 
     def run(
@@ -115,7 +117,7 @@ class CudaSchedule(Executor):
         if not like_before:
             self.warm_up(tensors, capturing)
         self._captured = self._captured or capturing
-        program = self._program(timeline is not None)
+        program = self._program(tensors, timeline is not None)
         try:
             self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
@@ -201,20 +203,24 @@ class CudaSchedule(Executor):
         """Load every kernel that a run with such tensors needs. A kernel that is loaded while a stream waits can hang the
         device.
         """
-        layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
+        layout = self._layout(tensors)
         if layout in self._warm:
             return
         if capturing:
             raise ValueError("call the operator once with these shapes and layouts before capturing it in a CUDA graph")
         torch.cuda.synchronize(self.device)
-        self._program(False).warm_up(tensors, first=not self._warm)
+        self._program(tensors, False).warm_up(tensors, first=not self._warm)
         torch.cuda.synchronize(self.device)
         self._warm.add(layout)
 
-    def _program(self, timed: bool) -> StreamItems:
-        program = self._programs.get(timed)
+    def _layout(self, tensors: Tensors) -> tuple[Any, ...]:
+        return tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
+
+    def _program(self, tensors: Tensors, timed: bool) -> StreamItems:
+        key = (timed, *self._layout(tensors)) if self._has_tiles else (timed,)
+        program = self._programs.get(key)
         if program is None:
             torch.cuda.synchronize(self.device)
             with torch.inference_mode(False):  # the tensors are kept, also for calls outside of inference mode
-                program = self._programs[timed] = compile_streams(self.context, timed)
+                program = self._programs[key] = compile_streams(self.context, timed, tensors)
         return program

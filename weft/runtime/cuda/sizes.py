@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -81,10 +81,13 @@ def _compiled_totals(device: torch.device) -> Any:
 class HostRead:
     """A `Read` step in which the CPU reads a buffer, once in a run. The CPU waits for the buffer's contents, then allocates the
     outputs whose number of rows they determine.
+
+    rows_at: as for `Regions`.
     """
 
-    def __init__(self, context: Context, buffer: str) -> None:
+    def __init__(self, context: Context, buffer: str, rows_at: Mapping[str, int]) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
+        self._rows_at = rows_at
         self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
         self._come = torch.cuda.Event()
 
@@ -104,7 +107,7 @@ class HostRead:
                 make = tensors[buffer.name]
                 if callable(make) and variables_of(buffer.rows) <= run.known.keys():
                     tensors[buffer.name] = run.made[buffer.name] = made = make(substitute(buffer.rows, run.known))
-                    bases[i] = made.data_ptr()
+                    bases[i], bases[self._rows_at[buffer.name]] = made.data_ptr(), made.shape[0]
 
 
 class ReadAhead:
@@ -114,22 +117,28 @@ class ReadAhead:
     sizes, and slices the outputs to the rows that arrived. If an output is too small, `settle` allocates a larger output and
     issues the GEMMs again. The operands of the GEMMs are still intact, because the lane allows peers to overwrite them only
     later.
+
+    rows_at: as for `Regions`.
     """
 
-    def __init__(self, context: Context, buffer: str) -> None:
+    def __init__(self, context: Context, buffer: str, rows_at: Mapping[str, int]) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
         self.gemms: list[Callable[[Tensors, list[int]], None]] = []
         self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
         self._come = torch.cuda.Event()
         expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
-        self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
-        self._room = {name: _with_room(substitute(rows, {buffer: expected})) for _, name, rows in self._outputs}
+        self._outputs = [
+            (i, rows_at[b.name], b.name, b.rows)
+            for i, b in enumerate(context.given)
+            if variables_of(b.rows) == {buffer}
+        ]
+        self._room = {name: _with_room(substitute(rows, {buffer: expected})) for *_, name, rows in self._outputs}
         self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # the functions for outputs of this run
 
     def begin(self, tensors: Tensors, bases: list[int]) -> None:
         self._copy.copy_(self._held, non_blocking=True)
         self._come.record()
-        given: dict[str, Any] = {name: tensors[name] for _, name, _ in self._outputs}
+        given: dict[str, Any] = {name: tensors[name] for *_, name, _ in self._outputs}
         self._makers = {name: make for name, make in given.items() if callable(make)}
         self._make(tensors, bases, self._room)
 
@@ -138,7 +147,7 @@ class ReadAhead:
         self._come.synchronize()  # at the deadline, the watching thread ends this wait
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        came = {name: substitute(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
+        came = {name: substitute(rows, run.known) for *_, name, rows in self._outputs if name in self._makers}
         lacking = {name: rows for name, rows in came.items() if rows > tensors[name].shape[0]}
         if lacking:
             self._make(tensors, bases, lacking)
@@ -153,10 +162,10 @@ class ReadAhead:
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
         with torch.cuda.stream(self.run.caller):  # see HostRead
-            for i, name, _ in self._outputs:
+            for i, rows_at, name, _ in self._outputs:
                 if name in self._makers and name in rows:
                     tensors[name] = made = self._makers[name](rows[name])
-                    bases[i] = made.data_ptr()
+                    bases[i], bases[rows_at] = made.data_ptr(), made.shape[0]
 
 
 def _with_room(rows: int) -> int:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import is_dynamic
+from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Copy, Expr, Index, Set, Step, Tiles
 from weft.schedule.kernels import (
     FEW_ROWS,
@@ -45,6 +48,15 @@ class TilesCall:
 
     writes_outputs = True
 
+    def record(self, program: _core.StreamProgram, stream: int, tensors: Tensors) -> bool:
+        """Record the launch into `program`, on the program's stream number `stream`, and load its kernels. Return False if Python
+        must make the launch in each run; `prepare` then loads the kernels.
+
+        tensors: the tensors of a run. Later runs may have other addresses, and other numbers of rows where the schedule leaves
+            them open.
+        """
+        return False
+
     def prepare(self, tensors: Tensors) -> None:
         """Load the kernels that the launch needs. Called before any stream waits for a peer."""
 
@@ -59,8 +71,9 @@ class TilesCall:
 class TilesLane:
     """The lane of a `Tiles` step, with the data that the launch of the step needs.
 
-    scratch: memory that the lane's launches share. sizes: for each step of dynamic size (by its `id`), the device address of
-        its sizes.
+    scratch: memory that the lane's launches share. partials_at: the index of the address of this memory in `Regions.bases`, in
+        every run.
+    sizes: for each step of dynamic size (by its `id`), the device address of its sizes.
     words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that
         a `Set` of `signal[index]` writes.
     """
@@ -69,6 +82,7 @@ class TilesLane:
     regions: Regions
     name: str
     scratch: Scratch
+    partials_at: int
     sizes: Mapping[int, int]
     words_set: Callable[[int, str, int], list[int]]
 
@@ -94,7 +108,8 @@ def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != lane.name)
     beside = sending and (not lane.is_last(step) or isinstance(kernel, ReturningMatmul))
     spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
-    return GroupedMatmulCall(context, lane.regions, kernel, sum(expected) / max(1, len(expected)), spare, lane.scratch)
+    rows = sum(expected) / max(1, len(expected))
+    return GroupedMatmulCall(context, lane.regions, kernel, rows, spare, lane.scratch, lane.partials_at)
 
 
 @tiles_call.register
@@ -129,6 +144,7 @@ class GroupedMatmulCall(TilesCall):
     GEMM over the rows of several experts.
 
     spare: the number of multiprocessors to leave to copies. scratch: memory that the lane's launches share.
+    partials_at: the index of the address of this memory in `Regions.bases`, in every run.
     """
 
     def __init__(
@@ -138,12 +154,14 @@ class GroupedMatmulCall(TilesCall):
         s: GroupedMatmul | SortedMatmul | ReturningMatmul,
         expected_rows: float,
         spare: int,
-        scratch: Scratch | None = None,
+        scratch: Scratch,
+        partials_at: int,
     ) -> None:
         from weft.runtime.cuda import grouped_matmul  # imported here: it needs a newer Triton than the rest
         from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 
         self._library, self._what, self._own, schedule = grouped_matmul, s, context.own, context.schedule
+        self._context, self._regions, self._partials = context, regions, Base(partials_at, 0)
         self._back, self._world = isinstance(s, ReturningMatmul), context.comm.world_size
         self._merged = isinstance(s, SortedMatmul)
         sources, slot_rows, mine = (0, self._world), 0, context.rank * s.experts
@@ -175,6 +193,27 @@ class GroupedMatmulCall(TilesCall):
             first_source=sources[0], n_sources=sources[1], first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
             back=self._back, adds=self._adds, merged=self._merged, scratch=scratch,
         )  # fmt: skip
+
+    def record(self, program: _core.StreamProgram, stream: int, tensors: Tensors) -> bool:
+        if (own := self._own.get(self._x)) is not None:
+            x = self._library.Operand.of(self._of_k(own), self._of_k(own).data_ptr(), len(own))
+        else:
+            x = self._operand(self._x, self._of_k(tensors[self._x]), tensors)
+        w = self._operand(self._what.weights, self._weights(tensors), tensors)
+        return self._gemms.record(program, stream, x, w, self._operand(self._what.y, None, tensors), self._partials)
+
+    def _operand(self, name: str, part: torch.Tensor | None, tensors: Tensors) -> Any:
+        """Return a tensor of the caller, or its slice `part`, for a recorded launch.
+
+        part: None for the whole tensor `name`, which may not have been allocated yet.
+        """
+        buffer, whole = self._context.buffers[name], tensors[name]
+        if callable(whole):
+            whole = part = torch.empty(1, buffer.cols, dtype=TORCH_DTYPE[buffer.dtype], device="meta")
+        part = whole if part is None else part
+        offset = (part.storage_offset() - whole.storage_offset()) * part.itemsize
+        rows = self._regions.rows(name) if part.dim() == 2 else len(part)
+        return self._library.Operand.of(part, Base(self._regions.base(name), offset), rows)
 
     def prepare(self, tensors: Tensors) -> None:
         w, how = self._weights(tensors), {"back": self._back, "adds": self._adds, "merged": self._merged}
@@ -264,6 +303,7 @@ class PermuteCall(TilesCall):
                 f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs let it read at most "
                 "two buffers and write one"
             )
+        self._regions = regions
         self._buffers = [context.buffers[name] for name in (own, *(others or [own]), *targets)]
         last = [next(c.src for c in reversed(copies) if c.src.buffer == buffer.name) for buffer in self._buffers[:2]]
         regions_of = [*last, copies[0].dst]
@@ -272,6 +312,12 @@ class PermuteCall(TilesCall):
         n_own = sum(copy.src.buffer == own for copy in copies)
         self._copies = PermuteLauncher(
             context.device, sizes, len(copies), n_own, regions.row_bytes(copies[0].src), (own_pitch, slots_pitch, pitch)
+        )
+
+    def record(self, program: _core.StreamProgram, stream: int, tensors: Tensors) -> bool:
+        own, slots, target = (Base(base, offset) for base, offset, _ in self._places)
+        return self._copies.record(
+            program, stream, own, slots, target, [self._regions.rows(b.name) for b in self._buffers]
         )
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
