@@ -26,7 +26,19 @@ void register_group_calls(nb::module_ &m) {
         .def_rw("ended", &CallCounts::ended)
         .def_rw("unanswered", &CallCounts::unanswered)
         .def_rw("has_layers", &CallCounts::has_layers)
-        .def_ro("refused_by_peers", &CallCounts::refused_by_peers);
+        .def_ro("refused_by_peers", &CallCounts::refused_by_peers)
+        .def(
+            "undo_if_refused",
+            [](CallCounts &self, nb::object function, nb::args arguments) { self.undo_if_refused(function, arguments); },
+            nb::arg("function"), nb::arg("arguments"))
+        .def("undo", &CallCounts::undo)
+        .def("keep", &CallCounts::keep);
+    nb::class_<FamilySizes>(m, "FamilySizes", "The sizes of one problem family that a group has called.")
+        .def(nb::init<int64_t, int64_t>(), nb::arg("passing"), nb::arg("most"))
+        .def("is_new", &FamilySizes::is_new, nb::arg("rows"))
+        .def("add", &FamilySizes::add, nb::arg("rows"))
+        .def_ro("served", &FamilySizes::served)
+        .def_rw("once", &FamilySizes::once);
     nb::class_<CallDigest>(m, "CallDigest", "A running digest of all calls, kept for the most recent calls.")
         .def(nb::init<size_t>(), nb::arg("kept"))
         .def("note", &CallDigest::note, nb::arg("fingerprint"), nb::arg("what"))

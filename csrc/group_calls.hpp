@@ -49,6 +49,21 @@ struct CallCounts {
     bool has_layers = false;                    // options of layers wait for the next call
     nb::object refused_by_peers = nb::dict();  // {number of a call: reason}
 
+    // Calls `function` with `arguments` if the current call raises an error.
+    void undo_if_refused(nb::object function, nb::tuple arguments) {
+        if (!undos_.empty() && undos_.back().call != begun) undos_.clear();
+        undos_.push_back({begun, std::move(function), std::move(arguments)});
+    }
+    // Calls the functions of the current call, the last first.
+    void undo() {
+        const auto undos = std::exchange(undos_, {});
+        for (auto one = undos.rbegin(); one != undos.rend(); ++one)
+            if (one->call == begun) checked(PyObject_CallObject(one->function.ptr(), one->arguments.ptr()));
+    }
+    // Forgets these functions, because the current call has ended. They may refer to this object, and Python's garbage collector
+    // does not see them.
+    void keep() { undos_.clear(); }
+
     // Returns true if a peer has refused the call with this number.
     bool is_refused(int64_t call) const {
         if (PyDict_Size(refused_by_peers.ptr()) == 0) return false;
@@ -57,6 +72,40 @@ struct CallCounts {
         if (found < 0) throw nb::python_error();
         return found;
     }
+
+  private:
+    struct Undo {
+        int64_t call;
+        nb::object function;
+        nb::tuple arguments;
+    };
+    std::vector<Undo> undos_;
+};
+
+// The sizes (numbers of rows) of one problem family that a group has called (weft/operator/cache.py: Family).
+struct FamilySizes {
+    // passing: the least `once` at which new sizes run unfused. most: the largest number of entries of `served`.
+    FamilySizes(int64_t passing, int64_t most) : passing_(passing), most_(most) {}
+
+    // Returns true if a call of this size is to run unfused because the size is new, and other sizes have not recurred.
+    bool is_new(int64_t rows) const { return once >= passing_ && !contains(served, number(rows)); }
+    // Records that a call of this size runs unfused. Returns false if that is recorded already. Drops the older half of the sizes
+    // if there are too many.
+    bool add(int64_t rows) {
+        if (contains(served, number(rows))) return false;
+        if (int64_t(nb::len(served)) >= most_) {
+            const nb::list all = nb::steal<nb::list>(PyDict_Keys(served.ptr()));
+            for (size_t i = 0; i < size_t(most_ / 2); ++i) served.attr("pop")(all[i]);
+        }
+        if (PyDict_SetItem(served.ptr(), number(rows).ptr(), Py_None)) throw nb::python_error();
+        return true;
+    }
+
+    nb::dict served;  // the sizes that were called, but not compiled, as keys in the order of their first calls
+    int64_t once = 0;  // the number of sizes that have been compiled, but called only once
+
+  private:
+    int64_t passing_, most_;
 };
 
 class CallDigest {

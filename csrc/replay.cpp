@@ -30,10 +30,10 @@ namespace {
 
 // The names that native code looks up in Python objects.
 struct Names {
-    nb::object acquire = interned("acquire"), begin = interned("begin"), called = interned("called"), called_at = interned("called_at"),
-               calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
-               is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"), refused = interned("refused"),
-               release = interned("release"), run = interned("run");
+    nb::object acquire = interned("acquire"), called = interned("called"), called_at = interned("called_at"),
+               calls = interned("calls"), chosen = interned("chosen"), closed = interned("closed"), end = interned("end"), failed = interned("failed"),
+               is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"), pop = interned("pop"),
+               refused = interned("refused"), release = interned("release"), run = interned("run"), takes = interned("takes");
 };
 
 nb::object attribute(nb::handle object, nb::handle name) { return checked(PyObject_GetAttr(object.ptr(), name.ptr())); }
@@ -70,6 +70,7 @@ class KnownCall {
           differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
+        if (any_rows_ && native_[0]) any_size_.emplace(of);
         if (!inputs.is_none()) inputs_.emplace(inputs);
         if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
@@ -107,20 +108,18 @@ class KnownCall {
             const nb::object published = turns_ ? turns_->published() : nb::none();
             try {
                 uint64_t fingerprint = fingerprint_;
-                // CPU ranks may refuse a call in its rendezvous. The counts of `begin` and `count` are then undone, by the number
-                // of the call.
-                counts_->begun += !on_gpu_;
-                if (any_rows_) {
-                    const nb::object found = call_method(of_, names.begin, number(rows));
-                    if (found.is_none()) {
-                        counts_->begun -= !on_gpu_;
-                        return {};
-                    }
-                    fingerprint = nb::cast<uint64_t>(found);
-                } else {
+                // If ranks refuse the call, what is stored here is undone, by the number of the call.
+                ++counts_->begun;
+                if (!any_size_) {
                     count();
+                } else if (any_size_->takes(rows, names)) {
+                    if (any_size_->sizes->add(rows))
+                        counts_->undo_if_refused(attribute(any_size_->sizes->served, names.pop), nb::make_tuple(rows, nb::none()));
+                    fingerprint = any_size_->number * uint64_t(2 * rows + 1);  // weft/operator/across.py: of_size
+                } else {
+                    --counts_->begun;
+                    return {};
                 }
-                counts_->begun += on_gpu_;
                 if (!differentiated_ && on_gpu_) digest_->note(fingerprint, what_);
                 if (native) {
                     results = run(given, group, fingerprint);
@@ -169,6 +168,21 @@ class KnownCall {
         }
     };
 
+    // The state of calls that allow any number of rows (`Passing`).
+    struct AnySize {
+        explicit AnySize(nb::handle of)
+            : sizes_object(of.attr("sizes")), control(of.attr("control")), sizes(nb::cast<FamilySizes *>(sizes_object)),
+              number(nb::cast<uint64_t>(of.attr("number"))), multiple(nb::cast<int64_t>(of.attr("multiple"))) {}
+        bool takes(int64_t rows, const Names &names) const {
+            if (rows % multiple != 0 || is_true(attribute(control, names.closed))) return false;
+            return sizes->is_new(rows) || is_true(call_method(sizes_object, names.takes, weft::number(rows)));
+        }
+        nb::object sizes_object, control;
+        FamilySizes *sizes;
+        uint64_t number;
+        int64_t multiple;
+    };
+
     // Marks the prepared state as used.
     void count() {
         const Names &names = surroundings_.names;
@@ -203,6 +217,7 @@ class KnownCall {
             return;
         }
         counts_->ended = counts_->begun;
+        counts_->keep();
         digest_->end(counts_->begun);
         if (counts_->is_refused(counts_->begun)) call_method(of_, names.refused, call_method(counts_object_, names.refused));
     }
@@ -221,6 +236,7 @@ class KnownCall {
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
     bool native_[2];  // for calls outside of captures, and inside
+    std::optional<AnySize> any_size_;
     std::optional<CpuTurns> turns_;  // set if native code makes the call on CPU
     std::optional<Recipe> inputs_;
     Recipe returned_;

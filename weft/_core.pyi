@@ -287,6 +287,36 @@ class CallCounts:
     has_layers: bool
     @property
     def refused_by_peers(self) -> dict[int, str]: ...
+    def undo_if_refused(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call `function` with `arguments` if the current call raises an error.
+
+        If ranks refuse a call, some of them have stored data about the call, and others have not. So all must undo what they
+        have stored.
+        """
+
+    def undo(self) -> None:
+        """Call the functions that were registered with `undo_if_refused` during the current call, the last first."""
+
+    def keep(self) -> None:
+        """Forget these functions, because the current call has ended."""
+
+class FamilySizes:
+    """The sizes (numbers of rows) of one problem family that a group has called (`weft.operator.cache.Family`).
+
+    Args:
+        passing: the least `once` at which new sizes run unfused.
+        most: the largest number of entries of `served`. When reached, the older half is dropped.
+    """
+
+    once: int
+    def __init__(self, passing: int, most: int) -> None: ...
+    @property
+    def served(self) -> dict[int, None]: ...
+    def is_new(self, rows: int) -> bool:
+        """True if a call of this size is to run unfused because the size is new, and other sizes have not recurred."""
+
+    def add(self, rows: int) -> bool:
+        """Record that a call of this size runs unfused. Return False if that is recorded already."""
 
 class CallDigest:
     """For each of the last `kept` calls, the digest of all calls up to this call, and the digest words of layers

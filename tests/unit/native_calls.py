@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +83,15 @@ class Here:
         prepared.called_at = self.calls
 
 
+class Sizes(_core.FamilySizes):
+    """The sizes of a family. recur: sizes that run unfused although they recur."""
+
+    recur: frozenset[int] = frozenset()
+
+    def takes(self, rows: int) -> bool:
+        return rows in self.recur
+
+
 class Prepared:
     chosen: object = "serial"
     called_at, came_back = 0, False
@@ -96,7 +106,7 @@ class Recorded:
         self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()
         self.counts, self.health, self.ready = GroupCalls(), _core.Health(60.0), True
         self.digest = self.counts.made
-        self.begins: Callable[[int], int | None] = lambda rows: 100 + rows
+        self.sizes, self.number, self.multiple, self.control = Sizes(0, 1 << 16), 101, 1, SimpleNamespace(closed="")
         self.told: list[Any] = []
         vars(self).update(changes)
 
@@ -119,9 +129,6 @@ class Recorded:
 
     def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
         self.told.append("noted")
-
-    def begin(self, rows: int) -> int | None:
-        return self.begins(rows)
 
 
 class Played:
@@ -159,9 +166,9 @@ class Played:
         self.x = torch.randn(rows, 3)
         return self._known((self.x, [self.w]), {"group": self.group})
 
-    def is_slow(self) -> bool:
+    def is_slow(self, rows: int = 2) -> bool:
         before = self.counts()
-        found = self()
+        found = self(rows)
         if isinstance(found, _core.UnknownCall):
             assert self.counts() == before, "the slow path counts"
             assert self.is_free()

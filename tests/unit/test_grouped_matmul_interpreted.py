@@ -105,6 +105,7 @@ def play_columns_without_room() -> None:
 
 def play_schedule() -> None:
     """Run the launches that the GPU executor makes from FiCCO's schedules by columns."""
+    from weft.runtime.cuda.scratch import Scratch
     from weft.runtime.cuda.tile_kernels import GroupedMatmulCall
 
     for case in (Case(3, 2, k=40, n=16, dtype=torch.bfloat16), Case(2, 2, k=21, n=33, dtype=torch.float32)):
@@ -123,7 +124,9 @@ def play_schedule() -> None:
             tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}
             steps = [step for lane in schedule.of_rank(1, expected=False) for step in lane.steps]
             launches = [
-                GroupedMatmulCall(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)
+                GroupedMatmulCall(context, regions, step.kernel, 20.0, 0, Scratch(), 0)
+                for step in steps
+                if isinstance(step, Tiles)
             ]
             for launch in launches:
                 launch(tensors, [])

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from native_calls import BUFFERS, STEPS, WORLD, Group, Played, Torch, Work
+from native_calls import BUFFERS, STEPS, WORLD, Group, Played, Sizes, Torch, Work
 
 from weft import _core
+from weft.operator.across import of_size
 from weft.runtime.layouts import READER
 from weft.symm.calls import GroupCalls
 
@@ -308,17 +309,55 @@ def test_python_runs_what_overlaps() -> None:
 
 
 def test_a_call_that_passes_takes_any_number_of_rows() -> None:
-    played = Played(any_rows=True)
-    like = GroupCalls()
-    for rows in (2, 5, 2):
+    played, like = Played(any_rows=True, number=2**63 + 5), GroupCalls()
+    for rows in (2, 5):
         assert torch.equal(played(rows), played.expected())
-        like.made.note(100 + rows, "op")
+        like.made.note(of_size(2**63 + 5, rows), "op")
     assert played.of.counts.made.digest == like.made.digest
     assert played.of.here.calls == 0
-    played.of.begins = lambda rows: None
-    assert played.is_slow()
-    played.of.begins, played.capturing = lambda rows: 1, True
-    assert played.is_slow()
+    assert played.is_slow(2), "a size that comes back is compiled"
+    assert list(played.of.sizes.served) == [2, 5]
+
+
+def test_a_size_that_the_family_does_not_take_is_slow() -> None:
+    played = Played(any_rows=True, multiple=3, sizes=Sizes(2, 8))
+    assert played.is_slow(6), "fewer sizes than 2 were called only once"
+    played.of.sizes.once = 2
+    assert played.is_slow(4)
+    played.capturing = True
+    assert played.is_slow(6)
+    played.capturing, played.of.control.closed = False, "destroyed"
+    assert played.is_slow(6)
+    played.of.control.closed = ""
+    assert (dict(played.of.sizes.served), played.of.counts.begun) == ({}, 0)
+    assert torch.equal(played(6), played.expected())
+    assert dict(played.of.sizes.served) == {6: None}
+
+
+def test_a_size_that_runs_unfused_again_is_served_once() -> None:
+    played = Played(any_rows=True)
+    played(2)
+    played.of.sizes.recur = frozenset({2})
+    assert torch.equal(played(2), played.expected())
+    played.torch.at = lambda name: played.of.counts.undo()
+    played(2)
+    assert list(played.of.sizes.served) == [2], "the first call has served it"
+
+
+def test_a_size_whose_call_is_refused_is_not_served() -> None:
+    played = Played(any_rows=True)
+    played(2)
+    played.of.counts.undo()
+    assert list(played.of.sizes.served) == [2], "a call that has ended cannot be refused"
+    played.torch.at = lambda name: played.of.counts.undo()
+    played(5)
+    assert list(played.of.sizes.served) == [2]
+
+
+def test_a_family_remembers_the_latest_sizes() -> None:
+    sizes = _core.FamilySizes(0, 4)
+    assert [sizes.add(rows) for rows in (9, 2, 7, 4, 1, 4)] == [True] * 5 + [False]
+    assert list(sizes.served) == [7, 4, 1]
 
 
 def test_calls_keep_nothing() -> None:

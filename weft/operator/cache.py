@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from weft import _core
 from weft.symm.calls import calls_of
 
 KEPT = 64  # shapes per operator and group that have memory of their own; captured shapes do not count
@@ -102,19 +103,23 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
     return places[0] if len(places) == 1 else None
 
 
-class Family(Generic[E]):
+class Family(_core.FamilySizes, Generic[E]):
     """The sizes of one problem family that a group has called. (Problems of a family differ only in size.)
 
     typical: the operator that was compiled last, for any of these sizes.
-    once: the number of sizes that have been compiled, but called only once.
-    served: the sizes that have been called, but not compiled: their calls ran unfused.
     count_call: a function that is called after each count. Its argument is a function that undoes the count, and runs if
         ranks refuse the call.
+
+    The native base class has these attributes, which native code updates when a call is replayed (`csrc/replay.cpp`):
+
+    - once: the number of sizes that have been compiled, but called only once.
+    - served: the sizes that have been called, but not compiled: their calls ran unfused. A dict without values, whose keys have
+      the order of the first calls.
     """
 
     def __init__(self, typical: E, count_call: Callable[[Callable[[], None]], None]) -> None:
-        self.typical, self.once, self.served = typical, 0, dict[int, None]()
-        self._count_call = count_call
+        super().__init__(PASSING, _SERVED)
+        self.typical, self._count_call = typical, count_call
         self._count = 0  # compiled sizes
         self._compiled: dict[int, E] = {}  # sizes whose choice has not been read
         self.is_uniform = True  # see `_OfGroup.prepared`
@@ -126,9 +131,7 @@ class Family(Generic[E]):
         """True if a call of this size is to run unfused, without compilation."""
         if self.typical.stale:
             return False
-        if rows not in self.served and self.once >= PASSING:
-            return True
-        return self._count >= PASSING and self._stays_unfused(rows)
+        return self.is_new(rows) or (self._count >= PASSING and self._stays_unfused(rows))
 
     def compiled(self, rows: int, prepared: E, uniform: bool) -> None:
         """Record that a size has been compiled. uniform: as for `_OfGroup.prepared`."""
@@ -160,13 +163,8 @@ class Family(Generic[E]):
 
     def serve(self, rows: int) -> None:
         """Record that the current call, of this size, runs unfused."""
-        if rows in self.served:
-            return
-        if len(self.served) >= _SERVED:
-            for old in list(itertools.islice(self.served, _SERVED // 2)):
-                del self.served[old]
-        self.served[rows] = None
-        self._count_call(lambda: self.served.pop(rows, None))
+        if self.add(rows):
+            self._count_call(lambda: self.served.pop(rows, None))
 
 
 class _OfGroup(Generic[E]):

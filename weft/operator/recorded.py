@@ -196,6 +196,10 @@ class RecordedOnCpu(Recorded):
 class Passing(RecordedOnCpu):
     """A recorded unfused call that native code replays for any number of rows. It serves sizes that do not recur
     (`weft.operator.cache`).
+
+    Native code begins such a call: it reads and updates `sizes`, the record of the family's sizes. number: the family's part of
+    the numbers that represent calls in the hash of calls that ranks compare (`of_size`). multiple: calls must have a multiple of
+    this number of rows. control: has an attribute `closed`, which is true if the communicator is closed.
     """
 
     any_rows = True
@@ -209,8 +213,9 @@ class Passing(RecordedOnCpu):
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
         written = self._averaged(results.returned(returned, views=False), seen.recorded)
         self._world, self._wanted = prepared.p.world_size, self.op.wanted(seen.recorded)
-        self._number = number_of_family(self.op.name, prepared.family)
-        self._sizes = self.here.family(prepared.family)
+        self.number = number_of_family(self.op.name, prepared.family)
+        self.sizes, self.control = self.here.family(prepared.family), self._comm._control
+        self.multiple = self.op.multiple_of_rows(self._world)
         if self.kind == "cpu":
             self._call, self._returned = _core.Recipe(call), _core.Recipe(written)
             if self.can_be_native():
@@ -228,32 +233,23 @@ class Passing(RecordedOnCpu):
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
         call = self._call(*arguments)
-        return self._sizes.typical.topic_on_cpu(number, call, self._wanted, fingerprint)
+        return self.sizes.typical.topic_on_cpu(number, call, self._wanted, fingerprint)
 
     def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         """Make a whole call that native code cannot make, on CPU. Return the value that the public function returns, or
         NotImplemented if the call must take the slow path.
         """
         rows = p[0].shape[0]
-        if not self._sizes.takes(rows) or not self.op.takes_rows(rows, self._world):
+        if rows % self.multiple or self.control.closed or not self.sizes.takes(rows):
             return NotImplemented
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)
-            self._sizes.serve(rows)
-            problem, fingerprint = self.op.problem(call, self._world, 0), of_size(self._number, rows)
-            typical = self._sizes.typical
+            self.sizes.serve(rows)
+            problem, fingerprint = self.op.problem(call, self._world, 0), of_size(self.number, rows)
+            typical = self.sizes.typical
             results = typical.run_on_cpu(problem, call, self._wanted, fingerprint, self._deadline_s)
             self.op.note(call)
             return self._returned(results, {})
-
-    def begin(self, rows: int) -> int | None:
-        """Begin a call with `rows` rows. Return the number that represents the call in the hash of calls that ranks compare;
-        None if the call must take the slow path.
-        """
-        if not self.op.takes_rows(rows, self._world) or not self._sizes.takes(rows):
-            return None
-        self._sizes.serve(rows)
-        return of_size(self._number, rows)
 
 
 def native_call(

@@ -178,11 +178,11 @@ class Operator(ABC, Generic[C]):
         """
         return bool(getattr(call, "average", False))
 
-    def takes_rows(self, rows: int, world: int) -> bool:
-        """True if a call remains valid when its first argument has `rows` rows instead. Then calls of other sizes may be
-        replayed too.
+    def multiple_of_rows(self, world: int) -> int:
+        """Return a number m: a call remains valid if its first argument has another number of rows that is a multiple of m. Such
+        calls may be replayed too. Default: 1.
         """
-        return True
+        return 1
 
     def note(self, call: C) -> None:
         """Store data of this call for later calls of this or another operator. Default: nothing."""

@@ -174,8 +174,8 @@ class _MatmulReduceScatter(Operator[_Call]):
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
-    def takes_rows(self, rows: int, world: int) -> bool:
-        return rows % world == 0
+    def multiple_of_rows(self, world: int) -> int:
+        return world
 
     def given(self, call: _Call) -> str:
         outer = outer_text("A", call.outer)

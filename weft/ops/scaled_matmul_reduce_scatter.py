@@ -225,8 +225,8 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
         return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
 
-    def takes_rows(self, rows: int, world: int) -> bool:
-        return rows % world == 0
+    def multiple_of_rows(self, world: int) -> int:
+        return world
 
     def given(self, call: _Call) -> str:
         return joined(

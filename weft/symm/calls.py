@@ -61,24 +61,6 @@ class GroupCalls(_core.CallCounts):
         self._refused_last = 0
         self._answers: dict[int, int] = {}  # {call: number of answers that came before this rank refused it}
         self._lock = threading.Lock()
-        self._undo: list[tuple[int, Callable[[], None]]] = []
-
-    def undo_if_refused(self, undo: Callable[[], None]) -> None:
-        """Register the function `undo`, which runs if the current call raises an error.
-
-        If ranks refuse a call, some of them have stored data about the call, and others have not. So all must undo what they
-        have stored.
-        """
-        if self._undo and self._undo[-1][0] != self.begun:
-            self._undo.clear()
-        self._undo.append((self.begun, undo))
-
-    def undo(self) -> None:
-        """Call the functions that were registered with `undo_if_refused` during the current call."""
-        for number, undo in reversed(self._undo):
-            if number == self.begun:
-                undo()
-        self._undo.clear()
 
     def begin(self) -> str:
         """Begin the next call. If a peer has refused this call already, return the peer's reason, else ""."""
@@ -92,6 +74,7 @@ class GroupCalls(_core.CallCounts):
     def end(self) -> str:
         """End the newest call. If a peer has refused this call meanwhile, return the peer's reason, else ""."""
         self.ended = self.begun
+        self.keep()
         self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
 

@@ -211,7 +211,7 @@ class GroupedMatmulCall(TilesCall):
         if callable(whole):
             whole = part = torch.empty(1, buffer.cols, dtype=TORCH_DTYPE[buffer.dtype], device="meta")
         part = whole if part is None else part
-        offset = (part.storage_offset() - whole.storage_offset()) * part.itemsize
+        offset = int(part.storage_offset() - whole.storage_offset()) * part.itemsize
         rows = self._regions.rows(name) if part.dim() == 2 else len(part)
         return self._library.Operand.of(part, Base(self._regions.base(name), offset), rows)
 
