@@ -14,14 +14,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from modelled_gpus import Recorded, SymmetricMemory, context_of
+from modelled_gpus import Recorded, Stream, SymmetricMemory, context_of, model
 from support.made_up import require_runnable_on_gpus
 
 from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda import tile_kernels
+from weft.runtime.cuda import sizes, tile_kernels
+from weft.runtime.cuda.regions import Regions
 from weft.runtime.schedule_memory import layout_of
 from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
@@ -178,3 +179,40 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         sent = len(late) - placed
         assert len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name
         assert programs[sent:] == [COPY_UNITS] * placed, name
+
+
+def test_outputs_are_allocated_for_the_number_of_input_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMMs are issued again only if more rows arrive than the number of tokens lets expect."""
+    model(monkeypatch)
+    schedule = next(found for name, found in schedules(2, 4) if name.startswith("dispatch["))
+    context = context_of(schedule, 0, SymmetricMemory(2, layout_of(schedule).buffer_bytes))
+    context.run.caller = Stream(0)  # type: ignore[assignment]
+    rows_at = Regions(context).rows_at
+    ahead = sizes.ReadAhead(context, "counts", rows_at)
+    again: list[int] = []
+    ahead.gemms.append(lambda tensors, bases: again.append(bases[rows_at["y"]]))
+    ahead._come = SimpleNamespace(record=lambda: None, synchronize=lambda: None)  # type: ignore[assignment]
+    made: list[int] = []  # the rows of each output that was allocated
+
+    def make(rows: int) -> torch.Tensor:
+        made.append(rows)
+        return torch.empty(rows, 16)
+
+    bases, rooms = [0] * 64, list[int]()
+    for n_tokens, arriving in ((12, 16), (24, 40), (24, 68), (3, 12), (6, 20), (0, 25), (6, 1), (6, 15), (6, 18)):
+        held = torch.tensor(
+            [0, 0, 0, 0, n_tokens, 0, 0, 0, arriving, 0, 0, 0, 0, 0, 0, 0]
+        )  # all rows come from the other rank
+        ahead._copy = SimpleNamespace(copy_=lambda *_, **__: None, flatten=lambda held=held: held)  # type: ignore[assignment]
+        tensors: dict[str, Any] = {"tokens": torch.empty(n_tokens, 8), "y": make}
+        made.clear()
+        again.clear()
+        context.run.made.clear()
+        ahead.begin(tensors, bases)
+        (room,) = made
+        ahead.settle(tensors, bases)
+        assert len(context.run.made["y"]) == arriving
+        assert again == ([arriving] if arriving > room else []), (n_tokens, arriving, room)
+        assert bases[rows_at["y"]] == len(tensors["y"])
+        rooms.append(room)
+    assert rooms == [34, 68, 68, 9, 58, 38, 38, 17, 17]

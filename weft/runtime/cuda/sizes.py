@@ -132,15 +132,22 @@ class ReadAhead:
             for i, b in enumerate(context.given)
             if variables_of(b.rows) == {buffer}
         ]
-        self._room = {name: _with_room(substitute(rows, {buffer: expected})) for *_, name, rows in self._outputs}
+        self._inputs = {b.name: b.rows for b in context.given if b.role == "input" and variables_of(b.rows) == {buffer}}
+        given = sum(substitute(rows, {buffer: expected}) for rows in self._inputs.values())
+        # For each output, its rows for a number of input rows. Runs with more or fewer input rows get proportionally more or fewer.
+        self._room = {
+            name: (_with_room(substitute(rows, {buffer: expected})), given) for *_, name, rows in self._outputs
+        }
         self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # the functions for outputs of this run
+        self._given = 0  # the number of input rows of this run
 
     def begin(self, tensors: Tensors, bases: list[int]) -> None:
         self._copy.copy_(self._held, non_blocking=True)
         self._come.record()
         given: dict[str, Any] = {name: tensors[name] for *_, name, _ in self._outputs}
         self._makers = {name: make for name, make in given.items() if callable(make)}
-        self._make(tensors, bases, self._room)
+        self._given = sum(len(tensors[name]) for name in self._inputs)
+        self._make(tensors, bases, {name: self._rows_for(*room) for name, room in self._room.items()})
 
     def settle(self, tensors: Tensors, bases: list[int]) -> None:
         context, run = self.context, self.run
@@ -156,9 +163,14 @@ class ReadAhead:
         for name, rows in came.items():
             run.made[name] = tensors[name][:rows]
             # Keep the number of rows as long as it is large enough, because the allocator has a block of this size.
-            if not self._room[name] // 2 <= rows <= self._room[name]:
-                self._room[name] = _with_room(rows)
+            room = self._rows_for(*self._room[name])
+            if not room // 2 <= rows <= room:
+                self._room[name] = _with_room(rows), self._given
         self._makers = {}
+
+    def _rows_for(self, rows: int, given: int) -> int:
+        """Return the number of rows of an output in this run, if it had `rows` rows for `given` input rows."""
+        return -(-rows * self._given // given) if given and self._given else rows
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
         with torch.cuda.stream(self.run.caller):  # see HostRead
