@@ -179,7 +179,29 @@ def test_connections_that_a_peer_does_not_use_are_not_refused_as_strangers(caplo
 
 def test_addresses_of_this_host_are_usable() -> None:
     assert hosts.addresses_of_host(["lo"])[0] == "127.0.0.1"
-    assert not any(hosts._is_local(address) for address in hosts.addresses_of_host())
+    assert not any(hosts._is_local(address, False) for address in hosts.addresses_of_host())
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "towards", "wanted"),
+    [
+        ((), "", ("10.0.0.1", "10.1.0.1", "fd00::1", "fd01::1")),
+        ((), "fd01::1", ("fd01::1", "10.0.0.1", "10.1.0.1", "fd00::1")),
+        (("eth1",), "", ("10.1.0.1", "169.254.7.7", "fd01::1")),
+        (("eth1", "eth0"), "fd00::1", ("fd00::1", "10.1.0.1", "169.254.7.7", "fd01::1", "10.0.0.1")),
+        (("lo",), "", ("127.0.0.1", "::1")),
+    ],
+)
+def test_addresses_that_other_hosts_reach_are_published(
+    monkeypatch: pytest.MonkeyPatch, interfaces: tuple[str, ...], towards: str, wanted: tuple[str, ...]
+) -> None:
+    of_version_4 = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1", "169.254.7.7"]}
+    of_version_6 = {"lo": ["::1"], "eth0": ["fe80::1", "fd00::1"], "eth1": ["fe80::2", "fd01::1"]}
+    monkeypatch.setattr(hosts, "_ipv4", of_version_4.get)
+    monkeypatch.setattr(hosts, "_ipv6", of_version_6.get)
+    monkeypatch.setattr(hosts, "_towards", lambda host: towards)
+    monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(of_version_4)))
+    assert hosts.addresses_of_host(interfaces) == wanted
 
 
 def test_an_interface_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

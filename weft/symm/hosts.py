@@ -87,20 +87,26 @@ def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
     """Return this host's IP addresses, without loopback and link-local addresses. The first is the address that this host
     uses to reach the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
 
-    interfaces: the names of network interfaces. If there are any, return only their addresses, in this order.
+    interfaces: the names of network interfaces. If there are any, return only their addresses, and order the rest of them by
+        interface. Then loopback and link-local IPv4 addresses are returned too.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
-    found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]
-    if interfaces:
-        return tuple(address for _, address in found)
-    usable = [address for _, address in found if not _is_local(address)]
+    found = [address for name in names for address in (*_ipv4(name), *_ipv6(name))]
+    usable = [address for address in found if not _is_local(address, bool(interfaces))]
     towards = _towards(env.launcher_host())
-    return tuple(sorted(dict.fromkeys(usable), key=lambda address: (address != towards, ":" in address)))
+    return tuple(
+        sorted(dict.fromkeys(usable), key=lambda address: (address != towards, not interfaces and ":" in address))
+    )
 
 
-def _is_local(address: str) -> bool:
+def _is_local(address: str, is_named: bool) -> bool:
+    """True if other hosts cannot connect to `address`. A link-local IPv6 address is valid only with the interface of the host
+    that connects.
+
+    is_named: True if the user has named the address's interface, and so wants its other local addresses.
+    """
     parsed = ipaddress.ip_address(address)
-    return parsed.is_loopback or parsed.is_link_local
+    return parsed.is_link_local and parsed.version == 6 if is_named else parsed.is_loopback or parsed.is_link_local
 
 
 def _ipv4(interface: str) -> list[str]:
