@@ -207,7 +207,7 @@ def raises_in_the_middle(group: dist.ProcessGroup, p: AllGatherMatmul, name: str
     dist.barrier(group)
     first = "nothing"
     if group.rank() == 0:
-        items = executor._programs[False].items
+        items = executor._programs[(False,)].items
         at = next(i for i, item in enumerate(items) if item.kind == 1)
 
         def fail(tensors: object) -> None:

@@ -228,7 +228,7 @@ def test_a_collective_on_the_aborted_communicator_raises_the_groups_error(
     executor.context = SimpleNamespace(check=check)  # type: ignore[assignment]
     executor.memory, executor._captured, executor._usual_deadline_s = mock.Mock(), False, 1.0
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(executor, "_program", lambda timed: SimpleNamespace(issue=issue))
+    monkeypatch.setattr(executor, "_program", lambda *_: SimpleNamespace(issue=issue))
     with pytest.raises(wanted):
         executor.run({}, like_before=True)
     assert bool(comm.poisoned) != failed
