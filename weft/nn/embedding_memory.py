@@ -28,7 +28,8 @@ class EmbeddingMemory:
     in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
         keeps, and of prefetched batches. On GPUs it includes the last call's input, which is needed to report bad ids.
         Without pooling, it is the bytes of ids and of their routing.
-    workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it.
+    workspace: an estimate of the temporary memory of the last call's backward. `total` does not include it. On a GPU, all
+        modules together keep up to 250 MB of it, for sorts of up to four million ids.
     """
 
     tables: dict[str, int]

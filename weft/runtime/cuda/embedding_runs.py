@@ -8,6 +8,7 @@ largest possible numbers. Keys have 32 bits if this is enough for all rows of a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
+from weft.runtime.cuda.sort_graphs import MOST, SortGraphs, sort_graphs
 from weft.runtime.cuda.streams import current_stream
 from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
@@ -241,9 +243,11 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
         of.sorted_ahead = SortedAhead(rows, [], None, None)
         return
     home, side = current_stream(device), _side_stream(device)
+    graphs = sort_graphs(rows.shape.key_dtype, side) if 0 < rows.count <= MOST else None
     torch.cuda.set_stream(side)
     try:
-        _sort(of, jagged, rows, laid, home)
+        with contextlib.nullcontext() if graphs is None else graphs.lock:
+            _sort(of, jagged, rows, laid, home, graphs)
     finally:
         torch.cuda.set_stream(home)
     read = [jagged.values, jagged.offsets] + ([] if jagged.weights is None else [jagged.weights])
@@ -279,14 +283,18 @@ def _rows_of(of: ForwardCall, jagged: JaggedInput, laid: _LaidOut) -> Rows:
 
 
 def _sort(
-    of: ForwardCall, jagged: JaggedInput, rows: Rows, laid: _LaidOut, after: torch.cuda.Stream | None = None
-) -> None:
-    """Sort the ids of a call into `rows`, on the current stream, after the work enqueued on the stream `after`."""
+    of: ForwardCall, jagged: JaggedInput, rows: Rows, laid: _LaidOut, after: torch.cuda.Stream | None = None,
+    graphs: SortGraphs | None = None,
+) -> None:  # fmt: skip
+    """Sort the ids of a call into `rows`, on the current stream, after the work enqueued on the stream `after`.
+
+    graphs: sorts of keys on the current stream, whose lock the caller holds; None for torch's sort.
+    """
     shape, count, device = rows.shape, rows.count, rows.buffer.device
     if not count:
         return
-    ids = occurrences(of, jagged, after, laid)
-    ordered, order = torch.sort(ids.keys, stable=True)
+    ids = occurrences(of, jagged, after, laid, None if graphs is None else graphs.keys(count))
+    ordered, order = torch.sort(ids.keys, stable=True) if graphs is None else graphs.sort(count, shape.no_row)
     scaled, cuts = rows.is_scaled, count >= SEGMENT
     unused = ordered if ids.scales is None else ids.scales
 
@@ -323,13 +331,14 @@ def _sort(
 
 
 def occurrences(
-    of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None
-) -> Occurrences:
+    of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None,
+    keys: torch.Tensor | None = None,
+) -> Occurrences:  # fmt: skip
     """Compute, for each occurrence of an id of this rank's tables, the key by which it is sorted and the offset of its
     gradient.
 
     after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences; None to
-        compute it.
+        compute it. keys: the memory for the keys; None to allocate it.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
@@ -338,7 +347,7 @@ def occurrences(
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
     size, any_mean, weights = layers * count, shape.any_mean, jagged.weights
-    keys = torch.empty(size, dtype=shape.key_dtype, device=device)
+    keys = torch.empty(size, dtype=shape.key_dtype, device=device) if keys is None else keys
     places = torch.empty(size, dtype=of_places, device=device)
     over = torch.empty(size, dtype=torch.float32, device=device) if any_mean else None
     scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
