@@ -175,18 +175,18 @@ def run(
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    control, lines = dist.new_group(backend="gloo"), []
-    ms: dict[str, float] = {}
+    control, found = dist.new_group(backend="gloo"), dict[str, dict[str, float]]()
     for name, case in (cases if on_gpu else small).items():
-        ms = measure(case, device, control, 5 if given.quick or not on_gpu else calls)
-        lines.append((name, *(f"{value:.3f}" for value in ms.values())))
+        ms = found[name] = measure(case, device, control, 5 if given.quick or not on_gpu else calls)
         if rank == 0 and given.json is not None:
             append(given.json, [{"case": name, "ms": ms, **(beside or {}), **environment(device.type)}])
         if on_gpu:
             gc.collect()  # TorchRec's modules are in reference cycles
             torch.cuda.empty_cache()
     if rank == 0:
-        print_table(title, ("case", *ms), lines, [])
+        columns = dict.fromkeys(column for ms in found.values() for column in ms)
+        lines = [(name, *(f"{ms[one]:.3f}" if one in ms else "" for one in columns)) for name, ms in found.items()]
+        print_table(title, ("case", *columns), lines, [])
     dist.destroy_process_group()
 
 

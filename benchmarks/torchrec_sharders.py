@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/torchrec_sharders.py [--json FILE] [--quick]
 
 Cases: column-wise and data-parallel pooled tables with SGD, and a row-wise table of sequences without pooling, with
-`use_index_dedup=True` and rowwise Adagrad. In the last cases 2% of a batch's ids are distinct, as in DLRMv4. Both
-models have the same plan and the same initial tables, and cycle through the same batches in turn. A step is forward,
-backward and the update of all tables. Outputs are compared before the timing, and tables after it. Times are the
-slowest rank's median of rounds, in milliseconds.
+`use_index_dedup=True` and rowwise Adagrad. In two row-wise cases 2% of a batch's ids are distinct, as in DLRMv4. In the
+last case, almost all ids are distinct. Both models have the same plan and the same initial tables, and cycle through
+the same batches in turn. With row-wise tables, a third model has weft's sharder without `use_index_dedup`. A step is
+forward, backward and the update of all tables. Outputs are compared before the timing, and tables after it. Times are
+the slowest rank's median of rounds, in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EPS = 1e-8
 
 class Case(NamedTuple):
     """A case of the comparison. mean: the mean number of ids of a bag. With kind "row_wise", each sample is a sequence of
-    `mean` ids.
+    `mean` ids. distinct: with kind "row_wise", the share of distinct ids in a batch.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     dim: int
     batch: int
     mean: int
+    distinct: float = 0.02
 
 
 CASES = {
@@ -43,6 +45,7 @@ CASES = {
     "data-parallel 64 x 1k x 64, B 2048, one-hot": Case("data_parallel", 64, 1000, 64, 2048, 1),
     "row-wise, rows, 1 x 10M x 512, B 16 x 4096": Case("row_wise", 1, 10_000_000, 512, 16, 4096),
     "row-wise, rows, 1 x 10M x 512, B 64 x 4096": Case("row_wise", 1, 10_000_000, 512, 64, 4096),
+    "row-wise, rows, 1 x 10M x 512, B 16 x 4096, distinct ids": Case("row_wise", 1, 10_000_000, 512, 16, 4096, 1.0),
 }
 SMALL = {
     "column-wise": Case("column_wise", 6, 1000, 16, 64, 3),
@@ -50,7 +53,7 @@ SMALL = {
     "row-wise, rows": Case("row_wise", 1, 1000, 16, 8, 50),
 }
 BATCHES_OF_SEQUENCES = 5
-DISTINCT = 0.02
+WITHOUT_DEDUP = "weft without dedup"
 
 
 class Tables(torch.nn.Module):
@@ -67,7 +70,7 @@ class Tables(torch.nn.Module):
 def sharded(model: torch.nn.Module, path: str, kind: str, by: str, device: torch.device) -> Any:
     """Return a DistributedModelParallel of `model`, with the tables at `path` sharded by `kind`.
 
-    Table-wise tables are spread over ranks in turn. by: the sharder, "torchrec" or "weft".
+    Table-wise tables are spread over ranks in turn. by: the sharder, "torchrec", "weft" or WITHOUT_DEDUP.
     """
     from torchrec import EmbeddingBagCollection
     from torchrec.distributed import embedding, embeddingbag, sharding_plan
@@ -84,7 +87,8 @@ def sharded(model: torch.nn.Module, path: str, kind: str, by: str, device: torch
     else:
         configs, stock = module.embedding_configs(), embedding.EmbeddingCollectionSharder
         swapped = weft.torchrec.EmbeddingCollectionSharder
-        options = {"use_index_dedup": device.type == "cuda"}  # FBGEMM has no such kernel for CPUs
+        # FBGEMM has no such kernel for CPUs.
+        options = {"use_index_dedup": by != WITHOUT_DEDUP and (device.type == "cuda" or by == "weft")}
     of_kind: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda number: sharding_plan.table_wise(rank=number % world, compute_kernel="fused"),
         "column_wise": lambda number: sharding_plan.column_wise(ranks=list(range(world)), compute_kernel="fused"),
@@ -158,11 +162,12 @@ def inputs_of(case: Case, device: torch.device) -> list[tuple[torch.Tensor, torc
     """Return (ids, lengths) of each batch of this rank."""
     rank = dist.get_rank()
     if case.kind != "row_wise":
-        return batches_of(case[1:], rank, device)
+        return batches_of(case[1:6], rank, device)
     generator, found, count = torch.Generator().manual_seed(7 + rank), [], case.batch * case.mean
     for _ in range(BATCHES_OF_SEQUENCES):
-        distinct = torch.randint(0, case.rows, (max(1, int(DISTINCT * count)),), generator=generator)
-        ids = distinct[torch.randint(0, len(distinct), (count,), generator=generator)]
+        distinct = torch.randint(0, case.rows, (max(1, int(case.distinct * count)),), generator=generator)
+        repeats = torch.randint(0, len(distinct), (count,), generator=generator)
+        ids = distinct[repeats if case.distinct < 1 else slice(None)]
         found.append((ids.to(device), torch.full((case.batch,), case.mean, device=device)))
     return found
 
@@ -171,8 +176,11 @@ def measured(case: Case, device: torch.device, control: Any, calls: int) -> dict
     from torchrec import KeyedJaggedTensor
 
     names, inputs = [f"f{i}" for i in range(case.tables)], inputs_of(case, device)
-    models = {by: made(case, by, device) for by in WAYS}
-    copy_tables(models["torchrec"][0], models["weft"][0])
+    variants = (*WAYS, WITHOUT_DEDUP) if case.kind == "row_wise" else WAYS
+    models = {by: made(case, by, device) for by in variants}
+    for model, _ in models.values():
+        if model is not models["torchrec"][0]:
+            copy_tables(models["torchrec"][0], model)
 
     def call(by: str, number: int) -> torch.Tensor:
         """Run the sharded model on batch `number`. Return the pooled vectors, or for "row_wise" the unpooled rows, as a tensor."""
@@ -198,14 +206,17 @@ def measured(case: Case, device: torch.device, control: Any, calls: int) -> dict
                 optimizer.step()
 
     with torch.no_grad():
-        require_close(call("torchrec", 0), call("weft", 0), "outputs")
+        wanted = call("torchrec", 0)
+        for by in variants[1:]:
+            require_close(wanted, call(by, 0), f"outputs, {by}")
     ms: dict[str, float] = {}
     for part, way in {"forward": forward, "step": step}.items():
-        ways = {by: functools.partial(way, by) for by in WAYS}
+        ways = {by: functools.partial(way, by) for by in variants}
         ms |= {f"{part}, {by}": value for by, value in timed(ways, device, control, calls).items()}
-    after = [own_tables(models[by][0]) for by in WAYS]
-    for name, tensor in after[0].items():
-        require_close(tensor, after[1][name], f"{name} after training")
+    trained = own_tables(models["torchrec"][0])
+    for by in variants[1:]:
+        for name, tensor in own_tables(models[by][0]).items():
+            require_close(trained[name], tensor, f"{name} after training, {by}")
     return ms | {f"{part}, speedup": ms[f"{part}, torchrec"] / ms[f"{part}, weft"] for part in ("forward", "step")}
 
 
