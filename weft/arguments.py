@@ -67,7 +67,7 @@ def _has_memory(x: torch.Tensor) -> bool:
 
 
 def _needed_bytes(x: torch.Tensor) -> int:
-    """Return the number of bytes from the start of the storage to the end of the last element of `x`."""
+    """Return the bytes that `x` needs in its storage: up to the end of the last element."""
     last = x.storage_offset()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         last += (size - 1) * stride

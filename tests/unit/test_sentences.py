@@ -1,7 +1,7 @@
 """Docstrings and pages are plain technical English: what a script can check of it, with limits that may only fall.
 
-There are three rules: no headless docstring ("Of ...", "What ..."), an imperative verb first in functions ("Return ..."), and no
-sentence of more than 30 words. `python tests/unit/test_sentences.py` lists all violations.
+The rules: no headless docstring ("Of ...", "What ..."), an imperative verb first in functions ("Return ..."), no sentence of more
+than 30 words, and no phrase of `UNCLEAR`. `python tests/unit/test_sentences.py` lists all violations.
 """
 
 import ast
@@ -26,7 +26,15 @@ NOT_VERBS = frozenset(re.findall(r"\w+", """
 VERBS_IN_S = frozenset(re.findall(r"\w+", """
     Access Address Bypass Compress Cross Discuss Express Focus Guess Pass Press Process Suppress
 """))  # fmt: skip
-LIMITS = {"headless": 0, "not imperative": 0, "long": 14}
+UNCLEAR = re.compile(
+    r"\bmust (make|construct|call) it\b"  # name the object or the call
+    r"|\boutput of all ranks\b"  # one output, or one for each rank?
+    r"|\b(former|latter|respectively|aforementioned|thereof|wherein|whereby)\b"  # repeat the noun
+    r"|\bit\b[^.:;(]*\bit\b[^.:;(]*\bit\b"  # repeat the noun
+    r"|\bof [^.,:;(]*\bof [^.,:;(]*\bof [^.,:;(]*\bof\b"  # four nested nouns: split the sentence
+)
+"""Phrases that readers of weft's docstrings had to read twice."""
+LIMITS = {"headless": 0, "not imperative": 0, "long": 14, "unclear": 0}
 """The most violations that may remain. Lower a limit when you remove violations."""
 
 
@@ -91,6 +99,8 @@ def violations() -> dict[str, list[str]]:
             if is_function and where.parts[0] == "weft" and not is_imperative(text):
                 found["not imperative"].append(f"{where}:{line}: {text[:80]}")
             found["long"] += [f"{where}:{line}: {one}" for one in sentences(text) if len(one.split()) > MOST_WORDS]
+            if where.parts[0] == "weft":
+                found["unclear"] += [f"{where}:{line}: {one}" for one in sentences(text) if UNCLEAR.search(one)]
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
         if path.name != "results.md" and "Generated from" not in path.read_text()[:200]:
             where = path.relative_to(ROOT)

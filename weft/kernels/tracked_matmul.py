@@ -118,7 +118,7 @@ def tracked_matmul_kernel(
     table, counters, sets: see the module docstring. y: the address of the caller's tensor.
     partials `[tiles, SPLITS, BLOCK_M, BLOCK_N]`: fp32 scratch for partial sums. arrived `[tiles]`: for each tile, the number of
         programs that have stored their partial sums; zero between launches.
-    PART_K: the number of elements of K that each of the SPLITS programs of a tile multiplies.
+    PART_K: if SPLITS programs share a tile, the number of elements of K that each program multiplies.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1

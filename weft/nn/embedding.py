@@ -268,8 +268,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         self._prefetched = Prefetched(self._input_dist, features, refusal)
 
     def cancel_prefetch(self) -> None:
-        """Discard the prefetched batch, if there is one. If one rank makes this call, all ranks must make it. Ranks do
-        not wait for each other.
+        """Discard the prefetched batch, if there is one. If one rank makes this call, all ranks must make this call.
+        Ranks do not wait for each other.
         """
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None:

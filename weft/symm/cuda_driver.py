@@ -1,5 +1,5 @@
-"""Device memory that other processes can map, by CUDA's driver API: allocate it, export it as a file descriptor, map it,
-fill it.
+"""Device memory that other processes can map, by CUDA's driver API: calls that allocate, export (as a file descriptor),
+map and fill the memory.
 
 torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, and holds the GIL. A peer
 that dies or stops would block every thread of the process. This module never waits. A communicator's sockets send the

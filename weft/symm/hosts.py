@@ -4,10 +4,10 @@ If a group is on several hosts, each rank listens on a TCP port while the ranks 
 listening rank's token, a random 128-bit number in the rank's entry in the group's store. In the handshake, C is the rank
 that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with L's token as the key:
 
-    L -> C    nonce of L                                       32 random bytes
-    C -> L    C's rank and attempt, nonce of C, and            84 bytes. L checks the code before it uses the other fields,
-              code(nonce of L, rank, attempt, nonce of C)      and reads no more bytes
-    L -> C    code(both nonces)                                so C knows that L belongs to the group too
+1. L sends a nonce: 32 random bytes.
+2. C sends 84 bytes: its rank and attempt, a nonce of its own, and code(nonce of L, rank, attempt, nonce of C). L reads no more
+   bytes, and checks the code before it uses the other fields.
+3. L sends code(both nonces), so C knows that L belongs to the group too.
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is
 logged and closed. A host may have several addresses, some of which may also exist on other hosts (container bridges). So C

@@ -133,7 +133,7 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Return the bars of a row: {(kind of span, top edge of the bar within its row): spans that are drawn as such bars}. A
+    """Return the bars of a row: {(kind of span, top edge of the bar within its row): spans that are drawn there}. A
     span that computes and sends at the same time is drawn as two bars.
     """
     found: dict[tuple[str, float], list[Span]] = {}

@@ -37,7 +37,7 @@ _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", d
 
 class EmbeddingAllToAllCuda(LendingExecutor):
     """The executor of embedding_all_to_all for one plan (tables, placement and options), on a communicator of GPUs. All ranks
-    must construct it.
+    must construct this object.
     """
 
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:

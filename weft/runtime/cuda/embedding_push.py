@@ -137,7 +137,7 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
 
 class PushedGradients:
     """The exchange of embeddings' gradients between GPUs, by stores into the memory of the ranks that own the tables. All ranks
-    must construct it, and make the same calls.
+    must construct this object, and make the same calls.
     """
 
     deadline_s = math.inf  # kernels have their own deadlines

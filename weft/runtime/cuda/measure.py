@@ -51,7 +51,7 @@ FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
 
 
 class GpuMeasure:
-    """Measurements on GPUs for `weft.plan.calibration`. All ranks must construct it, and make the same calls in the
+    """Measurements on GPUs for `weft.plan.calibration`. All ranks must construct this object, and make the same calls in the
     same order.
     """
 

@@ -47,8 +47,9 @@ _SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
 
 
 class ScheduleMemory:
-    """Symmetric memory, flags and streams, shared by the executors of schedules that differ only in sizes. All ranks must
-    construct it. Raises `OutOfSharedMemoryError` on every rank if there is not enough memory.
+    """Symmetric memory, flags and streams, shared by the executors of schedules that differ only in sizes. All ranks
+    must construct this object. The constructor raises `OutOfSharedMemoryError` on every rank if there is not enough
+    memory.
 
     mine: this rank's steps of a schedule; the memory gets the size that this schedule needs.
     """
@@ -231,7 +232,8 @@ class ScheduleMemory:
     def _fail(self, seconds: float, waited: str, run: str = "") -> None:
         """Make the group fail, because this rank has waited too long.
 
-        waited: the signal or other thing that it waited for, as text. run: further words about the run, for the error text.
+        waited: the signal or event that this rank waited for, as text. run: further words about the run, for the error
+            text.
         """
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "

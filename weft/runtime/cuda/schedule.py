@@ -93,8 +93,10 @@ class CudaSchedule(Executor):
             tensor [experts, rows, columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a
             function that gets the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU calls the
             function with an estimate of the rows plus a margin, and returns a slice of the result.
-        deadline_s: the longest wait for another rank, in seconds; by default `WEFT_DEADLINE_S` when this executor was made.
-        like_before: True to skip the checks of tensors, which differ from those of an earlier run only in their addresses.
+        deadline_s: the longest wait for another rank, in seconds. Default: the value that `WEFT_DEADLINE_S` had when
+            this executor was made.
+        like_before: True if the tensors differ from those of an earlier run only in their addresses. Then they are not
+            checked.
         timeline: receives the times of each step. The call then waits for the device. None for no timeline.
 
         Raises errors of the group since the last run.

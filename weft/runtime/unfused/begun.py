@@ -76,9 +76,9 @@ def read_numbers(numbers: list[int]) -> tuple[int, bool]:
 
 
 class Early:
-    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must construct it
-    together, after a rendezvous. Every host must have the same number of consecutive ranks, at least two
-    (`weft.runtime.rail.ranks_per_host`).
+    """Exchanges of bytes with ranks of other hosts that may begin before a rendezvous has ended. All ranks must
+    construct this object together, after a rendezvous. Each host must have the same number of consecutive ranks, at
+    least two (`weft.runtime.rail.ranks_per_host`).
 
     exchanges: the number of exchanges in a call. Each has its own receive buffer.
     """

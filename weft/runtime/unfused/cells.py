@@ -1,7 +1,8 @@
 """Rows of experts, addressed by the rank and the expert to which they belong.
 
-A **cell** is the rows that one rank dispatches to one expert. Tables of cells are int64, [ranks, experts]. In messages, cells
-are ordered by rank, then by expert. In GEMMs, they are ordered by expert, then by rank.
+A **cell** is the rows that one rank dispatches to one expert. A table of cells, int64 [ranks, experts], has one number
+for each cell, such as its number of rows. In messages, cells are ordered by rank, then by expert. In GEMMs, they are
+ordered by expert, then by rank.
 """
 
 from __future__ import annotations

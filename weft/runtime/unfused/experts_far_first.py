@@ -43,7 +43,7 @@ _LONG_US = 8000.0  # if all rows go to other hosts. Far first needs more message
 
 class FarFirst:
     """Dispatch and combine of experts' rows between CPU ranks of several hosts, with the rows for other hosts sent first. All
-    ranks must construct it.
+    ranks must construct this object.
 
     comm: a communicator of CPU ranks on several hosts.
     """
@@ -71,10 +71,10 @@ class FarFirst:
     def way(
         self, key: Hashable, rows: int, row_bytes: int, turn: Turn, begin_s: float, early: Early | None = None
     ) -> tuple[bool, Callable[[int], None]]:
-        """Choose whether this call sends rows for other hosts first. Return two values: the choice, and a function that the
-        caller must call when its call ends. The argument of the function is the largest number of rows of any rank. If calls
-        with this number share their choice with calls with `rows` rows, the function records the time of the call. All ranks
-        must make the same calls of this method.
+        """Choose whether this call sends rows for other hosts first. Return two values: the choice, and a function that
+        the caller must call when its call ends. The argument of the function is the largest number of rows of any rank.
+        The function records the time of the call if this number of rows and `rows` share one choice. All ranks must
+        make the same calls of this method.
 
         The recorded times of earlier calls decide (`weft.runtime.two_ways`). A call with `early` whose rows take
         long to send is not timed: it always sends the rows for other hosts first.
@@ -105,9 +105,9 @@ class FarFirst:
     """The result of `way` for a call that never sends rows for other hosts first."""
 
     def riding_bytes(self, key: Hashable, row_bytes: int, few_bytes: int) -> int:
-        """Return a limit for the next call of this kind. If no rank has rows of more bytes, ranks send the rows with the messages
-        of the rendezvous. Slightly larger calls send the rows for other hosts first, which is faster, or must be timed. The
-        limit is equal on all ranks.
+        """Return a limit for the next call of this kind. If no rank has more bytes of rows than the limit, ranks send
+        the rows with the messages of the rendezvous. Slightly larger calls send the rows for other hosts first, because
+        this is faster or must be timed. The limit is equal on all ranks.
 
         key: the kind of call (see `way`). row_bytes: the size of a row in bytes.
         few_bytes: the least limit. Calls with at most this number of bytes never send the rows for other hosts first.
@@ -194,8 +194,9 @@ class FarFirst:
         return Combine(self, h, w, sizes, rows, turn, ended, name, key, most)
 
     def early(self, key: Hashable, most: int) -> Early | None:
-        """Return the object by which a call may exchange rows before its rendezvous has ended. Return None if it does not exist
-        yet, or if calls of this kind with fewer rows had messages that were too large for it. The choice is equal on all ranks.
+        """Return the object by which a call may exchange rows before its rendezvous has ended. Return None if the
+        object does not exist yet, or if a call of this kind with fewer rows had a message that was too large for the
+        object. The choice is equal on all ranks.
 
         key, most: the kind of the call, and the number of rows that the busiest rank is expected to send.
         """

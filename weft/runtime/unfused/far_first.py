@@ -92,7 +92,7 @@ def begin_far_first(
 
 class _Ways:
     """Two gloo groups of all ranks: the first for messages to ranks with higher numbers, the second for messages to ranks
-    with lower numbers. All ranks must construct it.
+    with lower numbers. All ranks must construct this object.
 
     `groups` is empty if the ranks cannot connect, or unless each host has the same number of consecutive ranks, at least two
     (`ranks_per_host`).

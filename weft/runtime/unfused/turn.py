@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The rendezvous before the collectives of one operator and shape, for CPU ranks. All ranks must construct it. Each
+    """The rendezvous before the collectives of one operator and shape, for CPU ranks. All ranks must construct this object. Each
     call has a `Turn`, which uses this object.
 
     what: the operator and shape, for error texts. details: further text that ranks compare, such as options.
