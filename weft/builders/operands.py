@@ -28,8 +28,8 @@ class Rows:
     scales: Buffer | None
 
     def part(self, rows: tuple[Index, Index] | None = None, at: Index = RANK) -> Part:
-        """Return the region with rows (first, count) of the buffer on rank `at`, and the region of their scales; all
-        rows if `rows` is None.
+        """Return two regions on rank `at`: some rows of the buffer, and the scales of these rows. rows: (first, count);
+        None for all rows.
         """
         data = self.data.part(rows=rows, at=at)
         return (data,) if self.scales is None else (data, self.scales.part(rows=rows, at=at))

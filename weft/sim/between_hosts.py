@@ -17,7 +17,7 @@ all ranks' shards. In an all-to-all, S is the number of bytes of one rank's inpu
     all_reduce      crossings * 2 (W - 1) S / W, 2 (W - 1), 0, 0           2 (H - 1) S / H, 2 (H - 1), 3 S
     all_to_all      L (W - L) S / W, 1, S / W, 0                           -
 
-crossings: the largest number of ranks of a host whose next rank in the ring is on another host. It is 1 if the ranks of
+crossings: how many links of the ring leave one host, for the host with the most such links. It is 1 if the ranks of
     each host are consecutive.
 
 gloo's all-gather and all-reduce are rings, with one stream in each direction over the link between two hosts. gloo's
@@ -32,9 +32,9 @@ no cost in time, except the pages for a rank's own rows. For buffers of 32 MiB a
 (mallopt(3), M_MMAP_THRESHOLD), so all pages are mapped again. Smaller buffers are reused, so for smaller matrices fresh
 is 0.
 
-NCCL's reduce-scatter sends half of the bytes of gloo's, in half of the rounds, as an all-gather does. The rates of
-copies are not measured on GPUs, and copies are assumed to take no time. NCCL may use several streams and network cards
-of a host, so its collectives may be faster than predicted.
+NCCL's reduce-scatter sends as many bytes as an all-gather, in as many rounds: half of what gloo's reduce-scatter needs.
+The rates of copies are not measured on GPUs, and copies are assumed to take no time. NCCL may use several streams and
+network cards of a host, so its collectives may be faster than predicted.
 
 The prediction assumes that nothing computes at the same time.
 """

@@ -266,7 +266,8 @@ def _of_three(problem: EmbeddingAllToAll) -> EmbeddingAllToAll:
 def _blocks(items: Sequence[NumberedStep]) -> Iterator[_Block]:
     """Group the steps of a lane into blocks.
 
-    items: the steps that rank 0 has in this lane in the schedule for three ranks (`_of_three`), so for two peers.
+    items: the steps that rank 0 has in this lane in the schedule for three ranks (`_of_three`), in which rank 0 has two
+        peers.
 
     Adjacent steps for the first and the second peer form one block if their kinds and signals are equal. Every other
     step forms a separate block.

@@ -7,9 +7,9 @@ epoch. It reads each peer's payload when the peer's counter has reached the epoc
 The data of a collective may travel with the payloads (`csrc/shared_collective.hpp`). A collective of many bytes takes several
 exchanges, each with up to `data_bytes` bytes of each rank.
 
-Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has read
-all payloads of epoch e. The payload of epoch e + 2 overwrites that of epoch e. A rank writes it only after it has seen every
-counter at e + 1. By then, all ranks have read epoch e.
+Each rank has two buffers for payloads, and uses them alternately. Two are enough. A rank that publishes epoch e + 1 has
+read all payloads of epoch e. The payload of epoch e + 2 overwrites the payload of epoch e. A rank writes the new
+payload only after it has seen every counter at e + 1. By then, all ranks have read epoch e.
 """
 
 from __future__ import annotations
