@@ -32,8 +32,9 @@ class Shape:
     """A registered topology, with the name of its builder.
 
     keys: the keys, in machine and topology files, of the numbers that the builder takes after `ranks`.
-    sizes: a word for each size in the topology's name. In `clique:8x4` they are "cliques" and "clique.gpus". A word that is in
-        `keys` names the builder's argument for this size. The product of the sizes is the number of ranks.
+    sizes: a word for each size in the topology's name. In `clique:8x4` they are "cliques" and "clique.gpus". If a word
+        is in `keys`, the size is the value of this key for the builder. The product of the sizes is the number of
+        ranks.
     given: {key: default number}, for users who pass the topology's name without sizes.
     more: True if a name may have more sizes than `sizes`, such as `torus:8x8x8`. Then the sizes between the first and the last
         are further arguments of the builder.
