@@ -83,7 +83,7 @@ struct Plan {
     bool checked;
     int64_t block_samples;  // the largest number of samples in a block
     int64_t written = 0, widest_row = 0, widest_slice = 0, most_ahead = 0;
-    std::vector<bool> streams;  // per destination: its rows are line-aligned and the call writes much
+    std::vector<bool> streams;  // for each destination: its rows are line-aligned and the call writes much
     std::atomic<int64_t> next_group{0}, next_event{0};
 
     explicit Plan(const EmbeddingCall &c)

@@ -50,7 +50,7 @@ struct Event {
 };
 
 struct EmbeddingCall {
-    std::vector<Slot> slots;  // of this rank, in column order
+    std::vector<Slot> slots;  // this rank's slots, in column order
     const void *values;
     int values_bits;
     int64_t n_values;

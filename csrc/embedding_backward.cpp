@@ -312,7 +312,7 @@ class RowUpdater {
     struct Scratch {
         std::vector<const char *> gradients;  // the address of each occurrence's gradient, and some more
         std::vector<float> scales, sums;
-        std::vector<int64_t> lengths, rows;   // of each run
+        std::vector<int64_t> lengths, rows;   // the length and the row of each run
     };
 
     void work_on(const Unit &unit) {

@@ -53,7 +53,7 @@ struct Update {
     const char *gradients;  // [batch, stride]
     int64_t stride;         // elements
     Dtype gradients_dtype;
-    Dtype dtype;            // of the tables, and of the output of the rule `gradient`
+    Dtype dtype;            // the dtype of the tables, and of the output of the rule `gradient`
     UpdateRule rule;
     bool sparse;            // for the rule `gradient`: out has one row per run, ascending; otherwise one per table row
     const Isa *isa;

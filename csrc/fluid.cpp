@@ -50,9 +50,9 @@ struct Part {
 
 struct End {
     double at_us;
-    int64_t order;  // of ends at the same time, the first planned comes first
+    int64_t order;  // the order of ends at the same time: the first planned comes first
     size_t part;
-    int64_t number;  // of this end, counted per part
+    int64_t number;  // the number of this end, counted per part
     bool operator>(const End &other) const { return std::tie(at_us, order) > std::tie(other.at_us, other.order); }
 };
 
@@ -197,10 +197,10 @@ class Fluid {
     }
 
     weft::MaxMinShares shares_;
-    std::vector<size_t> part_of_;  // of each lane
+    std::vector<size_t> part_of_;  // the part of each lane
     const int pulses_;
     const size_t most_known_;
-    std::vector<double> speed_of_;  // of each load, in the part under consideration
+    std::vector<double> speed_of_;  // the speed of each load, in the part under consideration
     std::unordered_map<std::vector<int>, std::vector<double>, Hash> known_;
     size_t n_known_ = 0;
     std::vector<Part> parts_;

@@ -80,7 +80,7 @@ class SharesInFlow {
     // [r]: the users of resource r. [resources + r]: the users of the held units of r.
     std::vector<std::vector<Part>> users_;
     std::vector<double> limits_;
-    std::vector<std::vector<std::pair<int, double>>> held_;  // by resource: (step, units), in order of start
+    std::vector<std::vector<std::pair<int, double>>> held_;  // for each resource: (step, units), in order of start
     int disturbing_ = 0;                   // steps that disturb
     std::vector<int> touched_;             // resources whose limit may change, in order
     std::vector<bool> is_touched_;

@@ -435,7 +435,7 @@ class Run {
     int a_panels_ = 0;
     int64_t operands_;  // the number of cache lines of operands; the lines of outputs follow
     std::vector<std::vector<int>> tiles_of_;
-    std::vector<int> place_;  // of each tile in its chunk
+    std::vector<int> place_;  // the place of each tile in its chunk
     Cache lines_;
     std::vector<Group> groups_;
     std::vector<bool> unit_busy_, taken_;
@@ -449,7 +449,7 @@ class Run {
     bool serving_ = false;
     std::vector<double> counts_;
     std::vector<int> read_left_, held_, missing_;
-    std::vector<std::vector<int>> parked_;  // of each tile, its arrived pieces that wait for the tracker
+    std::vector<std::vector<int>> parked_;  // for each tile, its arrived pieces that wait for the tracker
     int tracked_ = 0, most_held_ = 0;
     int64_t pieces_left_ = 0;
     std::deque<Piece> copy_;

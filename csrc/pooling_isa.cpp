@@ -14,9 +14,9 @@ namespace weft {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int most = 16;  // of the 32 vector registers, 16 hold sums
+constexpr int most = 16;  // 16 of the 32 vector registers hold sums
 #else
-constexpr int most = 8;  // of the 16 vector registers, 8 hold sums
+constexpr int most = 8;  // 8 of the 16 vector registers hold sums
 #endif
 
 // Stores one vector of `bytes` (16, 32 or 64), bypassing the caches.

@@ -12,7 +12,7 @@ namespace weft {
 
 namespace {
 
-constexpr size_t few_bytes = 256 << 10;  // of all ranks: reading them takes less time than a second round
+constexpr size_t few_bytes = 256 << 10;  // the bytes of all ranks together: reading so few takes less time than a second round
 
 void copy(char *dst, const char *src, size_t nbytes) {
     if (nbytes) std::memcpy(dst, src, nbytes);  // the addresses of nothing may be null

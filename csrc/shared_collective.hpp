@@ -80,7 +80,7 @@ class SharedCollective {
     bool gathers_later_ = false;  // an all-reduce in two phases
     const char *from_ = nullptr;
     char *to_ = nullptr;
-    size_t nbytes_ = 0, part_bytes_ = 0;  // of the whole array, and of a part; the last parts may be shorter
+    size_t nbytes_ = 0, part_bytes_ = 0;  // the sizes of the whole array and of a part; the last parts may be shorter
     size_t room_ = 0;                     // bytes of a part, or of the whole array, that a round moves
     size_t at_ = 0;                       // bytes that earlier rounds have moved
     size_t most_ = 0;                     // the largest number of bytes that a rank sends in an all-to-all
