@@ -20,7 +20,8 @@ from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
-from weft.sim.costs import Operand, cost
+from weft.sim.costs import cost
+from weft.sim.uses import Operand
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from support.sim_toys import TOY, applicable, gpu
 from weft.builders import AllToAllMatmul
 from weft.schedule import Compute, Draft
 from weft.sim import simulate
-from weft.sim.costs import Operand, cost
+from weft.sim.costs import cost
 from weft.sim.lower import lower
 from weft.sim.lowered import Work
 from weft.sim.tile_costs import cost_of_tiles
+from weft.sim.uses import Operand
 
 # Times of the kernel alone on an H200, in bf16, for rows of a balanced random router on 2 ranks (8 ranks in the last
 # two lines): (rows, N, K, experts, sources that the launch multiplies, milliseconds).

@@ -13,10 +13,11 @@ from weft import plan
 from weft.builders import MatmulReduceScatter, named
 from weft.schedule import Compute, Copy, Draft, Region
 from weft.sim import simulate
-from weft.sim.costs import Cost, Links, Operand, cost
+from weft.sim.costs import cost
 from weft.sim.lower import lower
 from weft.sim.lowered import Work
 from weft.sim.tile_costs import Rates, cost_of_tiles
+from weft.sim.uses import Cost, Links, Operand
 
 # Milliseconds of queued bf16 calls by (M, N, K) on each of 2 ranks: of the fastest schedule, and of some others.
 FASTEST = {

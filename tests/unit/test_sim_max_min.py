@@ -12,9 +12,9 @@ from support.slow import slow
 
 from weft._core import Fluid
 from weft.hw.topology import torus
-from weft.sim.costs import Links
 from weft.sim.lowered import PULSES
 from weft.sim.max_min import LEAST, Load, speeds
+from weft.sim.uses import Links
 
 
 def _load(**share: float) -> Load:

@@ -33,7 +33,7 @@ from weft.hw.topology import (
 from weft.hw.topology.shape import PAIRS, SHAPES, shape
 from weft.schedule import RANK, Draft, Schedule, lookup
 from weft.sim import model_of, simulate
-from weft.sim.costs import Links
+from weft.sim.uses import Links
 
 RANKS = st.integers(1, 13)
 TOPOLOGIES = st.one_of(

@@ -10,7 +10,7 @@ from typing import cast
 from weft.schedule import Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
-from weft.sim.costs import Operand
+from weft.sim.uses import Operand
 from weft.sim.vectorised import key_of, values_of_ranks
 
 

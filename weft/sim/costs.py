@@ -1,126 +1,20 @@
 """The cost of one step on a model: its time alone, and how much of each resource it uses.
 
 A step first takes `latency_us` without using resources. Then it works, for `work_us` if nothing else runs. At full
-speed a step uses a fraction of each resource. At half speed it uses half of this fraction. The resources are each
-rank's "hbm", "compute" and "engine" (all its copy engines), and links (`weft.hw.topology`). A transfer uses a fraction
-of each link on its route. Costs name resources by their distance from the step's rank, so that ranks with the same
-steps have the same costs.
+speed a step uses a fraction of each resource (`weft.sim.uses`). At half speed it uses half of this fraction.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import singledispatch
-from typing import Literal, NamedTuple, TypeAlias
 
-from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Send, Step
 from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
-
-ResourcePlace: TypeAlias = tuple[str, int]
-"""A resource, as a step sees it: (kind of resource, distance from the step's rank to the rank that owns the resource).
-A link belongs to the rank `Link.at`.
-"""
-
-
-How: TypeAlias = Literal["share", "hold", "disturb"]
-
-
-class Use(NamedTuple):
-    """The use of one resource by a step.
-
-    amount: the fraction of the resource that the step uses at full speed.
-    how: how steps share the resource:
-
-        share    concurrent steps divide the resource max-min fairly
-        hold     the step occupies this fraction until it ends, even if other resources slow it down
-        disturb  the other steps on this resource share only the rest of the resource, but do not slow this step down
-    """
-
-    how: How
-    place: ResourcePlace
-    amount: float
-    whole: float = 0.0
-    """For a link that carries only a part of a transfer, because the transfer is divided over several routes: the
-    fraction of the link that the whole transfer would use.
-    """
-
-
-What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
-"""The kind of a step: "matmul", "compute" (another kernel), "peer" (communication), "engine" (a copy engine's local copy)."""
-
-
-class Cost(NamedTuple):
-    what: What
-    latency_us: float
-    work_us: float
-    uses: tuple[Use, ...]
-    sent_bytes: int = 0  # the bytes that the step sends to peers or gets from a peer
-    joins: bool = False  # True if the step begins when all ranks have reached it
-    fills: float = 0.0  # the fraction of the rank's compute units that the step keeps until it ends
-    least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
-    algorithm: str = ""  # for a collective: the name of its algorithm (`weft.sim.collectives`)
-
-    @property
-    def holds(self) -> float:
-        """The fraction of the rank's compute units that must be free before the step can begin."""
-        return sum(use.amount for use in self.uses if use.how == "hold" and use.place == COMPUTE)
-
-
-class Operand(NamedTuple):
-    rows: int
-    cols: int
-    dtype: str
-    at: int  # distance from the step's rank to the rank in whose memory the operand is
-    whole_rows: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.cols * ITEM_BYTES[self.dtype]
-
-
-class Links(NamedTuple):
-    """The links of a topology as seen from `rank`. In its methods, `source` and `target`, the two ends of a transfer,
-    are distances from `rank`.
-    """
-
-    topology: Topology
-    rank: int
-
-    def paths(self, source: int, target: int) -> Paths:
-        ranks = self.topology.ranks
-        return self.topology.paths((self.rank + source) % ranks, (self.rank + target) % ranks)
-
-    def latency_us(self, source: int, target: int) -> float:
-        return self.paths(source, target).latency_us
-
-    def bytes_per_us(self, source: int, target: int) -> float:
-        """Return the bandwidth of a transfer from `source` to `target` that runs alone."""
-        return self.paths(source, target).bytes_per_us
-
-    def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
-        """Yield the use of each link by a transfer of `count` bytes that takes `us` microseconds."""
-        routes, links = self._links(source, target)
-        for place, per_us in links:
-            whole = _part(count, us, per_us)
-            yield Use("share", place, whole / routes, whole if routes > 1 else 0.0)
-
-    def _links(self, source: int, target: int) -> tuple[int, list[tuple[ResourcePlace, float]]]:
-        """Return two values: the number of routes from `source` to `target`, and the links of all these routes, as pairs (link
-        as a resource, bytes per us). The topology caches the result.
-        """
-        key = "links", self.rank, source, target
-        found = self.topology.known.get(key)
-        if found is None:
-            routes, ranks = self.paths(source, target).routes, self.topology.ranks
-            links = [
-                ((link.kind, (link.at - self.rank) % ranks), link.bytes_per_us) for link in itertools.chain(*routes)
-            ]
-            found = self.topology.known[key] = len(routes), links
-        return found
+from weft.sim.uses import COMPUTE, Cost, Links, Operand, Use, What, fraction, merged_cost, shared
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
@@ -182,7 +76,7 @@ def _send(step: Send, model: Model, links: Links, operands: tuple[Operand, ...])
     source, target = operands
     us = source.bytes / links.bytes_per_us(source.at, target.at)
     held = Use("hold", COMPUTE, model.collective_units / model.compute_units)
-    uses = [_share("hbm", at, _part(source.bytes, us, model.hbm_bytes_per_us)) for at in (source.at, target.at)]
+    uses = [shared("hbm", at, fraction(source.bytes, us, model.hbm_bytes_per_us)) for at in (source.at, target.at)]
     uses += [held, *links.uses(source.at, target.at, source.bytes, us)]
     return merged_cost("peer", model.collective_latency_us, us, uses, sent_bytes=source.bytes)
 
@@ -208,7 +102,6 @@ def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand,
     return _through_memory(model, links, step, operands, OPS[step.op].flops_per_element)
 
 
-HBM, COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
 """The exponent p in the time of matmul tiles and of pooling: (memory_us^p + compute_us^p)^(1/p). Memory traffic and
 computation overlap only partly. On an H200, 128 experts of 128 rows took 2.24 ms, with a memory time of 1.9 ms and a
@@ -233,8 +126,8 @@ counts, because threads without an element wait for the others."""
 def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:
     us = (3 if update else 2) * count / model.hbm_bytes_per_us
     if by == "kernel":
-        return merged_cost("compute", model.launch_us, us, [_share("hbm", 0, 1.0), _share("compute", 0, 1.0)])
-    uses = [_share("hbm", 0, 1.0), _share("engine", 0, 1 / model.copy_engines)]
+        return merged_cost("compute", model.launch_us, us, [shared("hbm", 0, 1.0), shared("compute", 0, 1.0)])
+    uses = [shared("hbm", 0, 1.0), shared("engine", 0, 1 / model.copy_engines)]
     return merged_cost("engine", model.copy_latency_us, us, uses)
 
 
@@ -256,10 +149,10 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
         latency, disturbance, uses = (
             model.copy_latency_us,
             model.copy_disturbance,
-            [_share("engine", 0, 1 / model.copy_engines)],
+            [shared("engine", 0, 1 / model.copy_engines)],
         )
     for at in (source.at, target.at, *[target.at] * update):  # an update also reads the target
-        uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
+        uses.append(shared("hbm", at, fraction(count, us, model.hbm_bytes_per_us)))
         if us > 0:
             uses.append(Use("disturb", ("compute", at), disturbance * count / us))
     uses += links.uses(source.at, target.at, count, us)
@@ -329,7 +222,7 @@ def _collective(model: Model, links: Links, op: Op, us: float, memory: int, coun
     found = algorithm(links.topology, op, count)
     us = max(us, count * found.us_per_byte)
     of_rank = found.links[links.rank % len(found.links)]
-    uses = (_share(kind, at, _part(count * link_us, us, 1.0)) for kind, at, link_us in of_rank)
+    uses = (shared(kind, at, fraction(count * link_us, us, 1.0)) for kind, at, link_us in of_rank)
     call = _library_call(model, found.latency_us, us, memory, uses, round(found.sent * count))
     return call._replace(least_us=least_us(links.topology, op, count), algorithm=found.name)
 
@@ -345,7 +238,7 @@ def _library_call(
     uses: the links that the call uses.
     """
     own = [
-        _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
+        shared("hbm", 0, fraction(memory, us, model.hbm_bytes_per_us)),
         Use("hold", COMPUTE, model.collective_units / model.compute_units),
     ]
     return merged_cost("peer", model.collective_latency_us + latency_us, us, [*own, *uses], sent_bytes, joins=True)
@@ -409,7 +302,9 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
     copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
     us = copy.work_us + matmul.work_us
     uses = [
-        use._replace(amount=_part(use.amount * one.work_us, us, 1.0), whole=_part(use.whole * one.work_us, us, 1.0))
+        use._replace(
+            amount=fraction(use.amount * one.work_us, us, 1.0), whole=fraction(use.whole * one.work_us, us, 1.0)
+        )
         for one in (copy, matmul)
         for use in one.uses
     ]
@@ -453,9 +348,12 @@ def kernel_cost(
     """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
-    uses = [_share("hbm", 0, _part(traffic, us, model.hbm_bytes_per_us)), _share("compute", 0, _part(busy_us, us, 1.0))]
+    uses = [
+        shared("hbm", 0, fraction(traffic, us, model.hbm_bytes_per_us)),
+        shared("compute", 0, fraction(busy_us, us, 1.0)),
+    ]
     for source, target, count in flows:
-        uses.append(_share("hbm", source or target, _part(count, us, model.hbm_bytes_per_us)))
+        uses.append(shared("hbm", source or target, fraction(count, us, model.hbm_bytes_per_us)))
         uses += links.uses(source, target, count, us)
     crossing = sum(count for _, _, count in flows)
     return merged_cost(what, model.launch_us + _fetching_us(links, inputs), us, uses, sent_bytes=crossing)
@@ -469,34 +367,3 @@ def blended(memory_us: float, compute_us: float) -> float:
         return memory_us or compute_us
     longer = max(memory_us, compute_us)  # the powers of large times may overflow
     return longer * ((memory_us / longer) ** _BLEND + (compute_us / longer) ** _BLEND) ** (1 / _BLEND)
-
-
-def _share(kind: str, at: int, amount: float) -> Use:
-    return Use("share", (kind, at), amount)
-
-
-def _part(amount: float, us: float, per_us: float) -> float:
-    """Return the fraction of a resource that a step uses if it moves `amount` bytes in `us`.
-
-    per_us: the rate of the whole resource, in bytes/us.
-    """
-    return amount / us / per_us if us > 0 else 0.0
-
-
-def merged_cost(
-    what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
-) -> Cost:
-    """Return a `Cost`, in which entries of `uses` for the same resource and kind of use (`Use.how`) are added up.
-
-    sent_bytes: the bytes that the step sends to peers or gets from a peer.
-    joins: True for a collective, which begins when all ranks have reached it.
-    """
-    merged: dict[tuple[How, ResourcePlace], Use] = {}
-    for use in uses:
-        key = use.how, use.place
-        same = merged.get(key)
-        merged[key] = (
-            use if same is None else use._replace(amount=same.amount + use.amount, whole=max(same.whole, use.whole))
-        )
-    kept = tuple(use for use in merged.values() if use.amount > 0)
-    return Cost(what, latency_us, work_us, kept, sent_bytes, joins)

@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.steps import COPY_UNITS
-from weft.sim.costs import Cost, How, Operand, ResourcePlace, kept_cost
+from weft.sim.costs import kept_cost
 from weft.sim.distances import distances
 from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
 from weft.sim.max_min import Load
@@ -27,6 +27,7 @@ from weft.sim.model import Model
 from weft.sim.symmetry import turns_around
 from weft.sim.tile_costs import cost_of_tiles, rates
 from weft.sim.tiles import SetBy
+from weft.sim.uses import Cost, How, Operand, ResourcePlace
 from weft.sim.vectorised import NumberedStep, Numbers, at_rank
 
 

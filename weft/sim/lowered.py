@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 
 from weft.schedule import Schedule
 from weft.schedule.spans import span_name
-from weft.sim.costs import ResourcePlace, What
 from weft.sim.max_min import Load
 from weft.sim.scarce import parts_of, scarce_only
+from weft.sim.uses import ResourcePlace, What
 from weft.sim.vectorised import Origin
 
 PULSES = 16

@@ -40,7 +40,7 @@ started earlier keep some units.
 
 
 class Load(NamedTuple):
-    """The resources that one step uses at full speed. Each kind of use (`weft.sim.costs.Use`) has a field, which lists
+    """The resources that one step uses at full speed. Each kind of use (`weft.sim.uses.Use`) has a field, which lists
     (index of a resource, fraction that the step uses).
 
     A simulated rank may represent several ranks. If the step uses the links of several of these ranks, the list has an

@@ -31,13 +31,14 @@ from weft.hw.topology import Link, Paths, Topology, Wiring, torus
 from weft.hw.topology.shapes.torus import dims_of, kinds_of_links, lines, ways_around
 from weft.schedule import ITEM_BYTES, Region, Tiles
 from weft.sim.collectives import Cut
-from weft.sim.costs import Cost, Operand, ResourcePlace, cost
+from weft.sim.costs import cost
 from weft.sim.engine import replayed
 from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
 from weft.sim.max_min import Load
 from weft.sim.model import Model
 from weft.sim.result import Simulated
 from weft.sim.tile_costs import cost_of_tiles, rates
+from weft.sim.uses import Cost, Operand, ResourcePlace
 from weft.sim.vectorised import NumberedStep, Numbers, at_rank
 
 NAMES = ("serial", "direct", "put")

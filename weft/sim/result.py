@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from weft.sim.costs import What
 from weft.sim.lowered import LaneProgram, LoweredSchedule, Work
+from weft.sim.uses import What
 from weft.timeline import Span, Timeline
 
 TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]

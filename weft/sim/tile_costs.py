@@ -22,23 +22,9 @@ from weft.schedule.kernels import (
     ReturningMatmul,
     TileKernel,
 )
-from weft.sim.costs import (
-    COMPUTE,
-    HBM,
-    Cost,
-    Links,
-    Operand,
-    ResourcePlace,
-    Use,
-    What,
-    blended,
-    cost,
-    kernel_cost,
-    merged_cost,
-    pooling_cost,
-    stored_per_us,
-)
+from weft.sim.costs import blended, cost, kernel_cost, pooling_cost, stored_per_us
 from weft.sim.model import Model
+from weft.sim.uses import COMPUTE, HBM, Cost, Links, Operand, ResourcePlace, Use, What, merged_cost
 
 _LATE_TILES = 0.5
 """The fraction of a tracked GEMM's stores to peers for which compute units wait, measured on H200s. The same fraction is assumed,

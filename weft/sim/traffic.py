@@ -13,7 +13,7 @@ from weft.sim.model import Model
 
 
 def traffic(schedule: Schedule, model: Model) -> dict[str, float]:
-    """Return {kind of step: bytes read and written in the memory of rank 0}. The kinds are `weft.sim.costs.What`."""
+    """Return {kind of step: bytes read and written in the memory of rank 0}. The kinds are `weft.sim.uses.What`."""
     program, found = lower(schedule, model, alike=False), dict[str, float]()
     here = program.places.get(("hbm", 0))
     for lane in program.lanes:
