@@ -24,7 +24,7 @@ from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 
 NAME = "all_to_all of gradients"
-_MANY_BYTES = 2 << 20  # of a rank. Fewer gradients are sent in a single exchange, which costs less than two
+_MANY_BYTES = 2 << 20  # a rank with fewer bytes of gradients sends them in one exchange, which costs less than two
 
 
 def nothing() -> None:

@@ -43,7 +43,9 @@ def losses_table(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def claims(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield the claims about the order of 1D schedules, for GEMMs with M > K, for which the heuristic chooses among them."""
+    """Yield the claims about the order of 1D schedules, for GEMMs with M > K: the heuristic chooses 1D schedules only
+    for these.
+    """
     chosen = [row.losses for row in rows if row.gemm.m > row.gemm.k]
     uniform, hetero, unfused, more = (
         NAMED[name] for name in ("uniform-fused-1D", "hetero-fused-1D", "hetero-unfused-1D", "uniform-unfused-1D")

@@ -60,8 +60,8 @@ def compile_streams(context: Context, timed: bool, tensors: Tensors | None = Non
     """Compile the rank's steps. This loads kernels, so no stream may wait for a peer meanwhile.
 
     timed: True if each run must record time stamps of its steps.
-    tensors: the tensors of a run. The result is only for runs whose tensors have the same strides, but any number of rows where
-        the schedule leaves it open. With None, Python launches each tile kernel.
+    tensors: the tensors of a run. The result serves only runs whose tensors have the same strides. Where the schedule
+        leaves a number of rows open, runs may differ in this number. With None, Python launches each tile kernel.
     """
     return Compiler(context, timed, tensors).compile()
 

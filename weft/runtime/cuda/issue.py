@@ -75,7 +75,7 @@ class StreamItems:
         self.launch(lane, lambda bases, stream: stamps.launch(index, stream))
 
     def recorded_last(self) -> Callable[[Tensors, list[int]], None]:
-        """Return a function that issues the native operation that was recorded last once more, in the run that is being issued."""
+        """Return a function for the current run: it issues once more the native operation that was recorded last."""
         last = len(self.program) - 1
 
         def issue(tensors: Tensors, bases: list[int]) -> None:

@@ -64,8 +64,8 @@ class Mapped(NamedTuple):
     descriptor: Triton's description of the tensor map, without the address. address: the address of the tensor.
     rows: the tensor's number of rows. If each run passes it and `is_sized`, it replaces the size of the outermost dimension of
         `descriptor`.
-    instead: the index, among the tensor maps of the call, of the one that replaces this one in a run without rows. A tensor map
-        cannot be empty.
+    instead: the tensor map to use in a run without rows, as an index among the call's tensor maps. A tensor map cannot
+        be empty.
     """
 
     descriptor: Any

@@ -169,7 +169,7 @@ class ReadAhead:
         self._makers = {}
 
     def _rows_for(self, rows: int, given: int) -> int:
-        """Return the number of rows of an output in this run, if it had `rows` rows for `given` input rows."""
+        """Return the number of rows of an output in this run, given that it has `rows` rows for `given` input rows."""
         return -(-rows * self._given // given) if given and self._given else rows
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
