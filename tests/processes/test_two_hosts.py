@@ -54,6 +54,28 @@ def test_a_delayed_link_has_the_round_trip_and_the_rate_that_are_set(tmp_path: P
     assert hosts.relay_share > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "ipv6", "mtus", "threads"),
+    [((2, 2), True, (1500, 1500), (1, 3)), ((1, 3), False, (576, 9000), (2, 1))],
+    ids=["IPv6 only", "unequal hosts"],
+)
+def test_hosts_that_differ_give_right_results(
+    tmp_path: Path, ranks: tuple[int, int], ipv6: bool, mtus: tuple[int, int], threads: tuple[int, int]
+) -> None:
+    each = [{"THREADS": str(count)} for count in threads]
+    with TwoHosts(ipv6=ipv6) as hosts:
+        for host, mtu in enumerate(mtus):
+            hosts.shorten_packets(host, mtu)
+        hosts.lose_packets()  # from the first call on
+        job = [Path(two_hosts.__file__).with_name("odd_hosts_job.py")]
+        launchers = hosts.torchrun(ranks, job, each, WEFT_CACHE_DIR=str(tmp_path))
+        said = [launcher.communicate(timeout=END_S)[0] for launcher in launchers]
+        assert "all right" in said[0], "\n".join(said)
+        assert not any(launcher.returncode for launcher in launchers)
+        assert hosts.lost_packets() > 0
+
+
 # -- jobs
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 HOSTS = ("alpha", "beta")
 INTERFACE = "weft0"
 ADDRESSES = ("10.29.0.1", "10.29.0.2")
+ADDRESSES_6 = ("fd29::1", "fd29::2")
 MTU = 60_000  # of a delayed link: a process passes each packet
 ROOT = Path(__file__).parents[2]
 
@@ -30,13 +31,15 @@ class TwoHosts:
 
     delay_s: the time that each packet takes from one host to the other, in seconds, beside the time for its bytes. A process
         delays the packets, and uses a part of a core (`delayed_link.py`).
+    ipv6: True to give the hosts IPv6 addresses only.
     """
 
     relay_share = 0.0
     """The part of a core that delaying packets has used, when the context has ended."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s: float = 0.0, ipv6: bool = False) -> None:
         self._delay_s = delay_s
+        self.addresses = ADDRESSES_6 if ipv6 else ADDRESSES
         self._relay: subprocess.Popen[str] | None = None
         self._keepers: list[subprocess.Popen[bytes]] = []
         self._is_root = os.geteuid() == 0
@@ -47,10 +50,11 @@ class TwoHosts:
             self._keep(["unshare", *user, "--net", "--uts"])
             self._keep([*self._inside(0), "unshare", "--net", "--uts"])
             self._connect()
-            for host, (name, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
+            for host, (name, address) in enumerate(zip(HOSTS, self.addresses, strict=True)):
                 self._do(host, "hostname", name)
                 self._do(host, "ip", "link", "set", "lo", "up")
-                self._do(host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+                subnet = ["/64", "nodad"] if ":" in address else ["/24"]  # the kernel need not look for duplicates
+                self._do(host, "ip", "address", "add", f"{address}{subnet[0]}", "dev", INTERFACE, *subnet[1:])
                 self.link(host, "up")
         except BaseException:
             self.__exit__()
@@ -112,15 +116,27 @@ class TwoHosts:
             stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def torchrun(self, ranks: int, command: Sequence[str | Path], **environment: str) -> list[subprocess.Popen[str]]:
-        """Start `torchrun` on both hosts with `ranks` ranks on each."""
+    def torchrun(
+        self, ranks: int | Sequence[int], command: Sequence[str | Path], each: Sequence[dict[str, str]] = ({}, {}),
+        **environment: str,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
+        """Start `torchrun` on both hosts.
+
+        ranks: the number of ranks on each host, as one number or two. each: more environment variables of each host.
+        """
         port = str(free_port())
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)]
-        meet = ["--master-addr", ADDRESSES[0], "--master-port", port]
-        return [
-            self.start(host, [*launch, "--node-rank", str(host), *meet, *command], **environment)
-            for host in range(len(HOSTS))
-        ]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        meet = ["--master-addr", self.addresses[0], "--master-port", port]
+        started = []
+        for host, more in enumerate(each):
+            count = str(ranks if isinstance(ranks, int) else ranks[host])
+            given = [*launch, "--nproc-per-node", count, "--node-rank", str(host), *meet, *command]
+            started.append(self.start(host, given, **environment, **more))
+        return started
+
+    def shorten_packets(self, host: int, mtu: int) -> None:
+        """Limit the packets of one end of the link to `mtu` bytes."""
+        self._do(host, "ip", "link", "set", INTERFACE, "mtu", str(mtu))
 
     def _keep(self, command: list[str]) -> None:
         self._keepers.append(subprocess.Popen([*command, "sleep", "600"], stderr=subprocess.PIPE))
