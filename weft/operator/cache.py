@@ -50,7 +50,7 @@ class Entry(Protocol):
 
     @property
     def captured(self) -> bool:
-        """True if a captured CUDA graph uses the memory of this entry and may be replayed."""
+        """True if a CUDA graph that may be replayed uses the memory of this entry."""
 
     @property
     def light(self) -> bool:

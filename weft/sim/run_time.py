@@ -97,11 +97,12 @@ def _count_dynamic(schedule: Schedule, held: set[str]) -> int:
 
 
 def reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the CPU time in us to issue a run in which the CPU reads sizes; 0 if the CPU reads no sizes, or knows them.
+    """Return the CPU time in us that a run needs because the CPU reads sizes in it; 0 if the CPU reads no sizes, or
+    knows them.
 
-    The CPU waits in every run, so it is never far enough ahead of the device to hide this time. A step with a dynamic size
-    takes `Model.host_late_us`. If the CPU must read sizes before it issues later steps (`Schedule.stops_host`), the step takes
-    the CPU time of `TORCH_CALLS` torch calls instead.
+    If the CPU reads sizes, it waits in every run, so it is never far enough ahead of the device to hide this time. A
+    step with a dynamic size takes `Model.host_late_us`. If the CPU must read sizes before it issues later steps
+    (`Schedule.stops_host`), the step takes the CPU time of `TORCH_CALLS` torch calls instead.
     """
     if not schedule.waits_for_sizes:
         return 0.0

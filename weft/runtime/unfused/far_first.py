@@ -94,8 +94,8 @@ class _Ways:
     """Two gloo groups of all ranks: the first for messages to ranks with higher numbers, the second for messages to ranks
     with lower numbers. All ranks must construct this object.
 
-    `groups` is empty if the ranks cannot connect, or unless each host has the same number of consecutive ranks, at least two
-    (`ranks_per_host`).
+    `groups` is empty if the ranks cannot connect. It is also empty if hosts do not have equal numbers of consecutive
+    ranks, at least two each (`ranks_per_host`).
     """
 
     def __init__(self, comm: Communicator) -> None:
