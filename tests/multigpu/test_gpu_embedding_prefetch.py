@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.embedding_prefetch import batch, learned, module_on
+from support.on_ranks import error_of
 
 import weft
 from weft.embedding import ColumnWise, DataParallel, RowWise
@@ -103,3 +104,24 @@ def many(group: dist.ProcessGroup) -> bool:
 
 def test_many_batches(pair: Pool) -> None:
     assert pair.run(many, timeout_s=120) == [True, True]
+
+
+def runs_out(group: dist.ProcessGroup, ahead: bool) -> tuple[str, str]:
+    """Train with a batch less on rank 1. Return the kind and text of the error, if any."""
+    module = module_on(group, ranks.device(), deadline_s=3.0)
+    given = [batch(step, group.rank(), ranks.device()) for step in range(4 - group.rank())]
+
+    def train() -> None:
+        for one in weft.nn.prefetched(given, {module: lambda one: one}) if ahead else given:
+            module(one).values().sum().backward()
+
+    return error_of(train) if group.rank() == 0 else (str(train()), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_that_run_out_of_batches_raise(ahead: bool) -> None:
+    with Pool(2, backend="nccl") as alone:
+        (kind, text), _ = alone.run(runs_out, ahead, timeout_s=60)
+    assert kind == "DeadlineError"
+    assert "waited for the numbers of ids of rank 1" in text

@@ -1,4 +1,6 @@
-"""The kernels of embedding_all_to_all's backward compile for NVIDIA and AMD, without a GPU, for every rule and dtype."""
+"""The kernels of embedding_all_to_all's backward, and of the exchange of headers, compile for NVIDIA and AMD without a GPU, for
+every rule and dtype.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from triton import language as tl  # noqa: E402
 from weft.kernels import embedding_backward as device_code  # noqa: E402
 from weft.kernels import embedding_push as push_code  # noqa: E402
 from weft.kernels import embedding_runs as runs_code  # noqa: E402
+from weft.kernels import input_dist as input_code  # noqa: E402
 from weft.runtime.cuda.embedding_runs import SEGMENT  # noqa: E402
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE  # noqa: E402
 
@@ -110,7 +113,7 @@ def test_kernels_of_runs_compile(wide: bool, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_kernels_that_push_compile(target: str) -> None:
+def test_kernels_that_exchange_compile(target: str) -> None:
     of_world = {"RANK": 1, "WORLD": 3, "WORLD_P2": 4, "PTX": target == "sm_90", "grid": (1,)}
     with compiling_for(TARGETS[target]):
         found = [
@@ -119,5 +122,6 @@ def test_kernels_that_push_compile(target: str) -> None:
                 ITEM_BYTES=2, WAIT=True, **of_world,
             ),
             push_code.free_kernel.warmup(I64, I64, **of_world),
+            input_code.exchange_kernel.warmup(I64, I64, I64, I64, I64, I64, 1024, 10**10, BLOCK=256, WAIT=True, **of_world),
         ]  # fmt: skip
     assert all(kernel.asm[_binary(target)] for kernel in found)

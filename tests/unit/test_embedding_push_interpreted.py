@@ -13,6 +13,8 @@ import torch
 from support.interpreted import play_all, wrong_in
 from support.reference import Problem, problem, tables_of
 
+from weft.kernels.signals import R_FOUND, R_STATUS, RECORD_WORDS
+
 PATTERN = -7.0
 
 
@@ -54,7 +56,7 @@ class Ranks:
         from weft.kernels import embedding_push as device_code
         from weft.runtime.cuda import embedding_push as push
 
-        self.push, self.code, self.case = push, device_code, case
+        self.push, self.case = push, case
         self.sharding, self.sizes = case.p.sharding, case.p.batch_sizes
         self.world, self.columns = self.sharding.world_size, self.sharding.columns_of_ranks
         elements = max(1, sum(self.sizes) * max(self.columns)) + 3
@@ -62,7 +64,7 @@ class Ranks:
         self.inbox = torch.full((self.world, elements), PATTERN, dtype=self.dtype)
         self.signals = torch.zeros(self.world, 2 * self.world, dtype=torch.int64)
         self.states = [torch.zeros(device_code.STATE_WORDS, dtype=torch.int64) for _ in range(self.world)]
-        self.records = [torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64) for _ in range(self.world)]
+        self.records = [torch.zeros(RECORD_WORDS, dtype=torch.int64) for _ in range(self.world)]
         self.inboxes_at, self.signals_at = (
             torch.tensor([one[rank].data_ptr() for rank in range(self.world)]) for one in (self.inbox, self.signals)
         )
@@ -83,7 +85,6 @@ def play(case: Case) -> None:
     from weft.runtime.cuda.embedding_backward import by_owner
 
     ranks = Ranks(case)
-    code = ranks.code
     for epoch in range(1, case.calls + 1):
         ranks.inbox.fill_(PATTERN)
         whole = torch.randn(sum(ranks.sizes), ranks.sharding.total_dim).to(ranks.sharding.dtype)
@@ -95,9 +96,9 @@ def play(case: Case) -> None:
             ranks.run(rank, whole[case.p.rows_of(rank)].contiguous())
             failed = rank == case.poisoned
             assert ranks.states[rank].tolist()[:5] == [epoch, 0, 0, 0, 0 if failed else 1]
-            assert (int(ranks.records[rank][code.R_STATUS]) != 0) == failed
+            assert (int(ranks.records[rank][R_STATUS]) != 0) == failed
             if failed:
-                assert int(ranks.records[rank][code.R_FOUND]) >= 0
+                assert int(ranks.records[rank][R_FOUND]) >= 0
         if case.poisoned is not None:
             return
         for rank in range(ranks.world):

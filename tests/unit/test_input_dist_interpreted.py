@@ -53,9 +53,29 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """A case of the exchange of headers. words: the number of words of the header for each rank. box: the size of a box in
+    words. poisoned: a rank whose signals contain POISON.
+    """
+
+    words: tuple[int, ...]
+    calls: int = 1
+    box: int = 1024
+    poisoned: int | None = None
+
+
+EXCHANGES = {
+    "headers of two ranks": Exchanged((5, 3), calls=3),
+    "headers of three ranks": Exchanged((3, 300, 7), calls=4),
+    "headers as large as a box": Exchanged((9, 9), box=9, calls=2),
+    "a wait for headers that the watchdog ends": Exchanged((5, 3), poisoned=1),
+}
+
+
 def test_input_distribution() -> None:
     """Run all cases in one test, because starting a process takes longer than most cases."""
-    assert wrong_in(__file__, CASES) == {}
+    assert wrong_in(__file__, CASES | EXCHANGES) == {}
 
 
 def play(case: Case) -> None:
@@ -123,5 +143,37 @@ def play(case: Case) -> None:
             torch.testing.assert_close(weights, torch.cat([torch.empty(0), *of_bags]), rtol=0, atol=0)
 
 
+def play_exchange(case: Exchanged) -> None:
+    from weft.kernels.signals import POISON, R_PEER, R_STATUS, RECORD_WORDS
+    from weft.runtime.cuda.headers import launch_exchange
+
+    world = len(case.words)
+    regions = torch.full((world, world * (1 + 2 * case.box) + 1), PATTERN)
+    regions[:, :world] = 0
+    regions_at = torch.tensor([region.data_ptr() for region in regions])
+    starts = torch.tensor([0, *case.words]).cumsum(0)
+    records = torch.zeros(world, RECORD_WORDS, dtype=torch.int64)
+    for number in range(case.calls):
+        sent = [torch.randint(1 << 40, (sum(case.words),)) for _ in range(world)]
+        if case.poisoned is not None:
+            regions[case.poisoned, :world] = POISON
+        # In the first round, ranks cannot wait for headers of ranks that run later. The second round repeats the call.
+        for wait in (False, True) if case.poisoned is None else (True,):
+            for rank in range(world) if case.poisoned is None else [case.poisoned]:
+                state, words = torch.full((1,), number), case.words[rank]
+                arrived = torch.full((world * words + 1,), PATTERN)
+                given = sent[rank], starts, regions_at, state, records[rank], arrived
+                launch_exchange(*given, case.box, 60.0, rank, world, wait)
+                assert int(state) == number + 1
+                if not wait or case.poisoned is not None:
+                    continue
+                wanted = torch.cat([one.split(case.words)[rank] for one in sent])
+                assert arrived.tolist() == [*wanted.tolist(), PATTERN]
+    assert (regions[:, -1] == PATTERN).all()
+    assert records[:, R_STATUS].tolist() == [int(rank == case.poisoned) for rank in range(world)]
+    assert not records[:, R_PEER].any() or case.poisoned is not None
+
+
 if __name__ == "__main__":
-    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})
+    distributions = {name: lambda case=case: play(case) for name, case in CASES.items()}
+    play_all(distributions | {name: lambda case=case: play_exchange(case) for name, case in EXCHANGES.items()})

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.signals import POISON, store_release, wait_at_least, words
+from weft.kernels.signals import store_release, wait_or_record, words
 
 # Columns of the table of pieces (int64): owner, first column in `grad`, first column in the inbox, width, columns of
 # the owner's inbox.
@@ -32,10 +32,7 @@ PIECE_FIELDS = 5
 STATE_WORDS = 8
 EPOCH, ARRIVED, FAILED = range(3)
 OK = 4  # at a multiple of 16 bytes, because other kernels read it
-# Words of the record in pinned memory (int64).
-RECORD_WORDS = 8
-R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
-# Values of R_STATUS.
+# Values of R_STATUS of the record (`weft.kernels.signals`).
 WAIT_FREE, WAIT_ARRIVED = 1, 2
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
@@ -43,30 +40,15 @@ _EPOCH = tl.constexpr(EPOCH)
 _ARRIVED = tl.constexpr(ARRIVED)
 _FAILED = tl.constexpr(FAILED)
 _OK = tl.constexpr(OK)
-_R_STATUS = tl.constexpr(R_STATUS)
-_R_EPOCH = tl.constexpr(R_EPOCH)
-_R_PEER = tl.constexpr(R_PEER)
-_R_WANTED = tl.constexpr(R_WANTED)
-_R_FOUND = tl.constexpr(R_FOUND)
 _WAIT_FREE = tl.constexpr(WAIT_FREE)
 _WAIT_ARRIVED = tl.constexpr(WAIT_ARRIVED)
-_POISON = tl.constexpr(POISON)
 
 
 @triton.jit
 def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
-    """Wait until several signal words are all at least `wanted`, and return 0. If the wait ends without that, record the
-    failure in `record` and return 1. word: a vector with the addresses of the words.
-    """
-    found = wait_at_least(words(word), wanted, deadline_ns, PTX)
-    lowest = tl.min(found, 0)
-    failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)
+    """Call `wait_or_record`, return its result, and count failures in `state`."""
+    failed = wait_or_record(record, word, wanted, epoch, deadline_ns, STATUS, PTX)
     if failed != 0:
-        tl.store(record + _R_EPOCH, epoch)
-        tl.store(record + _R_PEER, tl.argmin(found, 0).to(tl.int64))
-        tl.store(record + _R_WANTED, wanted)
-        tl.store(record + _R_FOUND, lowest)
-        tl.store(record + _R_STATUS, STATUS)
         tl.atomic_add(state + _FAILED, 1, sem="relaxed")
     return failed
 

@@ -8,6 +8,7 @@ A rank has the bags of all features (keys) for its own samples. A destination ra
 
     count_ids_kernel   lengths -> the number of ids of each key
     header_kernel      counts  -> this rank's header, and a header for each destination
+    exchange_kernel    headers -> the headers that all ranks sent to this rank
     pack_kernel        values, lengths, weights -> the messages, one after the other
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
@@ -15,12 +16,22 @@ A header tells a destination the number of ids of each piece. Before these count
 if the source rank refuses its input, else 0. The second is the number of bits of an id, the third the batch size.
 Headers are in device memory. Kernels compute all positions in messages from them, so the CPU need not know the
 positions.
+
+Exchange of headers. Each rank has a region of symmetric memory: a signal word for each rank, then two sets of boxes with a
+box for each rank. In call number `epoch`, a rank stores its header for a destination in the destination's box
+`[epoch % 2][rank]`, then, with release, `epoch` in the destination's signal word `[rank]`. Then it waits, with acquire,
+until all ranks have set its own signal words, and copies the headers out of the boxes. Two sets suffice: a rank stores the
+header of call `epoch + 2` only after it has the destination's header of call `epoch + 1`, which the destination sends when
+it has read the boxes of call `epoch`. The wait ends at a deadline, or when the watchdog writes POISON. Then the kernel
+writes a record to pinned memory.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from weft.kernels.signals import store_release, wait_or_record, words
 
 HEAD = 3
 
@@ -86,6 +97,47 @@ def header_kernel(
         value = tl.where(index == 1, tl.cast(bits, tl.int64), value)
         value = tl.where(index == _BATCH, tl.cast(batch, tl.int64), value)
         tl.store(headers + word, value, mask=word < words)
+
+
+@triton.jit(do_not_specialize=["most", "deadline_ns"])
+def exchange_kernel(
+    headers, starts, regions, state, record, arrived, most, deadline_ns: tl.int64,
+    RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Send each rank its header, and receive the headers of all ranks (see the module). Grid: one program.
+
+    headers `[words of all destinations]`: the headers to send, by destination. starts `[WORLD + 1]`: the index in `headers`
+        of the first word for each destination, and the end.
+    regions `[WORLD]`: the addresses of every rank's region, as mapped on this device. most: the size of a box in words.
+    state `[1]`: the number of calls so far. arrived `[WORLD, words of a header to this rank]`: the result.
+    WAIT: False if one process runs all ranks one after the other.
+    """
+    epoch = tl.load(state) + 1
+    ranks, lanes = tl.arange(0, WORLD_P2), tl.arange(0, BLOCK)
+    boxes = 8 * WORLD + (epoch % 2) * WORLD * most * 8
+    for rank in range(WORLD):
+        begin, end = tl.load(starts + rank), tl.load(starts + rank + 1)
+        box = words(tl.load(regions + rank) + boxes + RANK * most * 8)
+        for at in range(begin, end, BLOCK):
+            word = tl.load(headers + at + lanes, mask=at + lanes < end)
+            tl.store(box + (at - begin) + lanes, word, mask=at + lanes < end)
+    tl.debug_barrier()
+    is_rank = ranks < WORLD
+    mine = tl.load(regions + RANK)
+    theirs = tl.load(regions + tl.where(is_rank, ranks, RANK))  # lanes without a rank repeat this rank's own signal
+    store_release(words(theirs + 8 * RANK), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
+    if WAIT:
+        signals = mine + 8 * tl.where(is_rank, ranks, RANK)
+        wait_or_record(record, signals, epoch, epoch, deadline_ns, 1, PTX)
+    tl.debug_barrier()
+    size = tl.load(starts + RANK + 1) - tl.load(starts + RANK)
+    for rank in range(WORLD):
+        box = words(mine + boxes + rank * most * 8)
+        for at in range(0, size, BLOCK):
+            word = tl.load(box + at + lanes, mask=at + lanes < size, volatile=True)
+            tl.store(arrived + rank * size + at + lanes, word, mask=at + lanes < size)
+    tl.store(state, epoch)
 
 
 @triton.jit

@@ -22,7 +22,18 @@ POISON = 1 << 62
 FLAG = 1
 POISONED = 1 << 40
 """FLAG: the value of a word that is a set flag. POISONED: the bit with which the watchdog ends all waits."""
+RECORD_WORDS = 8
+R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
+"""Words of the record in pinned memory in which a kernel reports that a wait has failed (int64): what it waited for (0 if no
+wait has failed), the number of the call, the rank that it waited for, the value that it waited for, and the value that it found.
+"""
 _FLAG = tl.constexpr(FLAG)
+_POISON = tl.constexpr(POISON)
+_R_STATUS = tl.constexpr(R_STATUS)
+_R_EPOCH = tl.constexpr(R_EPOCH)
+_R_PEER = tl.constexpr(R_PEER)
+_R_WANTED = tl.constexpr(R_WANTED)
+_R_FOUND = tl.constexpr(R_FOUND)
 _STORE_RELEASE, _STORE_RELAXED = (
     tl.constexpr(
         "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -98,6 +109,23 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
         while (tl.min(found, 0) < wanted) & (now_ns(PTX) - start < deadline_ns):
             found = load_acquire(pointer, PTX)
     return found
+
+
+@triton.jit
+def wait_or_record(record, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
+    """Wait until a signal word of each rank is at least `wanted`, and return 0. If the wait ends without that, write `record`,
+    and return 1. word: a vector with the addresses of the words.
+    """
+    found = wait_at_least(words(word), wanted, deadline_ns, PTX)
+    lowest = tl.min(found, 0)
+    failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)
+    if failed != 0:
+        tl.store(record + _R_EPOCH, epoch)
+        tl.store(record + _R_PEER, tl.argmin(found, 0).to(tl.int64))
+        tl.store(record + _R_WANTED, wanted)
+        tl.store(record + _R_FOUND, lowest)
+        tl.store(record + _R_STATUS, STATUS)
+    return failed
 
 
 @triton.jit

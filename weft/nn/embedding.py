@@ -103,8 +103,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
         sent. With a limit, each call first exchanges the numbers of ids.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
-        `weft.embedding_all_to_all`. The input distribution uses `deadline_s` on CPU, and the process group's timeout on
-        GPUs. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
+        `weft.embedding_all_to_all`. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
+        `deadline_s` also limits the input distribution's wait for the numbers of ids: on CPU, and from the second batch on
+        between GPUs of one host. Without `deadline_s`, this wait ends on GPUs at the process group's timeout.
     """
 
     _container, _name = "embedding_bags", "ShardedEmbeddingBagCollection"

@@ -9,7 +9,8 @@ and weights. Ids arrive grouped by source rank. They are then regrouped by featu
 `weft.embedding_all_to_all` reads them.
 
 On GPUs one kernel writes a message for each destination, and another kernel unpacks the received messages
-(`weft.kernels.input_dist`). On CPU, and in a group of one rank, lengths, ids and weights are separate tensors.
+(`weft.kernels.input_dist`). On GPUs of one host a kernel also exchanges the headers, from the second batch on. On CPU, and
+in a group of one rank, lengths, ids and weights are separate tensors.
 
 A rank that refuses its input sets a mark in its header. Its peers then raise too, and do not wait for its ids.
 """
@@ -19,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -46,8 +49,9 @@ class InputDist:
     All ranks must make every call. `begin`, `send` and `arrive` are the three stages of a call. Other work may run
     between the stages.
 
-    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's timeout
-        applies instead. Exception: if a rank refuses its input, ranks exchange their error texts with this deadline.
+    deadline_s: the longest wait for a peer, in seconds. The default is WEFT_DEADLINE_S on CPU, and the process group's
+        timeout on GPUs, where ranks may read batches at different speeds. On GPUs this deadline applies to headers that a
+        kernel exchanges, and to the error texts of refused inputs. The group's timeout applies to all-to-alls of NCCL.
     """
 
     def __init__(
@@ -72,6 +76,11 @@ class InputDist:
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: Layout | None = None
         self._is_packed = device.type == "cuda" and self.world_size > 1
+        self._words = [HEAD + len(features) for features in self.features_of_rank]
+        """The number of words of the header for each rank."""
+        self._starts: torch.Tensor | None = None
+        """The first word of each rank's header among all headers, and the end, on the GPU, if a kernel exchanges headers.
+        """
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
@@ -208,15 +217,14 @@ class InputDist:
 
         local: this rank's samples; None if this rank refuses its input.
         """
-        words = [HEAD + len(features) for features in self.features_of_rank]
-        mine = words[self.rank]
+        mine = self._words[self.rank]
         arrive = self.world_size * mine
         size = HEAD if local is None else HEAD + len(local.layout.keys) + 1
         numbers = torch.empty(arrive + size, dtype=torch.int64, device=self.device)
         own = numbers[arrive:]
         if local is None:
             own.zero_()[0] = 1
-            send = torch.cat([torch.nn.functional.pad(own, (0, count - HEAD)) for count in words])
+            send = torch.cat([torch.nn.functional.pad(own, (0, count - HEAD)) for count in self._words])
         elif self._is_packed:
             from weft.runtime.cuda.input_dist import header
 
@@ -236,16 +244,39 @@ class InputDist:
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
             send = own[local.layout.header_index]
-        into = [numbers[:arrive]]
-        return numbers, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size], into)
+        into = numbers[:arrive]
+        if self._starts is not None:
+            self._exchange().run(send, self._starts, max(self._words), into, self._patience_s)
+            return numbers, Exchange([into], [])
+        return numbers, self._all_to_all("numbers", [send], [self._words], [[mine] * self.world_size], [into])
+
+    @cached_property
+    def _patience_s(self) -> float:
+        """The longest wait for headers on GPUs, in seconds."""
+        if self.deadline_s is not None:
+            return self.deadline_s
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout.total_seconds()
+
+    def _exchange(self) -> Any:
+        from weft.runtime.cuda.headers import headers_on
+
+        return headers_on(symm.communicator(self.group, self.device))
 
     def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
         """Wait for the headers (batch size, number of ids of each feature). Return the headers that all ranks sent to this
         rank, and this rank's own header.
         """
-        mine = HEAD + len(self.features_of_rank[self.rank])
+        mine = self._words[self.rank]
         begun.headers.wait()
         host = begun.numbers.tolist()  # the only wait for the device
+        if self._starts is not None:
+            self._exchange().check()
+        elif self._is_packed and symm.communicator(self.group, self.device).all_mapped:
+            # Not before the first batch has arrived: ranks may begin to train at different times, and the set-up of an exchange
+            # has a shorter deadline than NCCL.
+            self._exchange()
+            self._starts = torch.tensor([0, *accumulate(self._words)], device=self.device)
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
     def _begin_features(

@@ -89,8 +89,8 @@ def prefetched(batches: Iterable[Batch], features_of: Mapping[nn.Module, Callabl
     batch. After that call, the next batch is read, and the distribution of its ids begins
     (`ShardedEmbeddingBagCollection.prefetch`).
 
-    - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, all ranks
-      raise an error. On CPU the error says that a rank may have run out of batches.
+    - The last step distributes nothing. All ranks need the same number of batches: if one rank has fewer, the others
+      raise an error, after the `deadline_s` of the module. On CPU the error says that a rank may have run out of batches.
     - If reading a batch raises, the error is raised after the steps of all earlier batches.
     - If no rank calls a module in a step, the ids that were prefetched for this step are discarded.
     - After a break, or an exception that leaves the loop, the prefetched batch is discarded, and modules can be called

@@ -1,17 +1,14 @@
 """The exchange of embeddings' gradients between GPUs, with `weft.kernels.embedding_push`. A kernel stores gradients into
 the inbox of the rank that owns the table: a buffer in symmetric memory. All modules of a group share one exchange.
 
-The CPU waits for the device only to allocate larger inboxes. The device records a missed deadline in pinned memory. Then the
-next exchange, or the watching thread, makes the group fail.
+The CPU waits for the device only to allocate larger inboxes.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,14 +16,11 @@ import triton
 from weft import env
 from weft.embedding import EmbeddingSharding
 from weft.embedding.tables import column_runs
-from weft.errors import DeadlineError, WeftError
 from weft.kernels import embedding_push as device_code
-from weft.kernels.signals import POISON
 from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
-from weft.runtime.cuda.streams import current_stream
+from weft.runtime.cuda.peer_exchange import PeerExchange
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE, tma_and_multiprocessors
-from weft.runtime.cuda.watch import watch
 from weft.runtime.per_communicator import of_communicator
 from weft.symm import Communicator, Region, set_up_within
 from weft.symm.lasting import lasting
@@ -135,38 +129,30 @@ def _of_world(world: int, device: torch.device) -> dict[str, Any]:
     return {"WORLD": world, "WORLD_P2": triton.next_power_of_2(world), "PTX": ptx}
 
 
-class PushedGradients:
+class PushedGradients(PeerExchange):
     """The exchange of embeddings' gradients between GPUs, by stores into the memory of the ranks that own the tables. All ranks
     must construct this object, and make the same calls.
     """
 
-    deadline_s = math.inf  # kernels have their own deadlines
-
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
         device, world = comm.device, comm.world_size
         self._signals = comm.allocate(8 * 2 * world, what="signals of gradients")
         self._inbox: Region | None = None
         self._kept: list[tuple[Region, torch.Tensor]] = []  # inboxes that captured graphs use, with their addresses
         self._captured = False
         self._state = lasting(device, lambda: torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device))
-        self._record_tensor = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
-        self._record = memoryview(cast(Any, self._record_tensor.numpy()))
-        self._signals_at = self._addresses(self._signals)
+        super().__init__(comm, 2 * world)
+        self._signals_at = self.addresses(self._signals)
         self._inboxes_at = self._signals_at
-        self._last: torch.cuda.Stream | None = (
-            None  # the stream of the last exchange, which recorded `_done` at its end
+
+    def signals(self) -> torch.Tensor:
+        return self._signals.tensor(self.comm.rank, (2 * self.comm.world_size,), torch.int64)
+
+    def missed(self, status: int, epoch: int, peer: int) -> str:
+        return (
+            f"exchange {epoch} of embeddings' gradients waited for rank {peer} to say {_WAITED_FOR[status]}, and missed its "
+            "deadline: check that all ranks ran backward of the same call"
         )
-        self._done = torch.cuda.Event()
-        # Allocate what the watchdog needs now: it must not load a module while a kernel waits.
-        self._poison = torch.full((2 * world,), POISON, dtype=torch.int64, pin_memory=True)
-        self._poison_stream = torch.cuda.Stream(device, priority=-1)
-        self._failure: WeftError | None = None
-        self._noting = threading.Lock()
-        self._take_back = comm.on_failure(self._release_waiters)
-        comm._holders.add(self)
-        watch.add(self)
-        comm.before_check(self.look)  # because the watching thread may be late
 
     def run(
         self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
@@ -180,13 +166,11 @@ class PushedGradients:
         columns, batch = sharding.columns_of_ranks, sum(batch_sizes)
         self._reserve(batch * max(columns) * dtype.itemsize, patience_s)
         assert self._inbox is not None
-        here, captured = current_stream(comm.device), is_captured(comm.device)
-        if self._last is not None and self._last != here and not captured:
-            here.wait_event(self._done)
-        self._captured = self._captured or captured
+        self.follow_last()
+        self._captured = self._captured or is_captured(comm.device)
         launch_push(
             grad.contiguous(), sharding, comm.rank, batch_sizes, self._inboxes_at, self._signals_at, self._state,
-            self._record_tensor, patience_s, dtype,
+            self.record, patience_s, dtype,
         )  # fmt: skip
         return self._inbox.tensor(comm.rank, (batch, columns[comm.rank]), dtype)
 
@@ -198,53 +182,7 @@ class PushedGradients:
     def free(self) -> None:
         """Enqueue signals that allow all peers to overwrite the gradients of the last exchange."""
         launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
-        if not is_captured(self.comm.device):
-            here = current_stream(self.comm.device)
-            self._done.record(here)
-            self._last = here
-
-    def check(self) -> None:
-        """Raise the error of an earlier exchange or of the group, if any. Do not wait for the device."""
-        self.look()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.comm.check()
-
-    def look(self) -> None:
-        """Make the group fail if the device has recorded that an exchange missed its deadline."""
-        if not self._record[device_code.R_STATUS]:
-            return
-        with self._noting:
-            status = self._record[device_code.R_STATUS]
-            self._record[device_code.R_STATUS] = 0
-            if not status or self.comm.failed:
-                return
-            epoch, peer, wanted, found = self._record[device_code.R_EPOCH : device_code.R_FOUND + 1]
-            text = (
-                f"rank {self.comm.rank}: exchange {epoch} of embeddings' gradients waited for rank {peer} to say "
-                f"{_WAITED_FOR[status]}, and missed its deadline: wanted {wanted}, found {found}. Check that all "
-                "ranks ran backward of the same call"
-            )
-            self._failure = DeadlineError(text)
-            self.comm.poison(text)
-
-    def has_begun(self) -> bool:
-        """Make the group fail if the device has recorded a missed deadline. Return False to the caller, the watching thread: it
-        need not measure a deadline, because kernels measure their own deadlines.
-        """
-        self.look()
-        return False
-
-    def standing_still(self, seconds: float) -> None:
-        """Do nothing. The watching thread calls this method if no exchange begins for long, but the waits of these kernels have
-        deadlines of their own.
-        """
-
-    def close(self) -> None:
-        """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""
-        watch.remove(self)
-        self._take_back()
+        self.note_last()
 
     def _reserve(self, nbytes: int, patience_s: float) -> None:
         if self._inbox is not None and nbytes <= self._inbox.nbytes:
@@ -261,17 +199,7 @@ class PushedGradients:
             self._kept.append((smaller, self._inboxes_at))
         elif smaller is not None:
             smaller.give_back()
-        self._inboxes_at = self._addresses(self._inbox)
-
-    def _addresses(self, region: Region) -> torch.Tensor:
-        device, addresses = self.comm.device, [region.address(rank) for rank in range(self.comm.world_size)]
-        return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
-
-    def _release_waiters(self) -> None:
-        """End every wait of this rank's kernels, because the group has failed. The watchdog thread calls this method."""
-        with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
-            words = self._signals.tensor(self.comm.rank, (2 * self.comm.world_size,), torch.int64)
-            words.copy_(self._poison, non_blocking=True)
+        self._inboxes_at = self.addresses(self._inbox)
 
 
 _exchanges: dict[Communicator, PushedGradients] = {}

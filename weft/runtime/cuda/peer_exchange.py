@@ -1,0 +1,120 @@
+"""Exchanges between GPUs by kernels that store into peers' memory and wait for signals: what they have in common.
+
+The kernels have deadlines. A kernel that misses one writes a record to pinned memory, and ends. Then the next call of the
+exchange, or the watching thread, makes the group fail. If the group fails for another reason, the watchdog ends the waits
+by overwriting the signals.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, cast
+
+import torch
+
+from weft.errors import DeadlineError, WeftError
+from weft.kernels.signals import POISON, R_EPOCH, R_FOUND, R_STATUS, RECORD_WORDS
+from weft.runtime.capture import is_captured
+from weft.runtime.cuda.streams import current_stream
+from weft.runtime.cuda.watch import watch
+from weft.symm import Communicator, Region
+from weft.symm.lasting import lasting
+
+
+class PeerExchange:
+    """An exchange of a communicator. All ranks must construct it, and make the same calls.
+
+    record: int64 [RECORD_WORDS] in pinned memory, for kernels.
+    """
+
+    deadline_s = math.inf  # kernels have their own deadlines
+
+    def __init__(self, comm: Communicator, signals: int) -> None:
+        """signals: the number of signal words of a rank."""
+        self.comm = comm
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._record = memoryview(cast(Any, self.record.numpy()))
+        self._last: torch.cuda.Stream | None = None  # the stream of the last call, which recorded `_done` at its end
+        self._done = torch.cuda.Event()
+        # Allocate what the watchdog needs now: it must not load a module while a kernel waits.
+        self._poison = torch.full((signals,), POISON, dtype=torch.int64, pin_memory=True)
+        self._poison_stream = torch.cuda.Stream(comm.device, priority=-1)
+        self._failure: WeftError | None = None
+        self._noting = threading.Lock()
+        self._take_back = comm.on_failure(self._release_waiters)
+        comm._holders.add(self)
+        watch.add(self)
+        comm.before_check(self.look)  # because the watching thread may be late
+
+    def signals(self) -> torch.Tensor:
+        """Return this rank's signal words, int64."""
+        raise NotImplementedError
+
+    def missed(self, status: int, epoch: int, peer: int) -> str:
+        """Return the text of the error for a call that missed its deadline, without the values of the signal.
+
+        status, epoch, peer: the words of the record.
+        """
+        raise NotImplementedError
+
+    def follow_last(self) -> None:
+        """Make the current stream wait for the last call, which may have been enqueued on another stream."""
+        here = current_stream(self.comm.device)
+        if self._last is not None and self._last != here and not is_captured(self.comm.device):
+            here.wait_event(self._done)
+
+    def note_last(self) -> None:
+        """Note that the current call ends with the work that is now enqueued on the current stream."""
+        if not is_captured(self.comm.device):
+            self._last = current_stream(self.comm.device)
+            self._done.record(self._last)
+
+    def check(self) -> None:
+        """Raise the error of an earlier call or of the group, if any. Do not wait for the device."""
+        self.look()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.comm.check()
+
+    def look(self) -> None:
+        """Make the group fail if the device has recorded that a call missed its deadline."""
+        if not self._record[R_STATUS]:
+            return
+        with self._noting:
+            status = self._record[R_STATUS]
+            self._record[R_STATUS] = 0
+            if not status or self.comm.failed:
+                return
+            epoch, peer, wanted, found = self._record[R_EPOCH : R_FOUND + 1]
+            text = f"rank {self.comm.rank}: {self.missed(status, epoch, peer)} (wanted {wanted}, found {found})"
+            self._failure = DeadlineError(text)
+            self.comm.poison(text)
+
+    def has_begun(self) -> bool:
+        """Make the group fail if the device has recorded a missed deadline. Return False to the caller, the watching thread: it
+        need not measure a deadline, because kernels measure their own deadlines.
+        """
+        self.look()
+        return False
+
+    def standing_still(self, seconds: float) -> None:
+        """Do nothing. The watching thread calls this method if no call begins for long, but the waits of these kernels have
+        deadlines of their own.
+        """
+
+    def close(self) -> None:
+        """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""
+        watch.remove(self)
+        self._take_back()
+
+    def addresses(self, region: Region) -> torch.Tensor:
+        """Return the addresses of every rank's memory, as mapped on this device: int64 [world size] on the device."""
+        device, addresses = self.comm.device, [region.address(rank) for rank in range(self.comm.world_size)]
+        return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
+
+    def _release_waiters(self) -> None:
+        """End every wait of this rank's kernels, because the group has failed. The watchdog thread calls this method."""
+        with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
+            self.signals().copy_(self._poison, non_blocking=True)
