@@ -14,8 +14,9 @@ from support.embedding_prefetch import batch, learned, module_on
 from support.on_ranks import error_of
 
 import weft
-from weft.embedding import ColumnWise, DataParallel, RowWise
+from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.launch import Pool
+from weft.nn import ShardedEmbeddingCollection
 
 pytestmark = ranks.MARKS
 
@@ -106,22 +107,37 @@ def test_many_batches(pair: Pool) -> None:
     assert pair.run(many, timeout_s=120) == [True, True]
 
 
-def runs_out(group: dist.ProcessGroup, ahead: bool) -> tuple[str, str]:
+def runs_out(group: dist.ProcessGroup, how: str) -> tuple[str, str]:
     """Train with a batch less on rank 1. Return the kind and text of the error, if any."""
-    module = module_on(group, ranks.device(), deadline_s=3.0)
-    given = [batch(step, group.rank(), ranks.device()) for step in range(4 - group.rank())]
+    device, rank = ranks.device(), group.rank()
+    given = [batch(step, rank, device) for step in range(4 - rank)]
+    if how == "without pooling":
+        tables = [EmbeddingBagConfig(50, 8, "users", ("u", "friend"))]
+        module: Any = ShardedEmbeddingCollection(
+            tables, group=group, device=device, placement=[RowWise()], optimizer=weft.SGD(lr=0.1), deadline_s=5.0
+        )
+        given = [KeyedJaggedTensor(["u", "friend"], *ids_of(one)) for one in given]
+    else:
+        options = {"placement": [RowWise(), 0, ColumnWise((0, 1))]} if how == "cut tables" else {}
+        module = module_on(group, device, deadline_s=5.0, **options)
 
     def train() -> None:
-        for one in weft.nn.prefetched(given, {module: lambda one: one}) if ahead else given:
-            module(one).values().sum().backward()
+        for one in weft.nn.prefetched(given, {module: lambda one: one}) if how == "prefetched" else given:
+            y = module(one)
+            (y["u"] if how == "without pooling" else y).values().sum().backward()
 
-    return error_of(train) if group.rank() == 0 else (str(train()), "")
+    return error_of(train) if rank == 0 else (str(train()), "")
+
+
+def ids_of(features: KeyedJaggedTensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    two = [features[key] for key in ("u", "friend")]
+    return torch.cat([one.values() for one in two]), None, torch.cat([one.lengths() for one in two])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-def test_ranks_that_run_out_of_batches_raise(ahead: bool) -> None:
+@pytest.mark.parametrize("how", ["in turn", "prefetched", "cut tables", "without pooling"])
+def test_ranks_that_run_out_of_batches_raise(how: str) -> None:
     with Pool(2, backend="nccl") as alone:
-        (kind, text), _ = alone.run(runs_out, ahead, timeout_s=60)
+        (kind, text), _ = alone.run(runs_out, how, timeout_s=60)
     assert kind == "DeadlineError"
     assert "waited for the numbers of ids of rank 1" in text

@@ -83,8 +83,9 @@ class ShardedEmbeddingCollection(PartitionedTables):
     hash: True to map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: how ids out of range are treated. "warning" reads them as zero rows, and warns. "fatal" refuses the
         call on every rank. "ignore" reads them as zero rows.
-    deadline_s: the longest wait for a peer on CPU, in seconds (default: WEFT_DEADLINE_S). On GPUs the process group's
-        timeout applies.
+    deadline_s: the longest wait for a peer, in seconds. The default is WEFT_DEADLINE_S on CPU, and the process group's
+        timeout on GPUs. On GPUs of one host this deadline applies to the exchange of the numbers of ids, from the second
+        batch on. Ids, rows and gradients are sent by NCCL, for which the group's timeout applies.
 
     Memory: a call needs its ids, and the rows that this rank sends and receives. Backward needs the same for gradients.
     """

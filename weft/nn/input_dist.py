@@ -20,8 +20,6 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,6 +33,7 @@ from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offset
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.id_batches import HEAD, BegunBatch, Exchange, Layout, LocalBatch, Route, SentBatch
+from weft.nn.number_exchange import NumberExchange
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.collectives import all_to_all_single
@@ -50,8 +49,8 @@ class InputDist:
     between the stages.
 
     deadline_s: the longest wait for a peer, in seconds. The default is WEFT_DEADLINE_S on CPU, and the process group's
-        timeout on GPUs, where ranks may read batches at different speeds. On GPUs this deadline applies to headers that a
-        kernel exchanges, and to the error texts of refused inputs. The group's timeout applies to all-to-alls of NCCL.
+        timeout on GPUs. On GPUs this deadline applies to headers that a kernel exchanges, and to the error texts of refused
+        inputs. The group's timeout applies to all-to-alls of NCCL.
     """
 
     def __init__(
@@ -78,9 +77,7 @@ class InputDist:
         self._is_packed = device.type == "cuda" and self.world_size > 1
         self._words = [HEAD + len(features) for features in self.features_of_rank]
         """The number of words of the header for each rank."""
-        self._starts: torch.Tensor | None = None
-        """The first word of each rank's header among all headers, and the end, on the GPU, if a kernel exchanges headers.
-        """
+        self._by_kernel = NumberExchange(group, device, self._words, self.deadline_s)
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
@@ -245,23 +242,10 @@ class InputDist:
             torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
             send = own[local.layout.header_index]
         into = numbers[:arrive]
-        if self._starts is not None:
-            self._exchange().run(send, self._starts, max(self._words), into, self._patience_s)
+        if self._by_kernel.is_ready:
+            self._by_kernel.run(send, into)
             return numbers, Exchange([into], [])
         return numbers, self._all_to_all("numbers", [send], [self._words], [[mine] * self.world_size], [into])
-
-    @cached_property
-    def _patience_s(self) -> float:
-        """The longest wait for headers on GPUs, in seconds."""
-        if self.deadline_s is not None:
-            return self.deadline_s
-        timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        return timeout.total_seconds()
-
-    def _exchange(self) -> Any:
-        from weft.runtime.cuda.headers import headers_on
-
-        return headers_on(symm.communicator(self.group, self.device))
 
     def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
         """Wait for the headers (batch size, number of ids of each feature). Return the headers that all ranks sent to this
@@ -270,13 +254,7 @@ class InputDist:
         mine = self._words[self.rank]
         begun.headers.wait()
         host = begun.numbers.tolist()  # the only wait for the device
-        if self._starts is not None:
-            self._exchange().check()
-        elif self._is_packed and symm.communicator(self.group, self.device).all_mapped:
-            # Not before the first batch has arrived: ranks may begin to train at different times, and the set-up of an exchange
-            # has a shorter deadline than NCCL.
-            self._exchange()
-            self._starts = torch.tensor([0, *accumulate(self._words)], device=self.device)
+        self._by_kernel.arrived()
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
     def _begin_features(

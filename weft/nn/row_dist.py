@@ -25,6 +25,7 @@ import torch.distributed as dist
 from weft.embedding.partition import Partition
 from weft.embedding.tables import EmbeddingSharding
 from weft.nn.id_bound import require_bound
+from weft.nn.number_exchange import NumberExchange
 from weft.nn.partitioned_input import occurrences
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.embedding_rows import sums_of_equal
@@ -66,6 +67,8 @@ class RowDist:
         """The *place* of each part of `partition`: its index after parts are sorted by rank."""
         self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
         self._most_rows = max(part.rows for part in partition.parts)
+        self._words = [len(parts) + self.world for parts in self.parts_of_rank]  # of the numbers sent to each rank
+        self._by_kernel: NumberExchange | None = None
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
         # Without this text, modules with equally many tables would make equal calls, and exchange rows of other tables.
         named = {
@@ -117,9 +120,16 @@ class RowDist:
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
         send = torch.cat([torch.cat([part, of_rank]) for part in counts.split(sizes)])
-        words, mine = [size + self.world for size in sizes], sizes[self.rank] + self.world
-        received = self._exchanged("numbers", send, words, [mine] * self.world)
+        mine, device = self._words[self.rank], counts.device
+        if self._by_kernel is None or self._by_kernel.device != device:
+            self._by_kernel = NumberExchange(self.group, device, self._words, self.deadline_s)
+        if self._by_kernel.is_ready:
+            received = send.new_empty(self.world * mine)
+            self._by_kernel.run(send, received)
+        else:
+            received = self._exchanged("numbers", send, self._words, [mine] * self.world)
         host = torch.cat([received, of_rank, *(one.view(1) for one in bad)]).tolist()
+        self._by_kernel.arrived()
         lines = [host[source * mine : (source + 1) * mine] for source in range(self.world)]
         totals = [sum(line[sizes[self.rank] + rank] for line in lines) for rank in range(self.world)]
         if self.max_ids is not None:

@@ -1,0 +1,71 @@
+"""The exchange of a batch's numbers of ids between GPUs of one host, by a kernel with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.symm import Communicator
+
+
+class NumberExchange:
+    """The exchange of a message from every rank to every rank, by `weft.runtime.cuda.headers`. All ranks must make every call.
+
+    words: the number of int64 words of each message to rank 0, rank 1, and so on.
+    deadline_s: the longest wait for a peer, in seconds. None: the process group's timeout, because ranks may read batches at
+        different speeds.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, words: Sequence[int], deadline_s: float | None
+    ) -> None:
+        self.group, self.device, self.words, self.deadline_s = group, device, list(words), deadline_s
+        self.is_ready = False
+        """False until `arrived` has been called once. Until then NCCL must exchange the messages."""
+
+    @cached_property
+    def _patience_s(self) -> float:
+        if self.deadline_s is not None:
+            return self.deadline_s
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout.total_seconds()
+
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        """The first word of each rank's message among all messages, and the end."""
+        return torch.tensor([0, *accumulate(self.words)], device=self.device)
+
+    @property
+    def _comm(self) -> Communicator:
+        return symm.communicator(self.group, self.device)
+
+    def _exchange(self) -> Any:
+        from weft.runtime.cuda.headers import headers_on
+
+        return headers_on(self._comm)
+
+    def run(self, send: torch.Tensor, into: torch.Tensor) -> None:
+        """Enqueue the exchange on the current stream.
+
+        send: int64, the messages to all ranks, one after the other. into: int64, receives the messages from all ranks.
+        """
+        self._exchange().run(send, self._starts, max(self.words), into, self._patience_s)
+
+    def arrived(self) -> None:
+        """Raise `DeadlineError` if messages have not arrived. Call this method when the CPU has waited for an exchange, by this
+        object or by NCCL.
+        """
+        if self.is_ready:
+            self._exchange().check()
+        elif self.device.type == "cuda" and self.group.size() > 1 and self._comm.all_mapped:
+            # Not before the first batch has arrived: ranks may begin to train at different times, and the set-up of an exchange
+            # has a shorter deadline than NCCL.
+            self._exchange()
+            self.is_ready = True
