@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
-from weft.symm import Communicator
 
 
 class NumberExchange:
@@ -27,8 +26,20 @@ class NumberExchange:
         self, group: dist.ProcessGroup, device: torch.device, words: Sequence[int], deadline_s: float | None
     ) -> None:
         self.group, self.device, self.words, self.deadline_s = group, device, list(words), deadline_s
-        self.is_ready = False
-        """False until `arrived` has been called once. Until then NCCL must exchange the messages."""
+        self._may_be_ready = device.type == "cuda" and group.size() > 1
+
+    def _known(self) -> Any:
+        """Return the exchange of this group, or None. All ranks make it at the same call, whichever module makes the call."""
+        if not self._may_be_ready:
+            return None
+        from weft.runtime.cuda.headers import known_headers
+
+        return known_headers(self.group)
+
+    @property
+    def is_ready(self) -> bool:
+        """False until `arrived` has been called once for this group. Until then NCCL must exchange the messages."""
+        return self._known() is not None
 
     @cached_property
     def _patience_s(self) -> float:
@@ -42,30 +53,23 @@ class NumberExchange:
         """The first word of each rank's message among all messages, and the end."""
         return torch.tensor([0, *accumulate(self.words)], device=self.device)
 
-    @property
-    def _comm(self) -> Communicator:
-        return symm.communicator(self.group, self.device)
-
-    def _exchange(self) -> Any:
-        from weft.runtime.cuda.headers import headers_on
-
-        return headers_on(self._comm)
-
     def run(self, send: torch.Tensor, into: torch.Tensor) -> None:
         """Enqueue the exchange on the current stream.
 
         send: int64, the messages to all ranks, one after the other. into: int64, receives the messages from all ranks.
         """
-        self._exchange().run(send, self._starts, max(self.words), into, self._patience_s)
+        self._known().run(send, self._starts, max(self.words), into, self._patience_s)
 
     def arrived(self) -> None:
         """Raise `DeadlineError` if messages have not arrived. Call this method when the CPU has waited for an exchange, by this
         object or by NCCL.
         """
-        if self.is_ready:
-            self._exchange().check()
-        elif self.device.type == "cuda" and self.group.size() > 1 and self._comm.all_mapped:
+        known = self._known()
+        if known is not None:
+            known.check()
+        elif self._may_be_ready and (comm := symm.communicator(self.group, self.device)).all_mapped:
+            from weft.runtime.cuda.headers import headers_on
+
             # Not before the first batch has arrived: ranks may begin to train at different times, and the set-up of an exchange
             # has a shorter deadline than NCCL.
-            self._exchange()
-            self.is_ready = True
+            headers_on(comm)

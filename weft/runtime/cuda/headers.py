@@ -10,6 +10,7 @@ All input distributions of a group share one exchange.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import triton
 
 from weft.kernels import input_dist as device_code
@@ -17,6 +18,7 @@ from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 from weft.runtime.cuda.peer_exchange import PeerExchange
 from weft.runtime.per_communicator import of_communicator
 from weft.symm import Communicator, Region, set_up_within
+from weft.symm.communicator import open_communicator
 from weft.symm.lasting import lasting
 
 _BLOCK = 256
@@ -105,3 +107,9 @@ _exchanges: dict[Communicator, HeaderExchange] = {}
 def headers_on(comm: Communicator) -> HeaderExchange:
     """Return the exchange of headers on `comm`. The first call constructs it, so all ranks must make this call together."""
     return of_communicator(_exchanges, comm, HeaderExchange)
+
+
+def known_headers(group: dist.ProcessGroup) -> HeaderExchange | None:
+    """Return the exchange of headers of a group, or None if `headers_on` has not made one. The group may have failed."""
+    comm = open_communicator(group, "cuda")
+    return None if comm is None else _exchanges.get(comm)
