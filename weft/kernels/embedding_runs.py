@@ -27,11 +27,12 @@ from weft.kernels.embedding_bags import row_of
 # Columns of the table of slots (int64): table, number of rows, first linear row of the table, number among the table's
 # slots, first column of the gradient, 1 for mean pooling.
 SLOT_FIELDS = 6
-# Indices of the counters of long_runs_kernel (int64).
-SEGMENTS, LONG_RUNS = range(2)
+# Indices of the counters of long runs (int64).
+SEGMENTS, LONG_RUNS, ANY_LONG = range(3)
 
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _LONG_RUNS = tl.constexpr(LONG_RUNS)
+_ANY_LONG = tl.constexpr(ANY_LONG)
 _WIDE = tl.constexpr(32)
 _PARTS = tl.constexpr(128)
 
@@ -150,7 +151,7 @@ def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
     """Replace the numbers in `ends` by their inclusive prefix sums. `ends` has the number of runs that begin in each block. A
     run is all occurrences of one table row. Grid: one program.
 
-    Also write the number of all runs to `runs`, and 0 to the two `counters` of `long_runs_kernel`.
+    Also write the number of all runs to `runs`, and 0 to the three `counters` of long runs.
     """
     lanes = tl.arange(0, BLOCK)
     before = tl.full([], 0, tl.int64)
@@ -160,18 +161,19 @@ def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
         counts = tl.load(ends + at, mask=inside, other=0)
         tl.store(ends + at, before + tl.cumsum(counts, axis=0), mask=inside)
         before += tl.sum(counts, axis=0)
-    both = tl.arange(0, 2)
-    tl.store(counters + both, both.to(tl.int64) * 0)
+    three = tl.arange(0, 4)
+    tl.store(counters + three, three.to(tl.int64) * 0, mask=three < 3)
     tl.store(runs, before)
 
 
 @triton.jit(do_not_specialize=["count", "no_row"])
 def runs_kernel(
-    keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, counters, count, no_row,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Write the first occurrence and the sort key of each run (all occurrences of one table row). Also write all places
-    (offsets of gradients) and scales (factors of gradients) in sorted order.
+    (offsets of gradients) and scales (factors of gradients) in sorted order. If a run has more than SEGMENT occurrences, set
+    the counter ANY_LONG to 1.
 
     order: for each sorted occurrence, its index before the sort. ends: for each block, the number of runs that begin in it or
         before it. starts (result): the first occurrence of each run, and the end of the last run.
@@ -185,6 +187,10 @@ def runs_kernel(
     number = base + tl.cumsum(begins.to(tl.int32), axis=0) - 1
     tl.store(starts + number, at.to(starts.dtype.element_ty), mask=begins)
     tl.store(run_keys + number, key, mask=begins)
+    far = tl.load(keys + at + SEGMENT, mask=begins & (at + SEGMENT < count), other=no_row)
+    is_long = begins & (far != no_row) & (far // SPLIT == key // SPLIT)
+    if tl.max(is_long.to(tl.int32), axis=0) > 0:
+        tl.store(counters + _ANY_LONG, tl.full([], 1, tl.int64))
     is_end = is_end | (((at + 1) == count) & (key != no_row))
     end = tl.where(key != no_row, count, at)
     runs = tl.load(ends + tl.num_programs(0) - 1)
@@ -203,9 +209,10 @@ def long_runs_kernel(
     Write the number of each long run's first segment to `first_segment`, the run of each segment to `run_of_segment`, and the
     list of the long runs to `long_runs`.
 
-    counters (results): the number of segments, and the number of long runs. Both are zero before the launch.
+    counters: the number of segments, and the number of long runs (results, zero before the launch), and 1 if there are long
+        runs, else 0.
     """
-    total = tl.load(runs)
+    total = tl.load(runs) * tl.load(counters + _ANY_LONG)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         run = begin + tl.arange(0, BLOCK)
         inside = run < total

@@ -92,13 +92,16 @@ class Shape:
     def warps(self) -> int:
         return max(1, min(8, self.lanes * self.block_d // 512))
 
-    def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
+    def programs(
+        self, device: torch.device, most: int, warps: int | None = None, per_sm: int = _PROGRAMS_PER_SM
+    ) -> int:
         """Return the number of programs with which to launch a kernel that has at most `most` units of work.
 
         warps: the number of warps of a program. Default: as in the kernels that sum gradients.
+        per_sm: the number of warps for each multiprocessor.
         """
         count = tma_and_multiprocessors(device)[1]
-        return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
+        return max(1, min(most, count * per_sm // (warps or self.warps)))
 
 
 class Occurrences(NamedTuple):
@@ -121,7 +124,8 @@ class RowArrays(NamedTuple):
     """The arrays of `Rows`, as tensors or as addresses. A run is all occurrences of one table row in a batch. A long run has
     more than SEGMENT occurrences, and is cut into segments.
 
-    counters: two numbers: the number of segments, and the number of long runs. runs: the number of runs.
+    counters: three numbers: the number of segments, the number of long runs, and 1 if there are long runs, else 0. runs: the
+        number of runs.
     ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
     starts, keys: for each run, the index of its first occurrence, and its sort key.
     places, scales: for each occurrence, ordered by run, the offset of its gradient and the gradient's factor.
@@ -169,7 +173,7 @@ class Rows:
         make = torch.empty if count else torch.zeros
         self.buffer = make(long_runs + 4 * of_segments, dtype=torch.uint8, device=device)
         self._offsets = (
-            0, 16, ends, starts, keys, places, scales, first_segment, run_of_segment, long_runs,
+            32, 16, ends, starts, keys, places, scales, first_segment, run_of_segment, long_runs,
         )  # fmt: skip
 
     @property
@@ -181,7 +185,7 @@ class Rows:
     def tensors(self) -> RowArrays:
         count, i32, i64 = self.count, torch.int32, torch.int64
         arrays = [
-            (2, i64), (1, i64), (self.blocks, i64), (count + 1, self.of_starts), (count, self.shape.key_dtype),
+            (3, i64), (1, i64), (self.blocks, i64), (count + 1, self.of_starts), (count, self.shape.key_dtype),
             (count, self.of_places), (count * self.is_scaled, torch.float32), (count, i32), (self.segments, i32),
             (self.segments // 2 + 1, i32),
         ]  # fmt: skip
@@ -303,7 +307,7 @@ def _sort(
         found = [
             Kernel(device_code.count_runs_kernel, 4, of_keys),
             Kernel(device_code.sum_runs_kernel, 4, {"BLOCK": _BLOCK}),
-            Kernel(device_code.runs_kernel, 4, of_keys | {"SCALED": scaled}),
+            Kernel(device_code.runs_kernel, 4, of_keys | {"SCALED": scaled, "SEGMENT": SEGMENT}),
             Kernel(device_code.long_runs_kernel, 4, {"BLOCK": _RUNS, "SEGMENT": SEGMENT}),
         ]
         return found if cuts else found[:3]
@@ -312,8 +316,8 @@ def _sort(
         to, given = rows.tensors if are_tensors else rows.addresses, [ordered, order, ids.places, unused]
         keys, numbers, places, scales = given if are_tensors else [tensor.data_ptr() for tensor in given]
         of_runs = (
-            keys, numbers, places, scales, to.ends, to.starts, to.keys, to.places, to.scales if scaled else scales, count,
-            shape.no_row,
+            keys, numbers, places, scales, to.ends, to.starts, to.keys, to.places, to.scales if scaled else scales,
+            to.counters, count, shape.no_row,
         )  # fmt: skip
         found: list[Call] = [
             ((rows.blocks, 1), (keys, to.ends, count, shape.no_row)),
