@@ -78,11 +78,11 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
         "SGD": milliseconds(lambda: embedding_backward.update(of, sgd, found, received)),
         "SGD by atomics": milliseconds(lambda: embedding_backward.add_each(of, sgd, jagged, received)),
     }  # fmt: skip
-    usual = embedding_backward._GROUP, embedding_runs._PROGRAMS_PER_SM
+    usual = embedding_backward._GROUP, embedding_backward._UPDATES_PER_SM
     for group, programs in SIZES if all_sizes else []:
-        embedding_backward._GROUP, embedding_runs._PROGRAMS_PER_SM = group, programs
+        embedding_backward._GROUP, embedding_backward._UPDATES_PER_SM = group, programs
         ms[f"update {group}, {programs}"] = milliseconds(lambda: embedding_backward.update(of, tables, found, received))
-    embedding_backward._GROUP, embedding_runs._PROGRAMS_PER_SM = usual
+    embedding_backward._GROUP, embedding_backward._UPDATES_PER_SM = usual
     return ms
 
 

@@ -173,6 +173,34 @@ def _gradient(
     return g
 
 
+@triton.jit
+def _row(
+    tables, count_of_tables, key, valid, columns, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr,
+    ALIGN: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr,
+    RULE: tl.constexpr,
+):  # fmt: skip
+    """Find the rows of GROUP runs, and load what an update reads. Return (the lines of their tables, their row numbers in the
+    tables, their elements fp32 `[GROUP, BLOCK_D]`, their rowwise states fp32 `[GROUP]`).
+    """
+    linear = key.to(tl.int64) // SPLIT
+    entry = _table_of(tables, count_of_tables, linear, STEPS)
+    row = linear - tl.load(entry + 4)
+    dim = tl.full([GROUP], BLOCK_D, tl.int64)
+    if not UNIFORM:
+        dim = tl.multiple_of(tl.load(entry + 5), ALIGN)
+    inside = valid[:, None] & (columns[None, :] < dim[:, None])
+    element = tl.multiple_of(row * dim, ALIGN)
+    w = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    if (RULE != 0) & (RULE != 6):
+        weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+        w = tl.load(weight[:, None] + element[:, None] + columns[None, :], mask=inside, other=0).to(tl.float32)
+    rowwise = tl.zeros([GROUP], tl.float32)
+    if (RULE == 2) | (RULE == 5):
+        states = tl.load(entry + (1 if RULE == 2 else 2)).to(tl.pointer_type(tl.float32))
+        rowwise = tl.load(states + row, mask=valid, other=1)
+    return entry, row, w, rowwise
+
+
 @triton.jit(do_not_specialize=["count_of_tables"])
 def update_rows_kernel(
     run_keys, places, scales, grads, starts, runs, ok, first_segment, partials, tables, numbers, learning_rate, extra, skipped,
@@ -202,39 +230,53 @@ def update_rows_kernel(
     total_runs = tl.load(runs) * tl.load(ok)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
-    # Load the next group's runs while this group's rows arrive.
+    # A pipeline: runs are loaded two groups ahead. Their rows, states and first places are loaded one group ahead.
     run = begin + lanes
     valid = run < total_runs
     first = tl.load(starts + run, mask=valid, other=0)
     end = tl.load(starts + run + 1, mask=valid, other=0)
     key = tl.load(run_keys + run, mask=valid, other=0)
+    next_run = run + stride
+    next_valid = next_run < total_runs
+    next_first = tl.load(starts + next_run, mask=next_valid, other=0)
+    next_end = tl.load(starts + next_run + 1, mask=next_valid, other=0)
+    next_key = tl.load(run_keys + next_run, mask=next_valid, other=0)
+    entry, row, w, rowwise = _row(
+        tables, count_of_tables, key, valid, columns, GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE, ITEM_BYTES, RULE
+    )  # fmt: skip
+    place = tl.load(places + first, mask=valid, other=0)
     while begin < total_runs:
-        next_run = run + stride
-        next_valid = next_run < total_runs
-        next_first = tl.load(starts + next_run, mask=next_valid, other=0)
-        next_end = tl.load(starts + next_run + 1, mask=next_valid, other=0)
-        next_key = tl.load(run_keys + next_run, mask=next_valid, other=0)
+        later_run = next_run + stride
+        later_valid = later_run < total_runs
+        later_first = tl.load(starts + later_run, mask=later_valid, other=0)
+        later_end = tl.load(starts + later_run + 1, mask=later_valid, other=0)
+        later_key = tl.load(run_keys + later_run, mask=later_valid, other=0)
+        next_entry, next_row, next_w, next_rowwise = _row(
+            tables, count_of_tables, next_key, next_valid, columns, GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE,
+            ITEM_BYTES, RULE,
+        )  # fmt: skip
+        next_place = tl.load(places + next_first, mask=next_valid, other=0)
 
-        linear = key.to(tl.int64) // SPLIT
-        entry = _table_of(tables, count_of_tables, linear, STEPS)
-        row = linear - tl.load(entry + 4)
         dim = tl.full([GROUP], BLOCK_D, tl.int64)
         if not UNIFORM:
             dim = tl.multiple_of(tl.load(entry + 5), ALIGN)
         inside = valid[:, None] & (columns[None, :] < dim[:, None])
         element = tl.multiple_of(row * dim, ALIGN)
-        weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
-        weight = weight[:, None] + element[:, None] + columns[None, :]
-        w = tl.zeros([GROUP, BLOCK_D], tl.float32)
-        if (RULE != 0) & (RULE != 6):
-            w = tl.load(weight, mask=inside, other=0).to(tl.float32)
 
         length = end - first
         is_long = length > SEGMENT
         length = tl.where(is_long, 0, length)
         most = tl.max(length, axis=0)
         g = tl.zeros([GROUP, BLOCK_D], tl.float32)
-        for i in range(0, most, 2):
+        there = length > 0
+        one = tl.load(
+            grads + tl.multiple_of(place, ALIGN)[:, None] + columns[None, :], mask=there[:, None] & inside, other=0
+        )
+        one = one.to(tl.float32)
+        if SCALED:
+            one = one * tl.load(scales + first, mask=there, other=0)[:, None]
+        g = g + one
+        for i in range(1, most, 2):
             one = _gradient(places, scales, grads, first + i, i < length, columns, inside, SCALED, ALIGN)
             two = _gradient(places, scales, grads, first + i + 1, i + 1 < length, columns, inside, SCALED, ALIGN)
             g = (g + one) + two
@@ -273,7 +315,7 @@ def update_rows_kernel(
             places1 = states1[:, None] + element[:, None] + columns[None, :]
             mean = tl.sum(tl.where(inside, g * g, 0), axis=1) / dim.to(tl.float32)
             if RULE == 2:  # rowwise Adagrad
-                s = tl.load(states1 + row, mask=valid, other=1) + mean
+                s = rowwise + mean
                 tl.store(states1 + row, s, mask=keeps)
                 g = tl.div_rn(g, (tl.sqrt_rn(s) + eps)[:, None])
             if RULE == 3:  # Adagrad
@@ -292,10 +334,11 @@ def update_rows_kernel(
                     tl.store(places2, v, mask=stored)
                     g = tl.div_rn(m, tl.sqrt_rn(v * tl.load(numbers + _CORRECTION2)) + eps)
                 else:
-                    u = tl.load(states2 + row, mask=valid, other=1)
-                    u = tl.load(numbers + _BETA2) * u + tl.load(numbers + _REST2) * mean
+                    u = tl.load(numbers + _BETA2) * rowwise + tl.load(numbers + _REST2) * mean
                     tl.store(states2 + row, u, mask=keeps)
                     g = tl.div_rn(m, (tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)[:, None])
+            weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+            weight = weight[:, None] + element[:, None] + columns[None, :]
             if rate != 0:  # otherwise leave the row's bits unchanged, including the sign of a zero
                 if STOCHASTIC:
                     base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
@@ -308,7 +351,16 @@ def update_rows_kernel(
         valid = next_valid
         first = next_first
         end = next_end
-        key = next_key
+        entry = next_entry
+        row = next_row
+        w = next_w
+        rowwise = next_rowwise
+        place = next_place
+        next_run = later_run
+        next_valid = later_valid
+        next_first = later_first
+        next_end = later_end
+        next_key = later_key
 
 
 @triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])

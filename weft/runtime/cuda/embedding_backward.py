@@ -50,6 +50,7 @@ __all__ = [
 
 _OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program permutes
 _GROUP = 512  # elements of the rows that a warp updates at once
+_UPDATES_PER_SM = 16  # warps of the update that a multiprocessor can run at once, because of their registers
 _ROWS = 8192  # elements of partial sums of long runs that a program adds at once
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and the sums of squares of gradients
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -273,6 +274,7 @@ def _launched(
     is_scaled, has_segments = rows.is_scaled, count > SEGMENT
     group = max(1, _GROUP // shape.block_d)
     of_group = max(1, min(8, group * shape.block_d // _GROUP))
+    programs = shape.programs(device, -(-count // group), of_group, _UPDATES_PER_SM)
     partials = torch.empty(rows.segments if has_segments else 1, shape.block_d, dtype=torch.float32, device=device)
     extra = seed if seed is not None else squares if squares is not None else skipped
     ok = _one(device) if rows.ok is None else rows.ok
@@ -311,7 +313,7 @@ def _launched(
             of.keys, of.places, scales, grads, of.starts, of.runs, runs_if, of.first_segment, sums, lines, of_rule, lr, more,
             skips, tables.size,
         )  # fmt: skip
-        found.append(((shape.programs(device, -(-count // group), of_group), 1), of_rows))
+        found.append(((programs, 1), of_rows))
         return found
 
     key = (

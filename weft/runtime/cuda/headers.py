@@ -17,8 +17,7 @@ from weft.kernels import input_dist as device_code
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 from weft.runtime.cuda.peer_exchange import PeerExchange
 from weft.runtime.per_communicator import of_communicator
-from weft.symm import Communicator, Region, set_up_within
-from weft.symm.communicator import open_communicator
+from weft.symm import Communicator, Region, open_communicator, set_up_within
 from weft.symm.lasting import lasting
 
 _BLOCK = 256
