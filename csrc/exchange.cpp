@@ -34,10 +34,13 @@ bool PayloadExchange::wait(double patience_s, const std::atomic<int64_t> *failed
     return true;
 }
 
-bool PayloadExchange::is_equal() const {
+bool PayloadExchange::is_equal(size_t begin, size_t end) const {
     const std::string_view own = payload(rank_);
-    for (size_t rank = 0; rank < memory_.size(); ++rank)
-        if (payload(rank) != own) return false;
+    for (size_t rank = 0; rank < memory_.size(); ++rank) {
+        const std::string_view one = payload(rank);
+        if (one.size() != own.size() || one.size() < end) return false;
+        if (one.substr(0, begin) != own.substr(0, begin) || one.substr(end) != own.substr(end)) return false;
+    }
     return true;
 }
 

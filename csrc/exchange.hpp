@@ -32,8 +32,9 @@ class PayloadExchange {
     // Waits until all ranks have begun this exchange, until `patience_s` has passed, or until the group has failed. Returns true
     // if all ranks have begun it.
     bool wait(double patience_s, const std::atomic<int64_t> *failed) const;
-    // Returns true if all payloads are equal. Call it, and `payload`, only when all ranks have begun this exchange.
-    bool is_equal() const;
+    // Returns true if all payloads are equal, except for bytes `begin` to `end`. Call it, and `payload`, only when all ranks have
+    // begun this exchange.
+    bool is_equal(size_t begin = 0, size_t end = 0) const;
     std::string_view payload(size_t rank) const;
     // Returns the data of a rank. Call it only when all ranks have begun this exchange, as `payload`.
     const char *data(size_t rank) const;

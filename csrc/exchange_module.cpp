@@ -36,7 +36,7 @@ void register_exchange(nb::module_ &m) {
                 return self.wait(patience_s, word_at(failed_address));
             },
             nb::arg("payload"), nb::arg("patience_s"), nb::arg("failed_address"))
-        .def("is_equal", &PayloadExchange::is_equal)
+        .def("is_equal", [](const PayloadExchange &self) { return self.is_equal(); })
         .def("payloads",
              [](const PayloadExchange &self) {
                  nb::list found;

@@ -9,6 +9,7 @@ void register_lease(nb::module_ &m);
 void register_layouts(nb::module_ &m);
 void register_group_calls(nb::module_ &m);
 void register_plain_steps(nb::module_ &m);
+void register_combine_steps(nb::module_ &m);
 void register_replay(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
 void register_embedding_backward(nb::module_ &m);
@@ -32,6 +33,7 @@ NB_MODULE(_core, m) {
     register_layouts(m);
     register_group_calls(m);
     register_plain_steps(m);
+    register_combine_steps(m);
     register_replay(m);
     register_embedding_all_to_all(m);
     register_embedding_backward(m);

@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <cstring>
+
 namespace nb = nanobind;
 
 namespace weft {
@@ -54,28 +56,46 @@ CpuTurns::CpuTurns(nb::object of, const CallCounts &counts, const Health &health
     }
 }
 
+// Holds the lock of the rendezvous, and counts a call.
+class CpuTurns::Publishing {
+  public:
+    explicit Publishing(const CpuTurns &of) : of_(of) {
+        call_method(of.lock_, of.acquire_);
+        try {
+            const nb::object one = number(1), count = checked(PyNumber_Add(of.published().ptr(), one.ptr()));
+            if (PyObject_SetAttr(of.meeting_.ptr(), of.calls_.ptr(), count.ptr())) throw nb::python_error();
+        } catch (...) {
+            release();
+            throw;
+        }
+    }
+    Publishing(const Publishing &) = delete;
+    ~Publishing() { release(); }
+
+  private:
+    void release() {
+        PyObject *const given[] = {of_.lock_.ptr()};
+        PyObject *const done = PyObject_VectorcallMethod(of_.release_.ptr(), given, 1, nullptr);
+        if (!done) PyErr_WriteUnraisable(of_.lock_.ptr());
+        Py_XDECREF(done);
+    }
+    const CpuTurns &of_;
+};
+
+bool CpuTurns::is_usual() const {
+    return !counts_.has_layers && !is_true(checked(PyObject_GetAttr(meeting_.ptr(), forward_.ptr()))) && health_.is_well();
+}
+
 void CpuTurns::run(size_t number_of_collective, SharedCollective collective, uint64_t fingerprint, const Given &given) const {
     const auto which = [&] { return number(int64_t(number_of_collective)); };
     const auto of_call = [&] { return checked(PyLong_FromUnsignedLongLong(fingerprint)); };
-    // In backward, or with options of layers, ranks compare more than this call.
-    if (counts_.has_layers || is_true(checked(PyObject_GetAttr(meeting_.ptr(), forward_.ptr()))) || !health_.is_well()) {
+    if (!is_usual()) {
         call_method(of_, meet_, which(), of_call(), given.positional, given.named, nb::cast(std::move(collective)));
         return;
     }
     std::string payload = published_.at(number_of_collective);
     if (any_rows_) payload.append(reinterpret_cast<const char *>(&fingerprint), sizeof fingerprint);
-    struct Locked {
-        const CpuTurns &of;
-        explicit Locked(const CpuTurns &of) : of(of) { call_method(of.lock_, of.acquire_); }
-        ~Locked() {
-            PyObject *const given[] = {of.lock_.ptr()};
-            PyObject *const done = PyObject_VectorcallMethod(of.release_.ptr(), given, 1, nullptr);
-            if (!done) PyErr_WriteUnraisable(of.lock_.ptr());
-            Py_XDECREF(done);
-        }
-    } locked(*this);
-    const nb::object one = number(1), count = checked(PyNumber_Add(published().ptr(), one.ptr()));
-    if (PyObject_SetAttr(meeting_.ptr(), calls_.ptr(), count.ptr())) throw nb::python_error();
+    const Publishing publishing(*this);
     const int64_t rendezvous = exchange_->epoch() + 1;
     for (bool is_met = false, is_begun = false;; is_met = true, is_begun = true) {
         SharedCollective::Progress progress;
@@ -93,6 +113,42 @@ void CpuTurns::run(size_t number_of_collective, SharedCollective collective, uin
             call_method(of_, settle_, which(), of_call(), given.positional, given.named, nb::bytes(payload.data(), payload.size()), is_complete);
         else
             call_method(of_, go_on_, which(), is_complete);
+    }
+}
+
+void CpuTurns::run_if_balanced(SharedCollective collective, uint64_t excess, const Given &given) const {
+    const size_t begin = 1, end = begin + 2 * sizeof(uint64_t);  // the bytes that may differ between ranks (`Meeting.meet`)
+    const nb::object which = number(0);
+    std::string payload = published_.at(0);
+    std::memcpy(payload.data() + begin, &excess, sizeof excess);
+    const Publishing publishing(*this);
+    bool is_complete, is_equal = false;
+    {
+        nb::gil_scoped_release unlocked;
+        collective.load();
+        exchange_->publish(payload);
+        is_complete = exchange_->wait(patience_s_, &health_.failed);
+        if (is_complete) is_equal = exchange_->is_equal(begin, end);
+    }
+    if (!is_equal)
+        call_method(of_, settle_, which, which, given.positional, given.named, nb::bytes(payload.data(), payload.size()), nb::bool_(is_complete));
+    uint64_t total = 0, one = 0;
+    for (size_t rank = 0; rank < exchange_->ranks(); ++rank) {
+        std::memcpy(&one, exchange_->payload(rank).data() + begin, sizeof one);
+        total += one;
+    }
+    if (total != 0) {
+        call_method(of_, refuse_tables_, given.positional, given.named);
+        throw std::logic_error("`refuse_tables` returned");
+    }
+    for (;;) {
+        SharedCollective::Progress progress;
+        {
+            nb::gil_scoped_release unlocked;
+            progress = collective.run(patience_s_, &health_.failed, true);
+        }
+        if (progress == SharedCollective::complete) return;
+        call_method(of_, go_on_, which, nb::bool_(progress == SharedCollective::differs));
     }
 }
 

@@ -45,10 +45,17 @@ class CpuTurns {
     // Waits until all ranks have reached the collective with this number, and runs it. fingerprint: the call, if it may have any
     // size. given: the arguments of the call, for error texts.
     void run(size_t number, SharedCollective collective, uint64_t fingerprint, const Given &given) const;
+    // Runs the only collective of a call if the numbers `excess` of all ranks add up to 0 (mod 2^64). They travel with the rendezvous
+    // (weft/operator/across.py). Otherwise Python's method `refuse_tables` raises an error on every rank. Requires `is_usual`.
+    void run_if_balanced(SharedCollective collective, uint64_t excess, const Given &given) const;
+    // Returns true unless ranks compare more than this call, or the group may have failed.
+    bool is_usual() const;
     PayloadExchange &exchange() const { return *exchange_; }
     nb::object published() const { return checked(PyObject_GetAttr(meeting_.ptr(), calls_.ptr())); }
 
   private:
+    class Publishing;
+
     nb::handle of_;  // owns this object
     nb::object meeting_, lock_, exchange_object_;
     const CallCounts &counts_;
@@ -58,7 +65,7 @@ class CpuTurns {
     bool any_rows_;
     double patience_s_;
     nb::object calls_ = interned("calls"), forward_ = interned("forward"), acquire_ = interned("acquire"), release_ = interned("release"),
-               meet_ = interned("meet"), settle_ = interned("settle"), go_on_ = interned("go_on");
+               meet_ = interned("meet"), settle_ = interned("settle"), go_on_ = interned("go_on"), refuse_tables_ = interned("refuse_tables");
 };
 
 // One call of CPU ranks.

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "combine_steps.hpp"
 #include "group_calls.hpp"
 #include "layouts.hpp"
 #include "plain_steps.hpp"
@@ -65,12 +66,13 @@ class KnownCall {
           here_(of.attr("here")), counts_object_(of.attr("counts")), digest_object_(of.attr("digest")),
           health_object_(of.attr("health")), what_(of.attr("what")), steps_object_(steps),
           counts_(nb::cast<CallCounts *>(counts_object_)), digest_(nb::cast<CallDigest *>(digest_object_)),
-          health_(nb::cast<const Health *>(health_object_)), steps_(steps.is_none() ? nullptr : nb::cast<const PlainSteps *>(steps)),
+          health_(nb::cast<const Health *>(health_object_)), steps_(nb::isinstance<PlainSteps>(steps) ? nb::cast<const PlainSteps *>(steps) : nullptr),
+          combine_(nb::isinstance<CombineSteps>(steps) ? nb::cast<const CombineSteps *>(steps) : nullptr),
           fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
           differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
-          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
+          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
-        if (any_rows_ && native_[0]) any_size_.emplace(of);
+        if (any_rows_ && native_[0] && steps_) any_size_.emplace(of);
         if (!inputs.is_none()) inputs_.emplace(inputs);
         if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
@@ -83,7 +85,7 @@ class KnownCall {
         const Names &names = surroundings_.names;
         const nb::object group = call(group_);
         if (group.is_none() || !contains(surroundings_.groups, group)) return {};
-        if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
+        if ((!any_rows_ || combine_) && !attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
         const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
@@ -98,6 +100,13 @@ class KnownCall {
             if (PyDict_Size(surroundings_.coalescing.ptr()) > 0 && contains(surroundings_.coalescing, group)) return {};
         } else if (!is_true(call_method(of_, names.is_ready, captured))) {
             return {};
+        }
+        std::vector<nb::object> inputs;
+        std::optional<CombineSteps::Call> combined;
+        if (combine_) {
+            inputs_->make_each(given, inputs);
+            combined = combine_->look(inputs);
+            if (!combined || !turns_->is_usual()) return {};
         }
         if (counts_->unanswered || counts_->is_refused(counts_->begun + 1)) return {};
         Running running(counts_->running);
@@ -121,7 +130,11 @@ class KnownCall {
                     return {};
                 }
                 if (!differentiated_ && on_gpu_) digest_->note(fingerprint, what_);
-                if (native) {
+                if (combined) {
+                    nb::list made;
+                    made.append(combine_->run(*combined, inputs, {*turns_, fingerprint, given}));
+                    results = made;
+                } else if (native) {
                     results = run(given, group, fingerprint);
                 } else {
                     results = call_method(of_, names.run, given.positional, given.named, captured);
@@ -233,6 +246,7 @@ class KnownCall {
     CallDigest *digest_;
     const Health *health_;
     const PlainSteps *steps_;
+    const CombineSteps *combine_;
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
     bool native_[2];  // for calls outside of captures, and inside

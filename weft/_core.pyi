@@ -410,6 +410,17 @@ class Recipe:
     def __init__(self, written: tuple[Any, ...]) -> None: ...
     def __call__(self, positional: Sequence[Any], named: dict[str, Any]) -> Any: ...
 
+class CombineSteps:
+    """The unfused combine of experts on CPU ranks of one host. Its inputs are h, w, received and splits.
+
+    rows: the number of rows that the caller gives for the result; negative if `splits` tells it. of_received, of_splits: the
+    weights of the numbers in these tables (`weft.operator.across`).
+    """
+
+    def __init__(
+        self, *, torch: TorchCalls, rank: int, world: int, rows: int, of_received: object, of_splits: object
+    ) -> None: ...
+
 class Surroundings:
     """The process state that known calls check. groups: all live groups. coalescing: groups whose collectives torch coalesces."""
 
@@ -440,7 +451,7 @@ class KnownCall:
         of: object,
         surroundings: Surroundings,
         inputs: tuple[Any, ...] | None,
-        steps: PlainSteps | None,
+        steps: PlainSteps | CombineSteps | None,
         results: list[str],
         returned: tuple[Any, ...],
         *,

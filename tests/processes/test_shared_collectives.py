@@ -26,7 +26,7 @@ from weft import _core, symm
 from weft.launch import Pool
 from weft.runtime.collectives import all_gather_single, all_reduce_single, all_to_all_single, reduce_scatter_single
 from weft.runtime.meeting import DATA_BYTES
-from weft.runtime.unfused import Turn, all_gather, all_reduce, experts, reduce_scatter
+from weft.runtime.unfused import Turn, all_gather, all_reduce, experts, experts_on_one_host, reduce_scatter
 from weft.runtime.unfused.turn import turn_on
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -200,16 +200,18 @@ def experts_both_ways(group: dist.ProcessGroup) -> None:
         given = torch.tensor(splits[rank])
         found = []
         for travels in (True, False):
-            experts.has_room = has_room if travels else lambda *_: False  # type: ignore[assignment]
+            for module in (experts, experts_on_one_host):
+                module.has_room = has_room if travels else lambda *_: False  # type: ignore[assignment]
             try:
-                options: dict[str, Any] = {"group": own, "schedule": "serial"}
+                # The deadlines differ, so that native code does not repeat calls of the other kind.
+                options: dict[str, Any] = {"group": own, "schedule": "serial", "deadline_s": 50.0 + travels}
                 up, down = torch.stack(w[of_rank]), torch.stack(back[of_rank])
                 h, received = weft.all_to_all_matmul(tokens[rank], up, given, return_received=True, **options)
                 padded = weft.all_to_all_matmul(tokens[rank], up, given, max_rows=len(h) + 3, **options)
                 y = weft.matmul_all_to_all(h, down, received, given, **options)
                 again = weft.matmul_all_to_all(h, down, received, given, rows=len(y), **options)
             finally:
-                experts.has_room = has_room
+                experts.has_room = experts_on_one_host.has_room = has_room
             assert torch.equal(padded[: len(h)], h)
             assert torch.equal(y, again)
             found.append((h, received, y))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ class AcrossRanks:
     said: the full description of the call, which ranks compared at the first call.
     fingerprint: the 64-bit number that represents the call in the digest, the hash of all calls so far (default: the
         hash of `said`).
+
+    Attributes: `topic`, the description that CPU ranks compare.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class AcrossRanks:
         self._agreement = agreement_on(comm.device)
         self._made = self._agreement.digest(comm.group)
         self.fingerprint = _number(f"{op.name} {said}") if fingerprint is None else fingerprint
-        self._topic = Topic(f"counts of {what}", said)
+        self.topic = Topic(f"counts of {what}", said)
         self._compares_all = env.check_calls()
         self._compares_pairs = type(op).pairs is not Operator.pairs and (self._agreement.meets or self._compares_all)
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
@@ -105,16 +107,24 @@ class AcrossRanks:
         sent, expected = [
             table if _is_plain(table) else table.to("cpu", torch.int64).contiguous().view(world, -1) for table in pairs
         ]
-        of_sent, of_expected = _weights(world, sent.shape[1], comm.rank)
+        of_sent, of_expected = table_weights(world, sent.shape[1], comm.rank)
         excess = (_sum(sent, of_sent) - _sum(expected, of_expected)) & _MASK
         number, meanwhile, cargo, collective = 0, NO_WORK, None, None
         if begun is not None:
             number, meanwhile, cargo, collective = begun.number, begun.alone(), begun.cargo, begun.collective
         found = self._agreement.exchange_numbers(
-            comm, self._topic, (excess, number), deadline_s, meanwhile, cargo, collective, _tables_agree
+            comm, self.topic, (excess, number), deadline_s, meanwhile, cargo, collective, _tables_agree
         )
-        if _tables_agree(found):
-            return [number for _, number in found]
+        if not _tables_agree(found):
+            self.refuse_tables(sent, expected)
+        return [number for _, number in found]
+
+    def refuse_tables(self, sent: torch.Tensor, expected: torch.Tensor) -> NoReturn:
+        """Raise `RefusedError`, because the tables of ranks do not agree. All ranks must make this call.
+
+        sent, expected: the tables of this rank, [ranks, experts].
+        """
+        comm, world = self._comm, self._comm.world_size
         self._agreement.count_refusal(comm)
         tables = comm.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
         for source in range(world):
@@ -171,7 +181,7 @@ def of_size(of_family: int, size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def table_weights(world: int, width: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random 64-bit weights for both tables of `rank`: [receiver, width] for the rows that `rank` sends, and
     [sender, width] for the rows that it expects. The count that a sender sends and the count that its receiver expects
     have the same weight.

@@ -23,21 +23,25 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from weft import _core, plan
+from weft import _core, env, plan
+from weft.operator.across import table_weights
 from weft.operator.derivatives import require_kept
 from weft.operator.recipes import Arguments, Given, UnlikeError
-from weft.operator.recorded import Passing, RecordedOnCpu, Seen, native_call
+from weft.operator.recorded import SURROUNDINGS, Passing, RecordedOnCpu, Seen, native_call
 from weft.operator.spec import Operator
 from weft.operator.together import interrupted, together
 from weft.runtime.layouts import READER
+from weft.runtime.meeting import Topic
 from weft.runtime.opaque import looks_at_frames
+from weft.runtime.unfused import experts_on_one_host
+from weft.runtime.unfused.serial import TORCH
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -274,7 +278,44 @@ class AnyRows(Replay):
             raise UnlikeError
         written = self._averaged(results.returned(returned, views=False), call)
         self._returned = _core.Recipe(written)
-        return native_call(self, None, given, {}, written, [False, False])
+        combine = self._combine(seen)
+        if combine is None:
+            return native_call(self, None, given, {}, written, [False, False])
+        inputs = "list", [given.written(tensor) for tensor in call[:4]]
+        return _core.KnownCall(
+            self, SURROUNDINGS, inputs, combine, self.prepared.results, written, usual=True, captured=False
+        )
+
+    def _combine(self, seen: Seen) -> _core.CombineSteps | None:
+        """Return the native form of an unfused combine of experts; None for other calls."""
+        prepared, call, comm = self.prepared, seen.call, self.prepared.comm
+        if not (self.op.is_combine and self.kind == "cpu" and seen.apply is None and self.chosen.usual is None):
+            return None
+        if TORCH is None or comm is None or not comm.all_mapped or comm.world_size == 1:
+            return None
+        _, w, received, splits, rows, *_ = call
+        if received.dtype != torch.int64 or splits.dtype != torch.int64:
+            return None
+        if not experts_on_one_host.has_room(prepared.turn(None), splits):
+            return None
+        self._across = prepared.across(seen.recorded)
+        self.set_up_turns([self._across.topic.compared])
+        of_received, of_splits = table_weights(comm.world_size, w.shape[0], comm.rank)
+        return _core.CombineSteps(
+            torch=TORCH, rank=comm.rank, world=comm.world_size, rows=-1 if rows is None else rows,
+            of_received=of_received, of_splits=of_splits,
+        )  # fmt: skip
+
+    def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
+        return self._across.topic
+
+    def go_on(self, number: int, is_complete: bool) -> None:
+        self.meeting.go_on(self.op.title, is_complete, self._deadline_s or env.deadline_s())
+
+    def refuse_tables(self, p: tuple[Any, ...], k: dict[str, Any]) -> NoReturn:
+        """Raise `RefusedError` on every rank, because the tables of counts do not agree. p, k: the arguments of the call."""
+        call, world = self._call(p, k), self.prepared.p.world_size
+        self._across.refuse_tables(call.received, call.splits.view(world, -1))
 
     def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.prepared.chosen is not self.chosen or self.op.key(self._call(p, k)) != self._key:

@@ -199,7 +199,7 @@ class _MatmulAllToAll(Operator[_Call]):
     where G is grad y, sent to the ranks that multiplied the rows, and sorted by expert.
     """
 
-    name, form = "matmul_all_to_all", _Call
+    name, form, is_combine = "matmul_all_to_all", _Call, True
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "h": "own", "w_experts": "layout", "received": "own", "splits": "own", "group": "own", "rows": "given",
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",

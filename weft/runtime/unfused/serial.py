@@ -39,9 +39,9 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import of_kind
 
 Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
-_TORCH = None
+TORCH = None
 if READER is not None:
-    _TORCH = _core.TorchCalls(
+    TORCH = _core.TorchCalls(
         reader=READER, mm=torch.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
         gather=gather_now, gather_options=GATHER, scatter=scatter_now, scatter_options=SCATTER, reduce=reduce_now,
         reduce_options=REDUCE,
@@ -71,8 +71,8 @@ class Unfused:
         self.plain: _core.PlainSteps | None = None
         """All steps as one native call, for any number of rows; None if a step does not read and write whole matrices.
         """
-        if _TORCH is not None and None not in self._plain and not self._empty:
-            self.plain = _core.PlainSteps(_TORCH, self.order, self._plain, schedule.world_size)
+        if TORCH is not None and None not in self._plain and not self._empty:
+            self.plain = _core.PlainSteps(TORCH, self.order, self._plain, schedule.world_size)
 
     @property
     def only_scales(self) -> set[str]:
