@@ -1,4 +1,4 @@
-"""Exchanges between GPUs by kernels that store into peers' memory and wait for signals: what they have in common.
+"""The base of exchanges between GPUs by kernels that store into peers' memory and wait for signals.
 
 The kernels have deadlines. A kernel that misses one writes a record to pinned memory, and ends. Then the next call of the
 exchange, or the watching thread, makes the group fail. If the group fails for another reason, the watchdog ends the waits
@@ -23,15 +23,15 @@ from weft.symm.lasting import lasting
 
 
 class PeerExchange:
-    """An exchange of a communicator. All ranks must construct it, and make the same calls.
+    """The base class of exchanges on a communicator. All ranks must construct this object, and make the same calls.
 
-    record: int64 [RECORD_WORDS] in pinned memory, for kernels.
+    signals: the number of signal words of a rank.
+    record: pinned memory to which kernels write why they have failed, int64 [RECORD_WORDS].
     """
 
     deadline_s = math.inf  # kernels have their own deadlines
 
     def __init__(self, comm: Communicator, signals: int) -> None:
-        """signals: the number of signal words of a rank."""
         self.comm = comm
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
         self._record = memoryview(cast(Any, self.record.numpy()))
