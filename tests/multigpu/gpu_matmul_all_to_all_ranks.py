@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -111,3 +112,78 @@ def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str
     dist.barrier(group)
     executor.close()
     return [span.name for span in found]
+
+
+def many_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
+    """Run many calls with other sizes each time, without waiting for the device between calls. One rank is sometimes late."""
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
+    cases = [Case(p, rank, seed, room=3, tight=seed % 2 == 1) for seed in range(8)]
+    for number in range(count):
+        case = cases[number % len(cases)]
+        if number % 11 == 5 * rank:
+            torch.cuda._sleep(2_000_000)
+        if number % 5 == 4 and number >= len(cases):
+            torch.cuda.synchronize()
+            case.check(f"run {number - len(cases)}")
+            case.out.fill_(torch.nan)
+        executor.run(case.tensors)
+    torch.cuda.synchronize()
+    for number, case in enumerate(cases):
+        case.check(f"case {number} after {count} runs")
+    dist.barrier(group)
+    executor.close()
+
+
+def contradicts(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple[bool, bool, str]:
+    """Let rank 1 return fewer rows to rank 0 than rank 0 has sent to it. Return (True if the rows from rank 1 are NaN, True if
+    the other rows are right, the error of the next call).
+    """
+    executor = CudaSchedule(
+        next(c for c in candidates(p) if c.name == name).build(), symm.communicator(group, device())
+    )
+    case = Case(p, group.rank(), 1)
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    case.check("before")
+    wanted = case.out.clone()
+    case.out.fill_(0)
+    dist.barrier(group)
+    if group.rank() == 1:
+        case.tensors["received"][0, -1] -= 1
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    first = int(case.tensors["splits"][0].sum())
+    lost, kept = case.out[first:].isnan().all(), torch.equal(case.out[:first], wanted[:first])
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            executor.check()
+        except Exception as error:
+            return bool(lost), kept, f"{type(error).__name__}: {error}"
+        time.sleep(0.05)
+    return bool(lost), kept, "nothing"
+
+
+def never_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple[str, bool]:
+    """Let rank 1 run only once. Return (the error of each rank, True if rank 0's rows from rank 1 are NaN)."""
+    executor = CudaSchedule(
+        next(c for c in candidates(p) if c.name == name).build(), symm.communicator(group, device())
+    )
+    case = Case(p, group.rank(), 1)
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == 0:
+        case.out.fill_(0)
+        executor.run(case.tensors, deadline_s=2.0)
+        torch.cuda.synchronize()  # returns, because the watchdog ends the wait at the deadline
+    first = int(case.tensors["splits"][0].sum())
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            executor.check()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", bool(case.out[first:].isnan().all())
+        time.sleep(0.05)
+    return "nothing", False

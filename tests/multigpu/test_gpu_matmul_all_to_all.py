@@ -65,6 +65,43 @@ def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str, experts: in
     pair.run(returning_ranks.replays, problem((256, 256), experts, 128, 192, exact=False), name, 100, timeout_s=60)
 
 
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem((700, 300), 1, 1088, 64, exact=False),
+        problem((90, 130), 6, 72, 40, "fp16"),
+        problem((5, 1), 2, 7, 33, "fp32"),
+    ],
+    ids=["one expert", "six", "few rows"],
+)
+def test_many_exchanges_in_one_launch(pair: Pool, p: MatmulAllToAll) -> None:
+    pair.run(returning_ranks.many_calls, p, IN_ONE_LANE, 400, timeout_s=60)
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+@pytest.mark.parametrize("name", [STORE, IN_ONE_LANE])
+def test_ranks_whose_tables_contradict_each_other(pair: Pool, name: str, experts: int) -> None:
+    with Pool(2, backend="nccl") as alone:
+        answers = alone.run(returning_ranks.contradicts, problem((64, 64), experts, 96, 64), name, timeout_s=60)
+    (lost, kept, error), (_, _, other) = answers
+    assert lost
+    assert kept
+    assert error.startswith("DisagreementError: rank 0")
+    assert "rank 1 sent another number of rows" in error
+    assert other.startswith(("DisagreementError", "PoisonedGroupError"))
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_a_rank_that_never_returns_rows(pair: Pool, experts: int) -> None:
+    with Pool(2, backend="nccl") as alone:
+        answers = alone.run(returning_ranks.never_calls, problem((64, 64), experts, 96, 64), IN_ONE_LANE, timeout_s=60)
+    (error, lost), (other, _) = answers
+    assert error.startswith("DeadlineError"), error
+    assert "for signal there[0] of rank 1 on lane 'compute'" in error
+    assert lost
+    assert other.startswith("PoisonedGroupError"), other
+
+
 @pytest.mark.parametrize("name", [DMA, KERNEL, STORE])
 def test_what_ran_can_be_seen(pair: Pool, name: str) -> None:
     for names in pair.run(returning_ranks.timeline, problem((256, 256), 4, 128, 192), name, timeout_s=60):

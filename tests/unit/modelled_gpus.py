@@ -223,6 +223,17 @@ class Move:
         return True
 
 
+class RoundTrip:
+    """A replacement for `weft.runtime.cuda.round_trip.RoundTripLaunch`, with its arguments."""
+
+    def __init__(self, device: torch.device, **what: Any) -> None:
+        self.what = SimpleNamespace(**what)
+
+    def record(self, program: Recorded, stream: int, out: Base, out_rows: int | Count) -> bool:
+        program.round_trip(stream, self, out, out_rows)
+        return True
+
+
 class AddUp:
     """A replacement for `weft.runtime.cuda.add_up.AddUp`."""
 
@@ -422,7 +433,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_core", SimpleNamespace(StreamProgram=Recorded))
     for module in (issue, sizes):
         monkeypatch.setattr(module, "torch", Torch())
-    monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
+    monkeypatch.setattr(sizes, "_compiled_totals", lambda device, tables: None)
     monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
     monkeypatch.setattr(tile_kernels, "GroupedMatmulCall", GroupedMatmulCall)
     monkeypatch.setattr(
@@ -431,7 +442,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_kernels, "PermuteCall", PermuteCall)
     instead = {
         "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,
-        "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,
+        "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing, "RoundTripLaunch": RoundTrip,
     }  # fmt: skip
     for name, one in instead.items():
         monkeypatch.setattr(stream_compiler, name, one)

@@ -9,6 +9,7 @@ Before each run the caller writes its inputs. After each run it reads the result
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from modelled_gpus import (
     Agreeing,
     Host,
     Issued,
+    RoundTrip,
     Stream,
     SymmetricMemory,
     Together,
@@ -38,6 +40,7 @@ from weft.runtime.cuda.add_up import Address
 from weft.runtime.cuda.context import Context, Tensors, rank_schedule
 from weft.runtime.cuda.flags import AWAITED, FLAG, flags_of
 from weft.runtime.cuda.kernel_call import Base, Count
+from weft.runtime.cuda.round_trip import RowRange
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Schedule
 from weft.symm.memory import lent
@@ -222,6 +225,11 @@ class Played:
     def _totals(self, one: Issued, totals: Totals) -> Iterator[bool]:
         held, *_ = totals._arguments
         flat = held.flatten()
+        place = held.data_ptr()
+        for base, count in totals.tables:
+            ctypes.memmove(place, one.bases[base.number] + base.offset, 8 * count)
+            place += 8 * count
+            yield True
         for i, (constant, terms) in enumerate(zip(totals._constants.tolist(), totals._terms.tolist(), strict=True)):
             parts = (flat[first : first + count * step : step][:count] for first, count, step in terms)
             totals.numbers[i] = constant + sum(int(part.sum()) for part in parts)
@@ -236,6 +244,45 @@ class Played:
             if differs:
                 ctypes.memset(out + begin * tables.row_bytes, 0xFF, rows * tables.row_bytes)
             begin += rows
+            yield True
+
+    def _round_trip(self, one: Issued, call: RoundTrip, at: Base, rows_of: int | Count) -> Iterator[bool]:
+        """Run the copies between two signals in a random order, row by row."""
+        what, numbers, out, out_rows = call.what, itertools.count(), _number(one, at), _number(one, rows_of)
+        width = what.row_bytes
+
+        def copies(ranges: list[RowRange]) -> Iterator[bool]:
+            found = []
+            for each in ranges:
+                first, to, rows = (ctypes.c_int64 * 3).from_address(what.sizes + 24 * next(numbers))
+                target, room = (each.target, each.target_rows) if each.target else (out, out_rows)
+                assert 0 <= first <= first + rows <= each.source_rows
+                assert 0 <= to <= to + rows <= room
+                found += [(target + (to + i) * width, each.source + (first + i) * width) for i in range(rows)]
+            for target, source in random.Random(len(found)).sample(found, len(found)):
+                ctypes.memmove(target, source, width)
+                yield True
+
+        yield from self._come(one, what.waits)
+        for target in what.targets:
+            ctypes.memmove(target, what.table.data_ptr(), what.table.nbytes)
+            yield True
+        yield from copies(what.sends)
+        for word in what.waits:
+            self._take(word)
+            yield True
+        for word in what.sets:
+            self._put(one.run, word)
+            yield True
+        yield from copies(what.own)
+        yield from self._come(one, what.waits_after)
+        yield from copies(what.places)
+        yield from self._agree(one, Agreeing(what.expected, what.sent, 0, what.row, width, 1), at, rows_of)
+        for word in what.waits_after:
+            self._take(word)
+            yield True
+        for word in what.sets_after:
+            self._put(one.run, word)
             yield True
 
     def _call(self, one: Issued, call: Callable[[], None]) -> Iterator[bool]:

@@ -34,7 +34,7 @@ if env.triton_interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from weft.runtime.cuda import add_up, grouped_config, grouped_matmul, move, tracked_matmul  # noqa: E402
+from weft.runtime.cuda import add_up, grouped_config, grouped_matmul, move, round_trip, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 from weft.runtime.cuda.kernel_call import Base, Count, kernel_call  # noqa: E402
 from weft.schedule import kernels as schedule_kernels  # noqa: E402
@@ -426,3 +426,19 @@ def test_copies_that_add(dtype: str) -> None:
         with compiling_for(TARGETS["sm_90"]):
             ptx = move.device_code.move_kernel.warmup(*arguments, grid=(1,), num_warps=8, **constants).asm["ptx"]
         assert re.search(r"(atom|red)[.\w]*\.sys[.\w]*\.add", ptx), "no addition at system scope"
+
+
+@pytest.mark.parametrize("ranges", [2, 16])
+def test_an_exchange_of_rows_moves_16_bytes_at_a_time(ranges: int, tmp_path: Path) -> None:
+    """A program of any variant fits on a multiprocessor, because all programs must run at once."""
+    kernel, library = round_trip.device_code.round_trip_kernel, round_trip
+    for step, item_bytes in ((16, 2), (16, 4), (4, 4), (2, 2)):
+        constants = library.constants_of(step, ranges, 2, item_bytes) | {"PTX": True}
+        with compiling_for(TARGETS["sm_90"]):
+            built = kernel.warmup(*library.arguments_of(constants), grid=(1,), num_warps=library.WARPS, **constants)
+        if step == 16:
+            wide = re.findall(r"(ld|st)\.global\S*\.v2\.b64", built.asm["ptx"])
+            assert min(wide.count("ld"), wide.count("st")) >= 3 * 4  # three loops, 64 bytes per thread
+        registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+        assert stack <= 32  # a few scalars, outside of the loops
+        assert 32 * library.WARPS * registers <= 65536

@@ -4,11 +4,17 @@ that do not.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from typing import cast
+
 import pytest
 
-from weft.builders import named
+from weft.builders import MatmulAllToAll, named
+from weft.builders.matmul_all_to_all import combine_by_expert
 from weft.builders.problem import described
-from weft.schedule import RANK, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
+from weft.runtime.cuda.context import rank_schedule
+from weft.schedule import RANK, Buffer, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
 from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
 from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
 from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Tiles
@@ -158,3 +164,66 @@ def test_counters_that_peers_or_tiles_set_are_awaited() -> None:
     assert setters([schedule.of_rank(rank) for rank in range(2)]) == [
         {("own", 0): 0, ("far", 0): 1}, {("far", 0): 0, ("own", 0): 1},
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exchange() -> tuple[list[Step], list[bool], dict[str, Buffer]]:
+    """The steps of rank 0 of a combine in one lane: copies of two tables, a read, a GEMM, and an exchange of rows."""
+    p = MatmulAllToAll(3, 2, (8, 8, 8), 16, 16, "bf16", most=8, exact=False)
+    mine = rank_schedule(combine_by_expert(p, chunks=1, by="kernel"), 0)
+    steps = [step for _, step in mine.order]
+    awaited = {flag.key for flag in mine.flags[0].values()}
+    return steps, [crosses(step, 0, awaited) for step in steps], mine.buffers
+
+
+def test_an_exchange_of_rows_is_one_launch_on_a_rank_with_one_lane(
+    exchange: tuple[list[Step], list[bool], dict[str, Buffer]],
+) -> None:
+    steps, crossing, buffers = exchange
+    sizes, gemm, one = launches(steps, crossing, buffers, alone=True, held={"counts"}, round_trips=True)
+    assert [step.kind for step in sizes.steps] == ["copy", "copy", "read"]
+    assert sizes.read is sizes.steps[-1]
+    assert gemm.steps == (steps[3],)
+    trip = one.trip
+    assert trip is not None
+    assert one.steps == tuple(steps[4:])
+    assert one.steps == tuple(itertools.chain(*trip[:-2], (trip.agree,), trip.sets_after))
+    assert [len(part) for part in trip[:-2]] == [2, 3, 2, 2, 0, 2, 2]
+    assert {*one.waits, *one.body, *one.sets, *one.waits_after} == set(one.steps)
+    begin, places = 2, 2 + 3 + 2 + 2 + 2  # the first copy, and the first copy after the second waits
+    late = [*range(begin + 1), places, places + 2]
+    assert [i for i, carried in enumerate(one.carried()) if not carried] == late
+    several = launches(steps, crossing, buffers, held={"counts"})
+    assert not any(launch.trip or launch.read for launch in several)
+    assert len(several) > 5
+
+
+def test_an_exchange_whose_copies_depend_on_each_other_is_several_launches(
+    exchange: tuple[list[Step], list[bool], dict[str, Buffer]],
+) -> None:
+    steps, crossing, buffers = exchange
+    sends = [i for i, step in enumerate(steps) if isinstance(step, Copy) and step.src.buffer == "outbox"]
+    places = [i for i, step in enumerate(steps) if isinstance(step, Copy) and step.src.buffer == "inbox"]
+    last_read = next(i for i, step in enumerate(steps) if step.kind == "read")
+
+    def has_trip(at: int, step: Step | None) -> bool:
+        changed = [s for s in (*steps[:at], step, *steps[at + 1 :]) if s is not None]
+        kept = [c for i, c in enumerate(crossing) if step is not None or i != at]
+        found = launches(changed, kept, buffers, alone=True, held={"counts"}, round_trips=True)
+        return any(launch.trip for launch in found)
+
+    copy, place = (cast(Copy, steps[i]) for i in (sends[0], places[0]))
+    assert has_trip(sends[0], copy)
+    assert has_trip(sends[0], None)  # fewer ranges
+    assert not has_trip(sends[0], replace(copy, accumulate=True))
+    assert not has_trip(sends[0], replace(copy, dst=replace(copy.dst, at=0)))  # a later copy reads what it writes
+    assert not has_trip(
+        places[0], replace(place, dst=replace(place.dst, buffer="outbox"))
+    )  # it overwrites what is sent
+    assert not has_trip(places[0], replace(place, src=replace(place.src, buffer="y")))
+    assert not has_trip(sends[0], replace(copy, src=replace(copy.src, cols=8), dst=replace(copy.dst, cols=8)))
+    agree = len(steps) - 1 - next(i for i, step in enumerate(reversed(steps)) if step.kind == "agree")
+    assert not has_trip(agree, None)
+    found = launches(steps[1:], crossing[1:], buffers, alone=True, held={"counts"}, round_trips=True)
+    assert found[1].read is None  # the copies do not fill the buffer
+    assert steps[last_read] in found[1].steps

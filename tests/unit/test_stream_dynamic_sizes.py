@@ -106,9 +106,9 @@ class Numbers:
 
     made: list[Numbers]
 
-    def __init__(self, held: object, indices: list[object]) -> None:
-        self.first = 1000 * (1 + len(self.made))
-        self.end = self.first + len(indices)
+    def __init__(self, held: object, indices: list[object], tables: object) -> None:
+        self.first = 100_000 * (1 + len(self.made))
+        self.end = self.first + 8 * len(indices)
         self.made.append(self)
 
     def record(self, program: object, stream: int) -> bool:
@@ -116,7 +116,7 @@ class Numbers:
         return True
 
     def address(self, number: int) -> int:
-        return self.first + number
+        return self.first + 8 * number
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -130,12 +130,19 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Numbers, "made", [], raising=False)
     monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
-    for name, instead in (("CopyLaunch", move), ("Totals", Numbers)):
+    exchanged: list[int] = []
+
+    def exchange(device: object, **what: Any) -> SimpleNamespace:
+        ranges = [*what["sends"], *what["own"], *what["places"]]
+        exchanged.extend(range(what["sizes"], what["sizes"] + 24 * len(ranges), 24))
+        return SimpleNamespace(record=lambda *_: True)
+
+    for name, instead in (("CopyLaunch", move), ("Totals", Numbers), ("RoundTripLaunch", exchange)):
         monkeypatch.setattr(stream_compiler, name, instead)
     permuted: list[int] = []
 
     def permute(context: object, regions: object, copies: Sequence[object], sizes: int) -> SimpleNamespace:
-        permuted.extend(range(sizes, sizes + 3 * len(copies), 3))
+        permuted.extend(range(sizes, sizes + 24 * len(copies), 24))
         return SimpleNamespace(prepare=0, writes_outputs=False)
 
     monkeypatch.setattr(tile_kernels, "PermuteCall", permute)
@@ -151,6 +158,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
             continue
         copies.clear()
         permuted.clear()
+        exchanged.clear()
         Numbers.made.clear()
         region = SymmetricMemory(schedule.world_size, layout_of(schedule).buffer_bytes)
         stream_compiler.compile_streams(context_of(schedule, 1, region), False)
@@ -159,25 +167,19 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         alone = name == "combine_by_expert[chunks=1,by=kernel]"
         assert len(lanes) == (3 if "send=at_once" in name else 0 if alone else 1), name
         # Copies from the inbox to the result run after the GEMMs, on all units. A combine has them, and a dispatch that
-        # returns tokens. If a rank has one lane, its copies to peers run on all units too.
-        placed = (
-            2
-            if alone
-            else 1
-            if not name.startswith("dispatch")
-            else 2
-            if "x" in {b.name for b in schedule.buffers}
-            else 0
-        )
-        streams = [*([0] if placed or permuted else []), *(1 + i for i in range(len(lanes)))]
+        # returns tokens. If a rank has one lane, one launch has these copies and the copies to peers.
+        returns = not name.startswith("dispatch")
+        placed = 0 if alone else 1 if returns else 2 if "x" in {b.name for b in schedule.buffers} else 0
+        assert bool(exchanged) == alone, name
+        streams = [*([0] if placed or permuted or exchanged else []), *(1 + i for i in range(len(lanes)))]
         assert sorted(numbers.stream for numbers in Numbers.made) == streams, name
         parts = [part.sizes for copy in late for part in copy["parts"]]
-        assert sorted([*(copy["sizes"] for copy in late), *parts, *permuted]) == [
-            at for n in Numbers.made for at in range(n.first, n.end, 3)
+        assert sorted([*(copy["sizes"] for copy in late), *parts, *permuted, *exchanged]) == [
+            at for n in Numbers.made for at in range(n.first, n.end, 24)
         ]
         programs = sorted(copy["programs"] for copy in late)
         sent = len(late) - placed
-        assert len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name
+        assert alone or len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name
         assert programs[sent:] == [COPY_UNITS] * placed, name
 
 

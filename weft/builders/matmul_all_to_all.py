@@ -40,6 +40,7 @@ from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
 from weft.builders.registry import NotApplicableError, builder, require_peers
 from weft.schedule.expr import RANK, Expr, Index, total
 from weft.schedule.kernels import LibraryGroupedMatmul, OnlyExpertMatmul, Permute, ReturningMatmul
+from weft.schedule.regions import Buffer
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Agree, Compute, Copy, ReadBy, Region
 
@@ -123,26 +124,26 @@ def _of_only_expert(p: MatmulAllToAll) -> Schedule:
     sent = d.buffer("sent", world**2, 1, "int64", "symmetric")
     credit, there, lane = d.signals("credit", world - 1), d.signals("there", world - 1), d.lane("compute")
     slots = [(number, room + number * p.most, peer(world, 1 + number)) for number in range(world - 1)]
-    for number, _, _ in slots:
-        lane.wait(credit, number, previous=True)
-    table = (RANK * world, world)
-    d.learn(lane, "device", [sent.part(rows=table, at=at) for at in (RANK, *(to for _, _, to in slots))])
+    d.learn(lane, "device")
     rows = 0, d.of_expert(0)
     kernel = OnlyExpertMatmul(d.counts.name, d.h.name, d.weights.name, made.name, room)
     lane.tiles(kernel, _TILE, 1, d.matmul(made.part(rows=rows), rows, Expr(_TILE)))
+    for number, _, _ in slots:  # from here on one launch (`weft.schedule.launches.RoundTrip`)
+        lane.wait(credit, number, previous=True)
+    d.tell(lane, sent)
     for _, slot, to in slots:
         products = made.part(rows=(d.first_in_h(to, 0), d.received(to)))
         lane.copy(products, made.part(rows=(slot, products.rows), at=to), "kernel")
     for number, _, to in slots:
         lane.set(there, number, at=to)
+    own = made.part(rows=(d.first_in_h(RANK, 0), d.received(RANK)))
+    lane.copy(own, d.y.part(rows=(d.first_in_y(RANK), own.rows)), "kernel")
     for number, _, _ in slots:
         lane.wait(there, number)
-    for number, slot, _ in slots:  # one launch, with the copy after the loop
+    for number, slot, _ in slots:
         source = peer(world, -1 - number)
         place = d.y.part(rows=(d.first_in_y(source), d.given(source)))
         lane.copy(made.part(rows=(slot, place.rows)), place, "kernel")
-    own = made.part(rows=(d.first_in_h(RANK, 0), d.received(RANK)))
-    lane.copy(own, d.y.part(rows=(d.first_in_y(RANK), own.rows)), "kernel")
     lane.then(Agree(d.counts.part(rows=(world, world)), sent.part(), d.y.part()))
     for number, _, _ in slots:
         lane.set(credit, number, at=peer(world, -1 - number))
@@ -179,6 +180,13 @@ class _Combine(Draft):
         for place in (self.counts.part(rows=(0, world)), *also_to):
             lane.copy(self._received.part(), place, "kernel")
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
+
+    def tell(self, lane: LaneDraft, sent: Buffer) -> None:
+        """Append the copies of the table of received rows into `sent` of every rank, which compares it with its own table."""
+        world = self.world_size
+        for distance in range(world):
+            to = peer(world, distance) if distance else RANK
+            lane.copy(self.counts.part(rows=(0, world)), sent.part(rows=(RANK * world, world), at=to), "kernel")
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
         """Return the number of rows of h from rank `source` for the local experts first .. first + count - 1. If
@@ -249,10 +257,10 @@ class _Sending(_Combine):
         table = (RANK * p.world_size, p.world_size)
         own, *others = (self._sent.part(rows=table, at=peer(p.world_size, d)) for d in range(p.world_size))
         self._compute = self.lane("compute")
-        if by != "kernel" or one_lane:
+        if by != "kernel":
             self._wait_for_room(self._compute)
-        self.learn(self._compute, read_by, [own] if by == "kernel" and not one_lane else [own, *others])
         self._one_lane, self._mover = one_lane, self._compute
+        self.learn(self._compute, read_by, [] if one_lane else [own] if by == "kernel" else [own, *others])
         if by != "store" and not one_lane:
             told = self.signals("told", 1)
             self._compute.set(told)
@@ -300,7 +308,10 @@ class _Sending(_Combine):
         piece, first = self.pieces[chunk], self.pieces[chunk][0]
         numbers = {distance: (distance - 1) * len(self.pieces) + chunk for distance in distances}
         if self._by == "kernel":
-            if not self._one_lane:
+            if self._one_lane:  # from here on one launch (`weft.schedule.launches.RoundTrip`)
+                self._wait_for_room(self._compute)
+                self.tell(self._compute, self._sent)
+            else:
                 computed = numbers[distances[0]]
                 self._compute.set(self._computed, computed)
                 self._mover.wait(self._computed, computed)

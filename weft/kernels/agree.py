@@ -11,6 +11,46 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def differing(rank, ranks, expected, sent, counts, row, BLOCK: tl.constexpr):
+    """Return how many counts of `rank` differ from the expected counts. The arguments are those of `agree_kernel`."""
+    within = tl.arange(0, BLOCK)
+    wrong = tl.full([], 0, tl.int32)
+    at = 0
+    while at < counts:
+        inside = at + within < counts
+        here = tl.load(expected + rank * counts + at + within, mask=inside, other=0)
+        there = tl.load(sent + (rank * ranks + row) * counts + at + within, mask=inside, other=0)
+        wrong += tl.sum((here != there).to(tl.int32), 0)
+        at += BLOCK
+    return wrong
+
+
+@triton.jit
+def _sum(table, count, BLOCK: tl.constexpr):
+    within = tl.arange(0, BLOCK)
+    found = tl.full([], 0, tl.int64)
+    at = 0
+    while at < count:
+        found += tl.sum(tl.load(table + at + within, mask=at + within < count, other=0), 0)
+        at += BLOCK
+    return found
+
+
+@triton.jit
+def erase(rank, expected, differs, out, out_rows, width, counts, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill the rows received from `rank` with NaN, and store 1 + `rank` in `differs`. The arguments are those of `agree_kernel`."""
+    within = tl.arange(0, BLOCK)
+    before, mine = _sum(expected, rank * counts, BLOCK), _sum(expected + rank * counts, counts, BLOCK)
+    begin = tl.minimum(tl.maximum(before, 0), out_rows) * width
+    end = tl.minimum(tl.maximum(before + mine, 0), out_rows) * width
+    place = out.to(tl.pointer_type(ITEM))
+    while begin < end:
+        tl.store(place + begin + within, tl.full([BLOCK], -1, ITEM), mask=begin + within < end)
+        begin += BLOCK
+    tl.store(differs, (rank + 1).to(tl.int32))
+
+
 @triton.jit(
     do_not_specialize=["out", "out_rows", "width", "counts", "row"],
     do_not_specialize_on_alignment=["expected", "sent", "differs"],
@@ -29,26 +69,5 @@ def agree_kernel(
     out: the address of the received rows, `out_rows x width` contiguous items of type ITEM.
     """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    within = tl.arange(0, BLOCK)
-    before, mine, wrong = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
-    at = 0
-    while at < counts:
-        inside = at + within < counts
-        here = tl.load(expected + rank * counts + at + within, mask=inside, other=0)
-        there = tl.load(sent + (rank * ranks + row) * counts + at + within, mask=inside, other=0)
-        mine += tl.sum(here, 0)
-        wrong += tl.sum((here != there).to(tl.int32), 0)
-        at += BLOCK
-    if wrong > 0:
-        numbers = rank * counts
-        at = 0
-        while at < numbers:
-            before += tl.sum(tl.load(expected + at + within, mask=at + within < numbers, other=0), 0)
-            at += BLOCK
-        begin = tl.minimum(tl.maximum(before, 0), out_rows) * width
-        end = tl.minimum(tl.maximum(before + mine, 0), out_rows) * width
-        place = out.to(tl.pointer_type(ITEM))
-        while begin < end:
-            tl.store(place + begin + within, tl.full([BLOCK], -1, ITEM), mask=begin + within < end)
-            begin += BLOCK
-        tl.store(differs, (rank + 1).to(tl.int32))
+    if differing(rank, ranks, expected, sent, counts, row, BLOCK) > 0:
+        erase(rank, expected, differs, out, out_rows, width, counts, ITEM, BLOCK)

@@ -32,14 +32,14 @@ TABLES = ("targets", "parts", "sets_before", "waits", "sets", "waits_after", "be
 
 
 @triton.jit
-def _note(table, count, PTX: tl.constexpr):
+def note(table, count, PTX: tl.constexpr):
     """Store numbers at addresses, for a thread on the CPU that watches deadlines. table: `count` pairs (address, number)."""
     for i in range(count):
         write_flag(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
 
 @triton.jit
-def _write_flags(table, count, value: tl.constexpr, PTX: tl.constexpr):
+def write_flags(table, count, value: tl.constexpr, PTX: tl.constexpr):
     for i in range(count):
         write_flag(tl.load(table + i), tl.full([], value, tl.int32), value == 1, PTX)
 
@@ -108,8 +108,8 @@ def move_kernel(
         floating-point items to the target, with atomics of system scope.
     """
     if tl.program_id(0) == 0:
-        _write_flags(sets_before, n_sets_before, 1, PTX)
-        _note(begins, n_begins, PTX)
+        write_flags(sets_before, n_sets_before, 1, PTX)
+        note(begins, n_begins, PTX)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     begin, to, some, wide = _extent(
         source, target, sizes, rows, width, source_pitch, target_pitch, source_rows, ITEM, ALIGN
@@ -160,15 +160,15 @@ def move_kernel(
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
         if arrived == programs - 1:
             tl.store(arrivals, tl.full([], 0, tl.int64))
-            _write_flags(waits, n_waits, 0, PTX)
+            write_flags(waits, n_waits, 0, PTX)
             if alive:
-                _write_flags(sets, n_sets, 1, PTX)
-            _note(passes, n_passes, PTX)
+                write_flags(sets, n_sets, 1, PTX)
+            note(passes, n_passes, PTX)
             if alive:
                 await_flags(waits_after, n_waits_after, PTX)
             tl.debug_barrier()  # wait until all lanes have seen the flags (`alive` may differ between lanes)
-            _write_flags(waits_after, n_waits_after, 0, PTX)
-            _note(ends, n_ends, PTX)
+            write_flags(waits_after, n_waits_after, 0, PTX)
+            note(ends, n_ends, PTX)
 
 
 @triton.jit(do_not_specialize=["index"])

@@ -15,22 +15,54 @@ program is a thread block of the kernel):
     waits_after  waits after the sets. The last program polls for them. Without these waits, the CPU would issue the launch
                  earlier, so they delay the sets. They are included only if the delay cannot cause a deadlock
 
+If a rank has a single lane, there are two further kinds of launches:
+
+- a whole exchange of rows of dynamic sizes (`RoundTrip`).
+- copies of the caller's tables of sizes into one buffer, with the `Read` step that reads this buffer (`_tables`).
 Elsewhere, adjacent waits between ranks are one launch (a stream operation), and so are adjacent sets. Every other step is a
 launch of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
+from weft.schedule.expr import Index
 from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import ITEM_BYTES, Buffer, Region
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, depends, walk
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Agree, Copy, Lane, Read, Set, Step, Wait, depends, walk
 
+_MOST_TABLES = 2
 Key: TypeAlias = tuple[str, int]
 """A counter of a rank: (name of its signals, index)."""
+
+
+class RoundTrip(NamedTuple):
+    """Consecutive steps that one kernel runs: send rows to peers, notify them, wait for the rows of peers, and place these rows.
+
+    The steps are in the order of the fields. All waits and sets are between ranks, and all copies are by kernel. `table` are
+    copies of one table of fixed size to all ranks. `sends` (at least one), `own` and `places` (at least one) copy whole rows of
+    dynamic sizes. The steps behind `sets` write no buffer of this rank that `sends` or `own` read, and `places` reads no buffer
+    of this rank that earlier steps write.
+    """
+
+    waits: tuple[Step, ...]
+    table: tuple[Copy, ...]
+    sends: tuple[Copy, ...]
+    sets: tuple[Step, ...]
+    own: tuple[Copy, ...]
+    waits_after: tuple[Step, ...]
+    places: tuple[Copy, ...]
+    agree: Agree
+    sets_after: tuple[Step, ...]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """The copies of dynamic sizes, in order."""
+        return self.sends + self.own + self.places
 
 
 class Launch(NamedTuple):
@@ -43,6 +75,8 @@ class Launch(NamedTuple):
     steps: all steps of the launch, in order.
     units: the number of compute units that the launch holds while its kernel polls for signals; 0 for other launches.
     continues: True if the tiles of this launch run in the persistent kernel of the previous launch.
+    trip: the exchange of rows that the launch is; None for other launches. `body` then has its copies and its comparison, `sets`
+        has its sets, and `waits_after` has its second waits, which do not end the launch.
     """
 
     lane: int
@@ -55,11 +89,18 @@ class Launch(NamedTuple):
     waits_after: tuple[Step, ...] = ()
     units: int = 0
     continues: bool = False
+    trip: RoundTrip | None = None
 
     @property
     def copies(self) -> bool:
         """True if the launch is a copy by kernel."""
         return bool(self.body) and self.body[0].copies_by == "kernel"
+
+    @property
+    def read(self) -> Read | None:
+        """The step that reads dynamic sizes, if the launch fills the buffer of this step."""
+        last = self.body[-1] if len(self.body) > 1 else None
+        return last if isinstance(last, Read) else None
 
     @property
     def first_wait(self) -> int:
@@ -93,12 +134,18 @@ class Launch(NamedTuple):
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield a bool for each step: True if the kernel of an earlier step also runs this step."""
-        for place in range(self.first, self.last + 1):
+        """Yield a bool for each step: True if the kernel of an earlier step also runs this step.
+
+        In an exchange of rows, the copies after the second waits and the comparison begin as late as in a launch of their own:
+        all programs must arrive first.
+        """
+        end = self.last + 1 if self.trip else self.first_wait_after
+        late = (self.trip.places[0], self.trip.agree) if self.trip else ()
+        for place, step in enumerate(self.steps, self.first):
             yield (
                 self.continues
                 if place == self.begin
-                else bool(self.body) and self.begin < place < self.first_wait_after
+                else bool(self.body) and self.begin < place < end and not any(step is one for one in late)
             )
 
 
@@ -113,6 +160,7 @@ def launches(
     dynamic_units: int = COPY_UNITS,
     may_answer: Callable[[int, int], bool] = lambda first, end: True,
     tiles_go_on: bool = False,
+    round_trips: bool = False,
 ) -> list[Launch]:
     """Return the launches of a lane, in order.
 
@@ -128,6 +176,7 @@ def launches(
     tiles_go_on: True to assume that a tile kernel also sets the signals after its step, and computes the tiles of the
         next step if `TileKernel.continues`. Only the simulator passes True: on GPUs each step has its own kernel, and
         the stream sets the signals.
+    round_trips: True for the two kinds of launches that need a rank with a single lane (see the top of this file).
     """
     found: list[Launch] = []
     kernel: TileKernel | None = None  # the tile kernel of the previous launch, if it has tiles
@@ -174,6 +223,20 @@ def launches(
     at = 0
     while at < len(steps):
         step = steps[at]
+        if round_trips and (trip := _round_trip(steps, crossing, at, buffers, held)):
+            these = tuple(itertools.chain(*trip[:-2], (trip.agree,), trip.sets_after))
+            found.append(
+                Launch(
+                    lane, at, these, waits=trip.waits, body=(*trip.table, *trip.copies, trip.agree),
+                    sets=trip.sets + trip.sets_after, waits_after=trip.waits_after, units=COPY_UNITS, trip=trip,
+                )
+            )  # fmt: skip
+            at, kernel = at + len(these), None
+            continue
+        if round_trips and (these := _tables(steps, at, buffers)):
+            found.append(Launch(lane, at, these, body=these, units=COPY_UNITS))
+            at, kernel = at + len(these), None
+            continue
         waits = behind(at, Set) if alone else at
         body = behind(waits, Wait)
         if body < len(steps) and steps[body].copies_by == "kernel":
@@ -191,6 +254,70 @@ def launches(
         found.append(one)
         at += len(one.steps)
     return found
+
+
+def _round_trip(
+    steps: Sequence[Step], crossing: Sequence[bool], at: int, buffers: Mapping[str, Buffer], held: Collection[str]
+) -> RoundTrip | None:
+    """Return the exchange of rows that begins at steps[at]; None if there is none."""
+    place = at
+
+    def take(suits: Callable[[int], bool]) -> tuple[Step, ...]:
+        nonlocal place
+        begin = place
+        while place < len(steps) and suits(place):
+            place += 1
+        return tuple(steps[begin:place])
+
+    def are(kind: type[Step]) -> Callable[[int], bool]:
+        return lambda i: crossing[i] and isinstance(steps[i], kind)
+
+    def copies(dynamic: bool) -> tuple[Copy, ...]:
+        found = take(lambda i: steps[i].copies_by == "kernel" and bool(held and depends(steps[i], held)) == dynamic)
+        return cast("tuple[Copy, ...]", found)
+
+    waits, table, sends, sets = take(are(Wait)), copies(False), copies(True), take(are(Set))
+    own, waits_after, places = copies(True), take(are(Wait)), copies(True)
+    if not (sends and sets and waits_after and places and place < len(steps) and isinstance(steps[place], Agree)):
+        return None
+    agree = cast(Agree, steps[place])
+    place += 1
+    trip = RoundTrip(waits, table, sends, sets, own, waits_after, places, agree, take(are(Set)))
+    every, later = trip.copies, own + places
+    written = {(c.dst.buffer, c.dst.at) for c in (*table, *sends, *own)}
+    targets = {c.dst.buffer for c in every if buffers[c.dst.buffer].role == "output"}
+    suits = (
+        len({c.src for c in table}) == 1
+        and not any(c.accumulate for c in (*table, *every))
+        and all(r.cols == buffers[r.buffer].cols == every[0].src.cols for c in every for r in (c.src, c.dst))
+        and len({buffers[r.buffer].dtype for c in every for r in (c.src, c.dst)}) == 1
+        and all(buffers[c.src.buffer].role in ("symmetric", "scratch") for c in (*table, *every))
+        and not any((c.src.buffer, c.src.at) in written for c in later)
+        and not {(c.dst.buffer, c.dst.at) for c in later} & {(c.src.buffer, c.src.at) for c in every}
+        and targets == {agree.out.buffer}
+    )
+    return trip if suits else None
+
+
+def _tables(steps: Sequence[Step], at: int, buffers: Mapping[str, Buffer]) -> tuple[Step, ...]:
+    """Return the copies by kernel that begin at steps[at] and the `Read` step behind them; () unless these copies fill the whole
+    buffer that the step reads. There are one or two copies, each of a whole input of the caller.
+    """
+    end, filled = at, cast(Index, 0)
+    while end < len(steps) and end - at <= _MOST_TABLES and steps[end].copies_by == "kernel":
+        copy = cast(Copy, steps[end])
+        source, target = buffers[copy.src.buffer], buffers[copy.dst.buffer]
+        whole = (copy.src.row, copy.src.col, copy.src.rows, copy.src.cols) == (0, 0, source.rows, source.cols)
+        if not whole or source.role != "input" or target.role != "scratch" or copy.accumulate:
+            return ()
+        if (copy.dst.row, copy.dst.col, copy.dst.cols) != (filled, 0, target.cols):
+            return ()
+        end, filled = end + 1, filled + source.rows
+    read = steps[end] if end < len(steps) else None
+    if not isinstance(read, Read) or read.by != "device" or not 1 <= end - at <= _MOST_TABLES:
+        return ()
+    suits = all(cast(Copy, copy).dst.buffer == read.region.buffer for copy in steps[at:end])
+    return tuple(steps[at : end + 1]) if suits and filled == buffers[read.region.buffer].rows else ()
 
 
 def _joins(first: Step, step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> bool:
@@ -320,6 +447,7 @@ def launches_of_rank(
             buffers,
             lane=number,
             alone=len(lanes) == 1,
+            round_trips=len(lanes) == 1,
             held={contents.buffer for contents in schedule.contents},
             dynamic_units=units_of_dynamic_copies(schedule, resources[name]),
             may_answer=may_answer,

@@ -135,7 +135,10 @@ class Numbers:
         units = self._units.get(lane.resource)
         if units is None:
             units = self._units[lane.resource] = units_of_dynamic_copies(self._schedule, lane.resource)
-        for launch in launches(steps, crossing, self._buffers, held=self._held, dynamic_units=units, tiles_go_on=True):
+        for launch in launches(
+            steps, crossing, self._buffers, held=self._held, dynamic_units=units, tiles_go_on=True,
+            round_trips=len(self._schedule.lanes) == 1,
+        ):  # fmt: skip
             for place, carried in enumerate(launch.carried(), launch.first):
                 if carried or launch.units:
                     items[place] = items[place]._replace(

@@ -22,7 +22,7 @@ removes when it ends.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any, TypeAlias
@@ -38,15 +38,16 @@ from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.move import CopyLaunch, CopyShape, Part
 from weft.runtime.cuda.regions import Regions
+from weft.runtime.cuda.round_trip import RoundTripLaunch, RowRange
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
 from weft.runtime.cuda.tile_kernels import TilesLane, permuted, tiles_call
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import Permute
-from weft.schedule.launches import Launch, crosses, launches_of_rank
+from weft.schedule.launches import Launch, RoundTrip, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import of_kind
+from weft.schedule.steps import of_kind, substitute
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A stream operation on one flag: (True to wait for a value and False to write it, number of the base address, offset
@@ -187,7 +188,11 @@ class Compiler:
         if stamps is not None:
             self.items.stamp(launch.lane, 2 * first)
         copies = of_kind(launch.body, Copy)
-        if launch.copies:
+        if launch.trip:
+            self._launch_round_trip(launch, launch.trip)
+        elif launch.read:
+            self.read_sizes(launch.lane, launch.read, self._tables(copies))
+        elif launch.copies:
             self._launch(launch, copies)
         else:
             emit(launch.steps[0], self, launch)
@@ -269,32 +274,10 @@ class Compiler:
         """Add the launch of one kernel that runs several steps: it sets signals and waits, then copies, then sets signals and
         waits again.
         """
-        context, words = self.context, self.context.words
-
-        def own(word: int) -> int:
-            return words.address(context.rank) + 8 * word
-
-        mine = self._flags_in(launch)
-        before, after = mine[: len(launch.waits)], mine[len(launch.waits) :]
-        sets_before, sets = (
-            [
-                a
-                for s in steps
-                for at, signal, index in s.sets()
-                for a in self.addresses_set(int(at), signal, int(index))
-            ]
-            for steps in (launch.sets_before, launch.sets)
-        )
-        standing = own(context.standing_word)
-        begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
-        if self._noting:
-            begins = [(standing, 1), (context.begun_word.data_ptr(), 1)] if launch is self._noting[0] else []
-            passes = [(standing, 1 + before[-1].passed)] if before else []
-            ends = [(standing, 0)] if launch is self._noting[1] else []
+        context = self.context
         signals: dict[str, Any] = {
-            "sets_before": sets_before, "waits": [own(t.word) for t in before], "sets": sets,
-            "waits_after": [own(t.word) for t in after],
-            "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
+            "sets_before": self._addresses_of(launch.sets_before), "sets": self._addresses_of(launch.sets),
+            **self._waits_and_notes(launch), "early": context.buffers[copies[0].src.buffer].role == "input",
             "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
         if is_dynamic(copies[0]):
@@ -315,6 +298,113 @@ class Compiler:
             move.launch(bases[source[0]] + source[1], bases[target[0]] + target[1], stream=stream)
 
         self.items.launch(launch.lane, issue)
+
+    def _addresses_of(self, sets: Sequence[Step]) -> list[int]:
+        """Return the addresses of all flag words that the steps `sets` write."""
+        counters = [counter for step in sets for counter in step.sets()]
+        return [a for at, signal, index in counters for a in self.addresses_set(int(at), signal, int(index))]
+
+    def _waits_and_notes(self, launch: Launch) -> dict[str, Any]:
+        """Return arguments of a kernel that runs `launch`: the addresses of the flags for which the kernel waits, and the numbers
+        that it stores for the thread that watches deadlines.
+        """
+        context = self.context
+        own = context.words.address(context.rank)
+        mine = self._flags_in(launch)
+        before, after = mine[: len(launch.waits)], mine[len(launch.waits) :]
+        standing = own + 8 * context.standing_word
+        begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
+        if self._noting:
+            begins = [(standing, 1), (context.begun_word.data_ptr(), 1)] if launch is self._noting[0] else []
+            passes = [(standing, 1 + before[-1].passed)] if before else []
+            ends = [(standing, 0)] if launch is self._noting[1] else []
+        return {
+            "waits": [own + 8 * flag.word for flag in before], "waits_after": [own + 8 * flag.word for flag in after],
+            "begins": begins, "passes": passes, "ends": ends,
+        }  # fmt: skip
+
+    def _launch_round_trip(self, launch: Launch, trip: RoundTrip) -> None:
+        """Add the launch of one kernel that runs an exchange of rows."""
+        context, regions, agree, buffers = self.context, self.regions, trip.agree, self.context.buffers
+
+        def address(region: Region) -> int:
+            base, offset, _ = self._place(_whole(region))
+            return 0 if buffers[region.buffer].role == "output" else regions.bases[base] + offset
+
+        def row_range(copy: Copy) -> RowRange:
+            of_src, of_dst = (buffers[region.buffer].rows for region in (copy.src, copy.dst))
+            return RowRange(address(copy.src), int(of_src), address(copy.dst), of_dst if isinstance(of_dst, int) else 0)
+
+        sizes = [self.sizes[id(copy)] for copy in trip.copies]
+        assert sizes == list(range(sizes[0], sizes[0] + 24 * len(sizes), 24)), (
+            "sizes of an exchange must be consecutive"
+        )
+        places = {int(copy.dst.at): self._place(copy.dst) for copy in trip.table}
+        assert sorted(places) == list(range(context.comm.world_size)), "an exchange must send its table to all ranks"
+        call = RoundTripLaunch(
+            context.device,
+            sends=[row_range(copy) for copy in trip.sends],
+            own=[row_range(copy) for copy in trip.own],
+            places=[row_range(copy) for copy in trip.places],
+            sizes=sizes[0],
+            row_bytes=regions.row_bytes(trip.sends[0].src),
+            table=regions.own_part(trip.table[0].src),
+            targets=[regions.bases[base] + offset for _, (base, offset, _) in sorted(places.items())],
+            expected=regions.own_part(agree.expected),
+            sent=regions.own_part(agree.sent),
+            differs_at=context.differs_at,
+            row=int(agree.row),
+            item_bytes=regions.item_bytes(agree.out),
+            sets=self._addresses_of(trip.sets),
+            sets_after=self._addresses_of(trip.sets_after),
+            expected_rows=max(self._expected_rows(copies) for copies in (trip.sends, trip.own, trip.places)),
+            **self._waits_and_notes(launch),
+        )
+        base, offset, _ = self._place(_whole(agree.out))
+        self.items.kept.append(call)
+        if call.record(self.program, launch.lane, Base(base, offset), regions.rows(agree.out.buffer)):
+            return
+
+        def issue(tensors: Tensors, bases: list[int]) -> None:
+            call.launch(bases[base] + offset, tensors[agree.out.buffer].shape[0])
+
+        self.items.dynamic(launch.lane, issue)
+
+    def _expected_rows(self, copies: Sequence[Copy]) -> int:
+        rank, contents = self.context.rank, self.context.schedule.contents
+        known = {held.buffer: held.expected[rank] for held in contents}
+        return sum(int(substitute(copy.src.rows, known)) for copy in copies)
+
+    def read_sizes(self, lane: int, read: Read, tables: Sequence[tuple[Base, int]] = ()) -> None:
+        """Add the launch of a kernel that computes the sizes of the lane's copies by kernel from the buffer of `read`. It adds
+        nothing if the lane has no such copies, unless it must fill the buffer.
+
+        tables: the caller's tables with which the launch fills the buffer; none if the buffer is already filled.
+        """
+        context, name, buffer = self.context, self.context.lanes[lane], read.region.buffer
+        order = [step for lane_of, step in context.order if lane_of == name]
+        copies = of_kind((step for step in order if step.copies_by == "kernel"), Copy)
+        copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in self.sizes]
+        sized = {id(copy): [copy] for copy in copies}
+        for permute in order:
+            if isinstance(permute.tile_kernel, Permute) and id(permute) not in self.sizes:
+                sized[id(permute)] = permuted(permute)
+        if not sized and not tables:
+            return
+        copies = [copy for some in sized.values() for copy in some]
+        numbers = [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)]
+        totals = Totals(context.own[buffer], numbers or [0], tables)
+        first = 0
+        for key, some in sized.items():
+            self.sizes[key] = totals.address(3 * first)
+            first += len(some)
+        self.items.kept.append(totals)
+        if not totals.record(self.program, lane):
+            self.items.launch(lane, totals.launch)
+
+    def _tables(self, copies: list[Copy]) -> list[tuple[Base, int]]:
+        """Return (address, number of elements) of the caller's tables that `copies` read."""
+        return [(Base(*self._place(c.src)[:2]), int(c.src.rows) * int(c.src.cols)) for c in copies]
 
     def _more(self, copies: list[Copy]) -> tuple[list[int], list[Part]]:
         """Return the arguments `targets` and `parts` of `CopyLaunch`. They describe all `copies` of a launch except the first.
@@ -463,24 +553,7 @@ def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     if step.by == "meanwhile":
         compiler.ahead[lane] = ReadAhead(context, buffer, compiler.regions.rows_at)
         compiler.items.dynamic(lane, compiler.ahead[lane].begin)
-    name = context.lanes[lane]
-    copies = of_kind((step for lane_of, step in context.order if lane_of == name and step.copies_by == "kernel"), Copy)
-    copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in compiler.sizes]
-    sized = {id(copy): [copy] for copy in copies}
-    for step_of, permute in context.order:
-        if step_of == name and isinstance(permute.tile_kernel, Permute) and id(permute) not in compiler.sizes:
-            sized[id(permute)] = permuted(permute)
-    if not sized:
-        return
-    copies = [copy for some in sized.values() for copy in some]
-    totals = Totals(context.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)])
-    first = 0
-    for key, some in sized.items():
-        compiler.sizes[key] = totals.address(3 * first)
-        first += len(some)
-    compiler.items.kept.append(totals)
-    if not totals.record(compiler.program, lane):
-        compiler.items.launch(lane, lambda bases, stream: totals.launch(stream))
+    compiler.read_sizes(lane, step)
 
 
 @emit.register

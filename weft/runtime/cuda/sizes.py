@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from weft import _core
 from weft.kernels import totals as device_code
 from weft.runtime.cuda.context import Context, Tensors
-from weft.runtime.cuda.kernel_call import kernel_call, loaded_kernel
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded_kernel
 from weft.schedule import Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.steps import substitute, variables_of
@@ -38,10 +39,12 @@ class Totals:
 
     held: the int64 device tensor of counts from which the kernel computes the sizes.
     indices: the expressions of the sizes to compute. Each is a constant plus sums over elements of `held`.
+    tables: (address, number of elements) of one or two tables of the caller, with which the same launch fills `held`. With no
+        table, `held` is already filled.
     numbers: the results, int64 on the device, one for each index.
     """
 
-    def __init__(self, held: torch.Tensor, indices: Sequence[Index]) -> None:
+    def __init__(self, held: torch.Tensor, indices: Sequence[Index], tables: Sequence[tuple[Base, int]] = ()) -> None:
         parts = [index.totals() if isinstance(index, Expr) else (index, ()) for index in indices]
         most = max((len(terms) for _, terms in parts), default=0)
         rows = [[_term(t) for t in terms] + [(0, 0, 1)] * (most - len(terms)) for _, terms in parts]
@@ -50,17 +53,20 @@ class Totals:
         self._terms, self._constants, self.numbers = lasting(
             device, lambda: [torch.tensor(one, dtype=torch.int64, device=device) for one in listed]
         )
-        self._compiled = _compiled_totals(device)
+        self.tables = tables
+        self._compiled = _compiled_totals(device, bool(tables))
         self._arguments = (held, self._terms, self._constants, self.numbers, most)
 
-    def launch(self, stream: int) -> None:
-        self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
+    def launch(self, bases: list[int], stream: int) -> None:
+        filled = self._filled([(bases[base.number] + base.offset, count) for base, count in self.tables])
+        self._compiled[len(self.numbers), 1, 1](*self._arguments, *filled, _BLOCK, bool(self.tables), stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
         """Record the launch of the kernel into `program`, on the program's stream number `stream`. Return False if only Triton
         can launch the kernel.
         """
-        call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
+        arguments = (*self._arguments, *self._filled(self.tables))
+        call = kernel_call(program, self._compiled, len(self.numbers), arguments)
         if call is not None:
             program.launch(stream, [(1, call)])
         return call is not None
@@ -68,14 +74,19 @@ class Totals:
     def address(self, number: int) -> int:
         return self.numbers.data_ptr() + 8 * number
 
+    def _filled(self, tables: Sequence[tuple[Any, int]]) -> tuple[Any, ...]:
+        """Return the kernel's arguments for `tables`: addresses and numbers of elements."""
+        return (*itertools.chain(*tables), *[0] * (4 - 2 * len(tables)))
+
 
 def _term(total: Total) -> tuple[int, int, int]:
     return total.first, max(0, -(-(total.end - total.first) // total.step)), total.step
 
 
 @lru_cache(maxsize=16)
-def _compiled_totals(device: torch.device) -> Any:
-    return loaded_kernel(device, device_code.totals_kernel, [torch.int64] * 4 + [1], 1, {"BLOCK": _BLOCK})
+def _compiled_totals(device: torch.device, tables: bool) -> Any:
+    constants = {"BLOCK": _BLOCK, "TABLES": tables}
+    return loaded_kernel(device, device_code.totals_kernel, [torch.int64] * 4 + [1] * 5, 1, constants)
 
 
 class HostRead:
