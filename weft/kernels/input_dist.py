@@ -17,13 +17,13 @@ if the source rank refuses its input, else 0. The second is the number of bits o
 Headers are in device memory. Kernels compute all positions in messages from them, so the CPU need not know the
 positions.
 
-Exchange of headers. Each rank has a region of symmetric memory: a signal word for each rank, then two sets of boxes with a
-box for each rank. In call number `epoch`, a rank stores its header for a destination in the destination's box
+Exchange of headers. Each rank has a region of symmetric memory: a signal word for each rank, then two sets of boxes
+with a box for each rank. In call number `epoch`, a rank stores its header for a destination in the destination's box
 `[epoch % 2][rank]`, then, with release, `epoch` in the destination's signal word `[rank]`. Then it waits, with acquire,
-until all ranks have set its own signal words, and copies the headers out of the boxes. Two sets suffice: a rank stores the
-header of call `epoch + 2` only after it has the destination's header of call `epoch + 1`, which the destination sends when
-it has read the boxes of call `epoch`. The wait ends at a deadline, or when the watchdog writes POISON. Then the kernel
-writes a record to pinned memory.
+until all ranks have set its own signal words, and copies the headers out of the boxes. Two sets suffice. A rank stores
+the header of call `epoch + 2` only after it has the destination's header of call `epoch + 1`. The destination sends
+this header when it has read the boxes of call `epoch`. The wait ends at a deadline, or when the watchdog writes POISON.
+Then the kernel writes a record to pinned memory.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ POISONED = 1 << 40
 """FLAG: the value of a word that is a set flag. POISONED: the bit with which the watchdog ends all waits."""
 RECORD_WORDS = 8
 R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
-"""Words of the record in pinned memory in which a kernel reports that a wait has failed (int64): what it waited for (0 if no
-wait has failed), the number of the call, the rank that it waited for, the value that it waited for, and the value that it found.
+"""Words (int64) of the record in pinned memory in which a kernel reports that a wait has failed. R_STATUS: the kind of wait; 0 if
+no wait has failed. R_EPOCH: the number of the call. R_PEER: the rank for which the kernel waited. R_WANTED: the value of the signal
+for which it waited. R_FOUND: the value of the signal that it found.
 """
 _FLAG = tl.constexpr(FLAG)
 _POISON = tl.constexpr(POISON)

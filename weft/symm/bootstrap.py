@@ -236,7 +236,7 @@ class _Setup(Attempt):
 
     def _look_up_all(self, missing: list[int]) -> None:
         """Read the entries of the `missing` ranks (`look_up`). If one of these ranks has given up with an error that
-        does not concern this rank, read the entries of all ranks: a third rank may have published an error that does.
+        does not concern this rank, read the entries of all ranks. A third rank may have published an error that does.
         """
         for rank in self._others() if any(r in self.gave_up for r in missing) else missing:
             self.look_up(rank)

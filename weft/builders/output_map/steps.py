@@ -424,8 +424,8 @@ class _RankLanes:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Return two values for a chunk that this rank sends: the position at which the receiver stores the chunk, and
-        the index of this rank among the senders to this position.
+        """Return (place, index) for a chunk that this rank sends. place: the position at which the receiver stores the
+        chunk. index: this rank's index among the senders to this position.
 
         place: the chunk's position on this rank. Both positions are in the whole output.
         """

@@ -48,7 +48,7 @@ def launch_exchange(
 
 
 class HeaderExchange(PeerExchange):
-    """The exchange of headers between the GPUs of a group. All ranks must construct it, and make the same calls."""
+    """The exchange of headers between the GPUs of a group. All ranks must construct this object, and make the same calls."""
 
     def __init__(self, comm: Communicator) -> None:
         self._state = lasting(comm.device, lambda: torch.zeros(1, dtype=torch.int64, device=comm.device))
