@@ -249,11 +249,6 @@ class GroupedMatmulLauncher:
         self._scratch.require(counts.device, config.rounds * self._programs * tile if shares else 1)
         count = self._programs if shares else 1  # for each shared tile, the number of finished programs
         self._arrived = lasting(counts.device, lambda: torch.zeros(count, dtype=torch.int32, device=counts.device))
-        # Keep tensor maps and kernel for the last tensors: the next tensors often have the same addresses.
-        self._places: tuple[Any, ...] = ()
-        self._maps: list[Any] = [None] * 4
-        self._variant: GroupedVariant | None = None
-        self._kernel: Any = None
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Enqueue the GEMMs on the current stream.
@@ -265,19 +260,30 @@ class GroupedMatmulLauncher:
 
         All tensors have the dtype of the slots: bfloat16, float16 or float32. x, slots and y have contiguous rows.
         """
-        places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, w, y)])
-        if places != self._places and not self._bind_y(y, places) and not self._bind(x, w, y, places):
-            return
-        variant, slots = self._variant, self._slots
+        _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         own, whole = (y, x) if self._back else (x, y)
-        assert variant is not None
-        tiles = RowTiles(self._programs, len(whole), self._config.block_m, self._segments, variant.column_tiles)
-        grid = (tiles.blocks(), 1, 1)
+        if 0 in (w.numel(), whole.numel(), own.numel() + self._slots.numel()):
+            if y.numel() and x.shape[0]:  # K is 0
+                raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
+            return
         numbers = (
-            own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
-            w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(), slots.data_ptr(),
+            own.shape[0], self._slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), self._slots.stride(0),
+            whole.stride(0), w.stride(0), w.stride(1 if w.stride(2) == 1 else 2), y.data_ptr(), self._slots.data_ptr(),
         )  # fmt: skip
-        self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
+        # A tensor map of an empty tensor cannot be made, and is not needed.
+        slots = self._slots if self._slots.numel() else own
+        own = own if own.numel() else slots
+        aligned = all(is_aligned(t) for t in (own, slots, whole))
+        variant = _variant(w, w.device, self._world, self._config, aligned, self._back, self._adds, self._merged)
+        tiles = RowTiles(self._programs, len(whole), self._config.block_m, self._segments, variant.column_tiles)
+        operands = (own, slots, w.mT if variant.transposed else w, whole)
+        maps = [variant.map(i, operand) for i, operand in enumerate(operands)]
+        given = (*maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers)
+        grid, constants = (tiles.blocks(), 1, 1), variant.constants()
+        if w.device.type == "cuda":
+            _compiled(w.device, variant)[grid](*given, *constants.values())
+        else:
+            device_code.grouped_matmul_kernel[grid](*given, **constants)
 
     def record(
         self, program: _core.StreamProgram, stream: int, x: Operand, w: Operand, y: Operand, partials: Base
@@ -313,50 +319,6 @@ class GroupedMatmulLauncher:
             call = kernel_call(program, _compiled(device, variant), grid, arguments, only_if)
             calls.append((ALIGNMENT if aligned else 1, call))
         return record_one_of(program, stream, calls)
-
-    def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Update the kernel's arguments if only the address of y has changed since the last launch, as in most calls. Return
-        False if the address or the layout of another tensor has changed.
-        """
-        if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
-            return False
-        (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
-        if (shape[1:], stride, dtype) != (before[1:], stride_before, dtype_before) or not is_aligned(y):
-            return False
-        self._maps[0 if self._back else 3], self._places = self._variant.map(0 if self._back else 3, y), places
-        return True
-
-    def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Make the kernel's arguments for these tensors. Return False if there are no rows to multiply."""
-        _check(x, self._slots, w, y, self._counts, self._splits, self._back)
-        before, self._places = self._places, ()
-        own, whole = (y, x) if self._back else (x, y)
-        # A tensor map of an empty tensor cannot be made, and is not needed.
-        slots = self._slots if self._slots.numel() else own
-        own = own if own.numel() else slots
-        if 0 in (own.numel(), w.numel(), whole.numel()):
-            if y.numel() and x.shape[0]:  # K is 0
-                raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
-            return False
-        aligned = all(is_aligned(t) for t in (own, slots, whole))
-        variant = _variant(w, w.device, self._world, self._config, aligned, self._back, self._adds, self._merged)
-        if variant != self._variant:
-            constants = variant.constants()
-            if w.device.type != "cuda":
-                self._kernel = lambda grid, given: device_code.grouped_matmul_kernel[grid](*given, **constants)
-            else:
-                compiled, values = _compiled(w.device, variant), tuple(constants.values())
-                self._kernel = lambda grid, given: compiled[grid](*given, *values)
-        stale = [True] * 4
-        if before and variant == self._variant and self._slots.numel():
-            moved = [old != new for old, new in zip(before, places, strict=True)]
-            stale = [moved[2 if self._back else 0], False, moved[1], moved[0 if self._back else 2]]
-        operands = (own, slots, w.mT if variant.transposed else w, whole)
-        for i, operand in enumerate(operands):
-            if stale[i]:
-                self._maps[i] = variant.map(i, operand)
-        self._variant, self._places = variant, places
-        return True
 
 
 def launch(
