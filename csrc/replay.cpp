@@ -85,12 +85,12 @@ class KnownCall {
         const Names &names = surroundings_.names;
         const nb::object group = call(group_);
         if (group.is_none() || !contains(surroundings_.groups, group)) return {};
-        if ((!any_rows_ || combine_) && !attribute(prepared_, names.chosen).is(chosen_)) return {};
+        if (!attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
         const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
-        if (on_gpu_ ? any_rows_ && !native_[0] : !turns_) {
+        if (!on_gpu_ && !turns_) {
             const nb::object result = call_method(of_, names.in_python, given.positional, given.named, group);
             return result.is(Py_NotImplemented) ? nb::object() : result;
         }

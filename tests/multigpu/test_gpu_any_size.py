@@ -168,12 +168,9 @@ def test_memory_is_that_of_the_largest(pair: Pool) -> None:
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_experts_take_the_fast_path_at_any_size(pair: Pool, wanted: bool) -> None:
-    """The second call of a size takes the slow path, which records the size. Sizes of received rows recur by chance."""
-    new = list(range(5, 29))
-    for slow_calls in pair.run(many_sizes, "cuda", wanted, [*new, 7, 7, 7, 11], timeout_s=90):
+    for slow_calls in pair.run(many_sizes, "cuda", wanted, [*range(5, 29), 7, 7, 11], timeout_s=90):
         assert slow_calls[0] == 2
-        assert sum(slow_calls[3 : len(new)]) <= len(new) // 2, slow_calls
-        assert sum(slow_calls[len(new) :]) > 0, slow_calls
+        assert sum(slow_calls[3:]) == 0, slow_calls  # a call is not recorded if two tensors happen to have equal sizes
 
 
 @pytest.fixture

@@ -319,6 +319,21 @@ def test_a_call_that_passes_takes_any_number_of_rows() -> None:
     assert list(played.of.sizes.served) == [2, 5]
 
 
+def test_a_call_that_python_runs_takes_any_number_of_rows_on_gpus() -> None:
+    played = Played(overlapped=True, any_rows=True)
+    for rows in (2, 5, 2):
+        assert torch.equal(played(rows), played.x + 1)
+    assert played.of.told == [("run", False)] * 3
+    assert (played.counts()[:2], played.of.here.calls) == ((3, 3), 3)
+    played.of.ready = False
+    assert played.is_slow(5)
+    played.of.ready, played.of.prepared.chosen = True, "another schedule"
+    assert played.is_slow(5)
+    played.of.prepared.chosen, played.capturing = "serial", True
+    assert played.is_slow(5)
+    assert Played(overlapped=True, any_rows=True, kind="cpu")() == "on CPU"
+
+
 def test_a_size_that_the_family_does_not_take_is_slow() -> None:
     played = Played(any_rows=True, multiple=3, sizes=Sizes(2, 8))
     assert played.is_slow(6), "fewer sizes than 2 were called only once"

@@ -17,6 +17,7 @@ never replayed: calls that fill a timeline, copy an argument or a result, or run
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -37,6 +38,7 @@ from weft.operator.recipes import Arguments, Given, UnlikeError
 from weft.operator.recorded import SURROUNDINGS, Passing, RecordedOnCpu, Seen, native_call
 from weft.operator.spec import Operator
 from weft.operator.together import interrupted, together
+from weft.runtime.executor import Executor
 from weft.runtime.layouts import READER
 from weft.runtime.meeting import Topic
 from weft.runtime.opaque import looks_at_frames
@@ -171,21 +173,15 @@ class Replay(RecordedOnCpu):
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         op, prepared, chosen, inputs = seen.op, seen.prepared, self.chosen, seen.inputs or {}
-        self._apply, self.differentiated = seen.apply, seen.apply is not None
-        if self.kind != "cpu":
-            across = prepared.across(seen.recorded)
-            self.fingerprint, self.what = across.fingerprint, across.what
-        self.notes = type(op).note is not Operator.note
-        self._notes_read = type(op).note_read is not Operator.note_read
+        self._set_up(seen)
         given, results = Given(arguments, seen.apply is None), Given((tuple(seen.results), {}), seen.apply is None)
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.recorded]))
+        self._inputs: _core.Recipe | None = None
         if self.kind != "cpu":
             self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
         if not given.all_used:
             raise UnlikeError  # the call depends on a tensor's contents
-        layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
-        self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
         made = op.outputs(seen.recorded, prepared.p.world_size)
         self._shapes = None
         if all(isinstance(one, torch.Tensor) and one.is_contiguous() for one in made.values()):
@@ -201,6 +197,19 @@ class Replay(RecordedOnCpu):
             self.set_up_turns([prepared.turns.topic(name).compared for name in prepared.steps().collectives])
             return self.known_on_cpu(given, inputs, written)
         return native_call(self, steps if True in is_serial else None, given, inputs, written, is_serial)
+
+    def _set_up(self, seen: Seen) -> None:
+        """Set the attributes that do not depend on the number of rows."""
+        op, prepared, chosen = seen.op, seen.prepared, self.chosen
+        self._apply, self.differentiated = seen.apply, seen.apply is not None
+        if self.kind != "cpu":
+            across = prepared.across(seen.recorded)
+            self.fingerprint, self.what = across.fingerprint, across.what
+        self.notes = type(op).note is not Operator.note
+        self._notes_read = type(op).note_read is not Operator.note_read
+        layout = tuple([t.stride() for t in (seen.inputs or {}).values()])
+        executors = (chosen.usual, chosen.captured)
+        self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
 
     def is_ready(self, capturing: bool) -> bool:
         """True if the executor has run with the strides of the recorded inputs, and its memory still exists. Otherwise the call
@@ -218,6 +227,7 @@ class Replay(RecordedOnCpu):
         """
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
+        assert self._inputs is not None
         executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)
         if executor is None:
             return self.prepared.in_turn(self._call(p, k), inputs, self._deadline_s, None)
@@ -226,11 +236,17 @@ class Replay(RecordedOnCpu):
         else:
             device = self.prepared.device
             outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._shapes}
+        return self._executed(executor, inputs, outputs, lambda: self._call(p, k))
+
+    def _executed(
+        self, executor: Executor, inputs: dict[str, Any], outputs: dict[str, Any], call: Callable[[], Any]
+    ) -> list[torch.Tensor]:
+        """Run the schedule, and return the results. call: a function that returns the operator's call."""
         made = executor.run({**inputs, **outputs}, deadline_s=self._deadline_s, like_before=True)
         found = {**outputs, **made} if made else outputs
         results = [found[name] for name in self.prepared.results]
         if self._notes_read and (read := executor.read):
-            self.op.note_read(self._call(p, k), results, read, self.prepared.rank)
+            self.op.note_read(call(), results, read, self.prepared.rank)
         return results
 
     def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
@@ -257,9 +273,6 @@ class Replay(RecordedOnCpu):
 class AnyRows(Replay):
     """A recorded call that can be replayed for any number of rows. Its operator leaves the number of rows out of
     `Operator.key`, so that one compiled operator serves all numbers.
-
-    On GPUs, this record serves only the first call of a size. The second call takes the slow path, which records the size,
-    because a `Replay` is faster.
     """
 
     any_rows = True
@@ -267,15 +280,26 @@ class AnyRows(Replay):
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         if not arguments[0] or self.op.has_executors:
             raise UnlikeError
-        first, call = arguments[0][0], self.op.of_any_size(seen.call)
+        first, call = arguments[0][0], seen.call
         tensors = [t for t in self.op.tensors(call) if t is not None]
         if tensors[0] is not first or any(t.dim() == 2 and t.shape[0] == first.shape[0] for t in tensors[1:]):
             raise UnlikeError  # the family would allow any number of rows of the other matrix too
+        self._set_up(seen)
         given, results = Given(arguments, None, first.shape[0]), Given((tuple(seen.results), {}), None)
-        self._apply, self._key, self._served = seen.apply, self.op.key(call), {first.shape[0]}
-        self._call = _core.Recipe(("call", self.op.form, [given.written(field) for field in call]))
+        self._key = self.op.key(call)
+        fields = [
+            ("named", name) if name == self.op.of_size and name in arguments[1] else given.written(field)
+            for name, field in call._asdict().items()
+        ]
+        self._call = _core.Recipe(("call", self.op.form, fields))
         if not given.all_used:
             raise UnlikeError
+        self._converts = any(one is not other for one, other in zip(call, seen.checked, strict=True))
+        self._inputs: _core.Recipe | None = None
+        if not self._converts:
+            with contextlib.suppress(UnlikeError):  # an input buffer is a copy of an argument
+                buffers = {name: given.written(tensor) for name, tensor in (seen.inputs or {}).items()}
+                self._inputs = _core.Recipe(("dict", buffers))
         written = self._averaged(results.returned(returned, views=False), call)
         self._returned = _core.Recipe(written)
         combine = self._combine(seen)
@@ -317,13 +341,20 @@ class AnyRows(Replay):
         call, world = self._call(p, k), self.prepared.p.world_size
         self._across.refuse_tables(call.received, call.splits.view(world, -1))
 
+    def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[torch.Tensor]:
+        call, prepared = self._call(p, k), self.prepared
+        if self._converts:
+            call = self.op.checked(call, prepared.group)
+        if self._apply is not None:
+            return self._differentiated(call)
+        executor = self.chosen.usual
+        inputs = self.op.inputs(prepared.p, call) if self._inputs is None else self._inputs(p, k)
+        if executor is None:
+            return prepared.in_turn(call, inputs, self._deadline_s, None)
+        prepared.require_room(call, self._deadline_s)
+        return self._executed(executor, inputs, self.op.outputs(call, prepared.p.world_size), lambda: call)
+
     def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.prepared.chosen is not self.chosen or self.op.key(self._call(p, k)) != self._key:
             return NotImplemented
-        if self.kind != "cpu":
-            if (rows := p[0].shape[0]) in self._served:
-                return NotImplemented
-            if len(self._served) >= KEPT:
-                self._served.clear()
-            self._served.add(rows)
         return super().in_python(p, k, group)

@@ -85,6 +85,10 @@ class Operator(ABC, Generic[C]):
     """{buffer: argument of the public function}, for names that differ. Messages use the argument's name."""
     caller_names: ClassVar[Mapping[str, str]] = {}
     """{field: argument of the public function}, for names that differ. Messages use the argument's name."""
+    of_size: ClassVar[str] = ""
+    """A field that depends only on the sizes of tensors, and has the value of the keyword argument of this name; "" if there is
+    none. Calls with another number of rows are replayed with any value of it.
+    """
     hint: ClassVar[str] = ""
     """Advice for the error that ranks raise if their calls differ."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
@@ -166,12 +170,6 @@ class Operator(ABC, Generic[C]):
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
         """Check a call and return it, normalised if needed. This is the only check of compiled calls, which bypass the
         public function.
-        """
-        return call
-
-    def of_any_size(self, call: C) -> C:
-        """Return `call` without the values that `checked` has derived from the call's sizes. The fast path uses the
-        result to replay calls with other numbers of rows. Default: `call`, for operators without such values.
         """
         return call
 

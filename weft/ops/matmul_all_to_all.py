@@ -205,6 +205,7 @@ class _MatmulAllToAll(Operator[_Call]):
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
+    of_size = "tokens"
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # backward needs the number of received rows on the CPU
 
@@ -237,9 +238,6 @@ class _MatmulAllToAll(Operator[_Call]):
         return call._replace(tokens=tokens)
 
     # --- the call and its problem ---
-
-    def of_any_size(self, call: _Call) -> _Call:
-        return call if call.h.device.type == "cpu" or call.rows is not None else call._replace(tokens=None)
 
     def size(self, call: _Call) -> int:
         return call.tokens or 0
