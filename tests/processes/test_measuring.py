@@ -103,3 +103,9 @@ def test_ranks_measure_once_and_plan_by_the_first_ranks_numbers(pool: Pool) -> N
     assert known["host_step_us"] == derived.host_step_us
     for other in others:
         assert other == {**first, "rank": other["rank"]}
+
+
+def test_overlap_that_a_slow_moment_made_look_fast_is_not_chosen(pool: Pool) -> None:
+    assert pool.run(ranks.slow_moment, False, ranks=2, timeout_s=60) == ["serial"] * 2
+    one, other = pool.run(ranks.slow_moment, True, ranks=2, timeout_s=60)
+    assert one == other != "serial"

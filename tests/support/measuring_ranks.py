@@ -268,3 +268,19 @@ def hasty_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
         }
     multiply(group, 21)
     return found
+
+
+def slow_moment(group: dist.ProcessGroup, lasts: bool) -> str:
+    """Let serial appear slow in the first measurement, or in all if it `lasts`. Return the chosen schedule."""
+    native, of_serial = measure.time_us, []
+    again(group)
+
+    def time_us(call: Callable[[], object], *rest: Any) -> float:
+        native(call, *rest)
+        if call.__qualname__.startswith("measured."):  # the run of an executor
+            return 1e4
+        of_serial.append(call)
+        return 1e6 if lasts or len(of_serial) <= 2 else 1e4
+
+    with instead(measure, time_us=time_us):
+        return multiply(group, 13 + lasts)

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from statistics import median
 
 import torch
 
@@ -119,6 +120,8 @@ def measured(
     serial: Callable[[], object] | None,
     mode: plan.Mode,
     rounds: int,
+    *,
+    anew: bool = False,
 ) -> dict[str, float]:
     """Return {name of a schedule: the slowest rank's time in microseconds}, measured now or cached on disk
     (`weft.plan.autotune`). All ranks must make this call.
@@ -129,6 +132,7 @@ def measured(
         schedule.
     mode: how a schedule is timed, as for `time_us`.
     rounds: how often each schedule is timed.
+    anew: True to measure now, and neither to use nor to store cached times.
     """
 
     def run(candidate: Candidate) -> float:
@@ -147,6 +151,9 @@ def measured(
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
     found = [named(p, name) for name in schedules]
+    if anew:
+        times = [agree([run(candidate) for candidate in found]) for _ in range(rounds)]
+        return dict(zip(schedules, map(median, zip(*times, strict=True)), strict=True))
     machine = this_machine.device_name(comm.device)
     if not comm.all_mapped:
         machine = f"{machine}, {links.name_of(comm.hosts)}"
