@@ -4,7 +4,7 @@
 2. Each byte crosses once per host, in one message of each rail, or two for an all-reduce.
 3. Ranks that call with other sizes, another operator or bad input. The sizes that gloo would receive differ.
 4. A rank that does not come, or dies.
-5. `ranks_per_host`: which placements have rails.
+5. `ranks_per_host`: which placements have rails. 6. Sockets of a rail are closed with the group, not left to the garbage collector.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -12,10 +12,12 @@ The functions with a `group` argument run on the ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from unittest import mock
 
@@ -207,3 +209,18 @@ def test_a_rank_that_dies_is_named_on_every_host() -> None:
 )
 def test_rails_need_as_many_consecutive_ranks_on_each_host(hosts: str, wanted: int) -> None:
     assert ranks_per_host(hosts) == wanted
+
+
+def leaves_sockets(group):
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with on_hosts(group) as own:
+            weft.matmul_all_reduce(torch.ones(4, 4), torch.ones(4, 4), own)
+        del own
+        gc.collect()
+    return [str(one.message) for one in caught if "unclosed" in str(one.message)]
+
+
+def test_sockets_of_a_rail_are_closed_with_the_group(pool: Pool) -> None:
+    assert pool.run(leaves_sockets, ranks=4, timeout_s=60) == [[]] * 4

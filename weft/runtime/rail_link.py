@@ -15,6 +15,7 @@ import contextlib
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,6 +44,7 @@ class RailLink:
         self._comm, self._peers = comm, peers
         made = _connected(comm, peers, deadline_s)
         self._sockets = [made[rank] for rank in peers]
+        weakref.finalize(self, _close, self._sockets).atexit = False
         self._native = _core.RailLink(self._sockets, comm.failed_address)
         self._memory: tuple[torch.Tensor, ...] = ()
 
@@ -86,6 +88,11 @@ class RailLink:
         for one in self._sockets:
             with contextlib.suppress(OSError):  # the peer has ended the connection
                 one.shutdown(socket.SHUT_RDWR)
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 _DONE, _LOST = 0, 3  # outcomes of `_core.RailLink.go_on`
