@@ -19,8 +19,9 @@ from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops import tensor_parallel
+from weft.bench.ops.layers import Layer
 from weft.bench.ops.tensor_parallel import OPERATOR, Comparison
-from weft.bench.ops.tensor_parallel_variants import Block, ModelSizes, StockAttention, StockMLP, Variant, variants_of
+from weft.bench.ops.tensor_parallel_variants import Block, ModelSizes, StockAttention, StockMLP, variants_of
 from weft.bench.report import markdown
 from weft.launch import Pool
 
@@ -95,13 +96,17 @@ def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]:
     """Return the errors of `serial` against a stock module in float64 on whole tensors."""
     work = Comparison(block, (), cpu_ranks(group), torch.float32)
-    assert list(work.blocks) == ["serial", "compute"]
+    assert list(work.layers) == ["serial", "compute"]
     stock = {"mlp": StockMLP, "attention": StockAttention}[block.kind](block.model, CPU, torch.float64)
     divided = {name: int(name in ("down_proj.weight", "o_proj.weight")) for name, _ in stock.named_parameters()}
-    mine = dict(work.blocks["serial"].module.named_parameters())
-    stock.load_state_dict({name: _gathered(mine[name], dim) for name, dim in divided.items()})
+    parameters = dict(work.layers["serial"].module.named_parameters())
+    stock.load_state_dict({name: _gathered(parameters[name], dim) for name, dim in divided.items()})
     is_whole = block.model.whole  # then sequences are the second dimension, and of the stock modules the first one
-    x = (work.x.detach().double().transpose(0, 1) if is_whole else _gathered(work.x, 0)).clone().requires_grad_()
+    x = (
+        (work.inputs["x"].detach().double().transpose(0, 1) if is_whole else _gathered(work.inputs["x"], 0))
+        .clone()
+        .requires_grad_()
+    )
     rotary = weft.nn.rotary_embedding(block.model.length, block.model.head_dim)
     y = stock(x, rotary) if block.kind == "attention" else stock(x)
     y.backward(work.grad.double().transpose(0, 1) if is_whole else _gathered(work.grad, 0))
@@ -137,7 +142,7 @@ def test_compute_alone_is_of_the_same_size(pool: Pool, block: Block) -> None:
         assert compute == serial == weft_s
 
 
-def _spoiled_gradient(after: int, rank: int, variant: Variant) -> Variant:
+def _spoiled_gradient(after: int, rank: int, variant: Layer) -> Layer:
     """Return a variant that spoils the gradient of up_proj on one rank, after `after` calls, by a thousandth of its
     largest element.
     """
@@ -162,7 +167,7 @@ class _Kept(torch.autograd.Function):
         return grad, None
 
 
-def _stale(variant: Variant) -> Variant:
+def _stale(variant: Layer) -> Layer:
     """Return a variant that computes its result once, and returns the same memory in later calls."""
     kept: list[torch.Tensor] = []
 
@@ -171,15 +176,15 @@ def _stale(variant: Variant) -> Variant:
         kept.append(y.detach().clone()) if not kept else None
         return _Kept.apply(y, kept[0])
 
-    return Variant(variant.module, call)
+    return Layer(variant.module, call)
 
 
 def _measured(
-    group: dist.ProcessGroup, block: Block, change: Callable[..., Variant] | None = None, *given: Any, **options: Any
+    group: dist.ProcessGroup, block: Block, change: Callable[..., Layer] | None = None, *given: Any, **options: Any
 ) -> Measured:
     made = variants_of
 
-    def changed(*arguments: Any) -> dict[str, Variant]:
+    def changed(*arguments: Any) -> dict[str, Layer]:
         variants = made(*arguments)
         return variants | ({} if change is None else {"weft": change(*given, variants["weft"])})
 
@@ -238,7 +243,7 @@ def _run(group: dist.ProcessGroup, file: Path, spoil: bool) -> list[dict] | str:
     before, made = tensor_parallel.MODELS["cpu"], variants_of
     tensor_parallel.MODELS["cpu"] = TINY
 
-    def spoiled(block: Block, *others: Any) -> dict[str, Variant]:
+    def spoiled(block: Block, *others: Any) -> dict[str, Layer]:
         variants = made(block, *others)
         return variants | ({"weft": _spoiled_gradient(0, 0, variants["weft"])} if block.kind == "mlp" else {})
 

@@ -60,7 +60,7 @@ def test_help_speaks_of_options_that_there_are() -> None:
 
 @pytest.mark.parametrize("command", ["plan", "sim"])
 def test_each_operators_help_has_examples_of_this_operator(command: str) -> None:
-    for op in sorted({*names()} - {LAYERS}):
+    for op in sorted({*names()} - {*LAYERS}):
         text = " ".join(runner.invoke(app, [command, op, "--help"]).output.split())
         assert f"weft {command} {op} --shape" in text
         assert ("fp8" in text.split("Options")[0]) == ("scaled" in op), f"{op}: only scaled operators speak of fp8"

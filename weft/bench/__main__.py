@@ -39,6 +39,7 @@ _EXAMPLES = """examples:
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
+  weft bench expert_parallel --preset qwen3-30b-a3b
   weft bench never-slower --help                           is weft ever slower than serial? Random shapes
   weft bench inefficiency --json losses.jsonl --pictures losses
   weft bench fused_embedding --json fused.jsonl            the figures of two papers, measured on 2 GPUs
@@ -59,6 +60,7 @@ _PRESETS = """presets (--preset):
                          TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew S
   matmul_all_to_all      the presets of all_to_all_matmul, with the down projections of these models
   tensor_parallel        llama-3-8b, llama-3-70b, llama-3-405b, cpu: MLP and attention of the model, forward and backward
+  expert_parallel        the presets and shapes of matmul_all_to_all: experts of the model, forward and backward
   inefficiency           g1 to g16
   fused_embedding        grid, grid-short, occupancy, slices, timeline, kernels, or one configuration, such as 'grid/1024|256'
   pgas                   weak, strong, batch, width, dlrm, or one configuration, such as weak/1 (one GPU) or weak/2
@@ -74,6 +76,7 @@ _VARIANTS = """variants (--variants):
                          NAME-bounded passes max_rows
   matmul_all_to_all      the same, such as combine. NAME-bounded passes rows
   tensor_parallel        serial (the baseline), weft, weft-compiled, asynctp. Default: all that run on the device
+  expert_parallel        serial (the baseline), weft, weft-bounded (max_rows). Default: all
 """
 _SCALE = """shrink the configuration by this factor, such as 1/32 or 0.03. For embeddings: batch and tables (default: the
 largest that fits). For inefficiency: M, N and K (default: 1/32 on CPU). The output shows the factor"""

@@ -53,28 +53,29 @@ class Operators(Named):
         from weft.bench.core.operators import LAYERS, SCALED
         from weft.builders.problem import PROBLEMS
 
-        if cmd_name == LAYERS:
-            return _layers(self.command)
+        if cmd_name in LAYERS:
+            return _layers(cmd_name, self.command)
         if (of := SCALED.get(cmd_name, cmd_name)) in PROBLEMS:
             return _command(cmd_name, PROBLEMS[of], type(self))
         return super().get_command(ctx, cmd_name)
 
 
-def _layers(command_name: str) -> Any:
-    """Return the command `tensor_parallel`. It raises an error, which says that layers are planned operator by operator."""
+def _layers(name: str, command_name: str) -> Any:
+    """Return the command of `name`, a benchmark of layers. It raises an error, which says that layers are planned operator by
+    operator.
+    """
     verb = {"weft sim": "simulate"}.get(command_name, "plan")
-    told = f"Layers call several operators: {verb} each of them, such as all_gather_matmul and matmul_reduce_scatter."
+    of = (
+        "all_gather_matmul and matmul_reduce_scatter"
+        if name == "tensor_parallel"
+        else "all_to_all_matmul and matmul_all_to_all"
+    )
+    told = f"Layers call several operators: {verb} each of them, such as {of}."
     alone = typer.Typer(add_completion=False)
 
-    @alone.command(
-        "tensor_parallel",
-        help=told,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
+    @alone.command(name, help=told, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def command() -> None:
-        raise ValueError(
-            f"tensor_parallel: {told[0].lower()}{told[1:-1]}; weft bench tensor_parallel measures whole layers"
-        )
+        raise ValueError(f"{name}: {told[0].lower()}{told[1:-1]}; weft bench {name} measures whole layers")
 
     return get_command(alone)
 

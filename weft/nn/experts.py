@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,9 +183,11 @@ class ExpertParallelMLP(nn.Module):
         splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         splits = splits.scatter_add(0, expert, torch.ones_like(expert))  # torch.bincount would wait for the device
         received: torch.Tensor
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         h, received = all_to_all_matmul(
-            tokens[order // top_k], _columns(self.get_parameter(self.first_name)), splits, group=self.group_name,
-            max_rows=self.max_rows, return_received=True, capacity=self.capacity, schedule=self.schedules[0],
+            GatherRows.apply(tokens, order // top_k, place, top_k), _columns(self.get_parameter(self.first_name)), splits,
+            group=self.group_name, max_rows=self.max_rows, return_received=True, capacity=self.capacity,
+            schedule=self.schedules[0],
         )  # fmt: skip
         if self.gated:
             gate, up = h.chunk(2, dim=1)
@@ -195,16 +198,18 @@ class ExpertParallelMLP(nn.Module):
             h, _columns(self.down_proj), received, splits, group=self.group_name, rows=len(order), capacity=self.capacity,
             schedule=self.schedules[1],
         )  # fmt: skip
-        return self._weighted(y, order, top_k_weights).view(x.shape)
+        return self._weighted(y, place, order, top_k_weights).view(x.shape)
 
     @ends_group
-    def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def _weighted(
+        self, y: torch.Tensor, place: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Return the weighted sum of each token's rows.
 
-        order: for each row of y, the index of its weight in the flattened `top_k_weights`.
+        y: a row for each of a token's experts, [tokens * top_k, hidden], in the order in which they were sent.
+        place: the rows of y in the order of `top_k_weights`. order: the inverse of place.
         """
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = y[place].view(*top_k_weights.shape, self.hidden)
+        rows = GatherRows.apply(y, place, order, 1).view(*top_k_weights.shape, self.hidden)
         return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
 
     def _wrong_input(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> str:
@@ -239,6 +244,28 @@ class ExpertParallelMLP(nn.Module):
             f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, gated={self.gated}, "
             f"rank={self.rank} of {self.world_size}"
         )
+
+
+class GatherRows(torch.autograd.Function):
+    """Return rows `there` of x. Backward gathers too, while torch's indexing would sort `there` and add up rows one by one.
+
+    there: for each row of the result, its row of x. Each row of x occurs `copies` times.
+    back: the rows of the result that are copies of row 0 of x, then of row 1, and so on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor, copies: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        rows = grad.index_select(0, back)
+        if ctx.copies > 1:
+            rows = rows.view(len(rows) // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
+        return rows, None, None, None
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:

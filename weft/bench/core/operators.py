@@ -17,8 +17,8 @@ SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
 """{fp8 operator: the operator to name on the command line instead}. With `--dtype fp8` the commands then plan or
 measure the fp8 operator.
 """
-LAYERS = "tensor_parallel"
-"""The benchmark of layers that call several operators. `weft plan` does not plan layers: plan their operators instead.
+LAYERS = ("expert_parallel", "tensor_parallel")
+"""The benchmarks of layers that call several operators. `weft plan` does not plan layers: plan their operators instead.
 """
 _STUDIES = {
     "inefficiency": "weft.studies.losses_bench:OPERATOR", "fused_embedding": "weft.studies.fused_embedding_measure:OPERATOR",
@@ -30,7 +30,7 @@ overlap, and two papers on embeddings.
 _TRAINING = "embedding_training"
 """An embedding training step: forward, backward and update. Benchmarks measure all of it; plans cover only the forward."""
 _HOMES = {
-    LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", **_STUDIES,
+    **_STUDIES,
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
@@ -51,8 +51,8 @@ def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
 
 
 def names() -> list[str]:
-    """Return the names of all operators, including those of backward passes, and `tensor_parallel`, the benchmark of layers."""
-    return sorted([*PROBLEMS, *SCALED, LAYERS])
+    """Return the names of all operators, including those of backward passes, and the benchmarks of layers."""
+    return sorted([*PROBLEMS, *SCALED, *LAYERS])
 
 
 def measured() -> list[str]:

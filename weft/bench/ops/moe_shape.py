@@ -73,14 +73,16 @@ class MoeShape(GemmShape):
     def splits(self, world_size: int, which: int) -> torch.Tensor:
         """Return the number of rows that each rank sends to each expert in input set `which`: int64 [world_size,
         experts].
+        """
+        chosen = [self.chosen(rank, which) for rank in range(world_size)]
+        return torch.stack([torch.bincount(of.flatten(), minlength=self.experts) for of in chosen])
+
+    def chosen(self, rank: int, which: int) -> torch.Tensor:
+        """Return the experts of each token of `rank` in input set `which`: int64 [m, top_k], on the CPU.
 
         Every rank and device draws the same numbers.
         """
         popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
-        drawn = []
-        for rank in range(world_size):
-            generator = torch.Generator().manual_seed(1000 * which + rank)
-            noise = -torch.empty(self.m, self.experts).exponential_(generator=generator).log()
-            chosen = (popularity.log() + noise).topk(self.top_k, dim=1).indices
-            drawn.append(torch.bincount(chosen.flatten(), minlength=self.experts))
-        return torch.stack(drawn)
+        generator = torch.Generator().manual_seed(1000 * which + rank)
+        noise = -torch.empty(self.m, self.experts).exponential_(generator=generator).log()
+        return (popularity.log() + noise).topk(self.top_k, dim=1).indices

@@ -22,12 +22,10 @@ import weft.nn
 from weft.bench.core.harness import Ranks
 from weft.bench.ops.asynctp import ASYNCTP, enable_symmetric_memory
 from weft.bench.ops.gemms import BASELINE, WEFT
+from weft.bench.ops.layers import COMPUTE, Exchange, Layer, Through
 from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
 
-COMPUTE, COMPILED = "compute", "weft-compiled"
-
-
-Exchange = Callable[[torch.Tensor], torch.Tensor]
+COMPILED = "weft-compiled"
 
 
 class ModelSizes(NamedTuple):
@@ -56,14 +54,7 @@ class Block:
         return f"{self.of} {self.kind}"
 
 
-class Variant(NamedTuple):
-    """A variant of a Llama block. module: a module with the parameters. call: a function that runs forward."""
-
-    module: nn.Module
-    call: Callable[..., torch.Tensor]
-
-
-def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Variant]:
+def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Layer]:
     """Return `compute`, `serial` and the variants of `wanted`, all with the same weights. All ranks must make this
     call.
     """
@@ -84,33 +75,20 @@ def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.
     for module in (serial, alone):
         module.whole = model.whole
         module.load_state_dict(fused.state_dict())
-    variants = {BASELINE: Variant(serial, serial), COMPUTE: Variant(alone, alone), WEFT: Variant(fused, fused)}
+    variants = {BASELINE: Layer(serial, serial), COMPUTE: Layer(alone, alone), WEFT: Layer(fused, fused)}
     if COMPILED in wanted:
-        variants[COMPILED] = Variant(fused, torch.compile(fused, dynamic=False))
+        variants[COMPILED] = Layer(fused, torch.compile(fused, dynamic=False))
     if ASYNCTP in wanted:
         from torch._inductor import config
 
         config._micro_pipeline_tp = True
         kind = {"mlp": StockMLP, "attention": StockAttention}[block.kind]
         stock = asynctp(kind(model, ranks.device, dtype), fused.state_dict())
-        variants[ASYNCTP] = Variant(stock, torch.compile(stock, dynamic=False))
+        variants[ASYNCTP] = Layer(stock, torch.compile(stock, dynamic=False))
     return {name: variant for name, variant in variants.items() if name in (BASELINE, COMPUTE, *wanted)}
 
 
 # -- blocks of plain linear layers, with this rank's part of the weights
-
-
-class _Through(torch.autograd.Function):
-    """An autograd function made of two exchanges between ranks: forward returns `there(x)`, backward returns `back(gradient)`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return ctx.back(grad), None, None
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -161,11 +139,11 @@ class Plain:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         gather, scatter = self.exchanges()
-        return _Through.apply(x, gather, scatter)  # type: ignore[no-any-return]
+        return Through.apply(x, gather, scatter)  # type: ignore[no-any-return]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
         gather, scatter = self.exchanges()
-        return _Through.apply(x, scatter, gather)  # type: ignore[no-any-return]
+        return Through.apply(x, scatter, gather)  # type: ignore[no-any-return]
 
 
 class PlainMLP(Plain, weft.nn.ParallelMLP):
@@ -243,9 +221,3 @@ def fused_by_torch(call: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
-
-
-def local(x: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be a DTensor."""
-    assert x is not None, "a gradient is missing"
-    return x.to_local() if hasattr(x, "to_local") else x
