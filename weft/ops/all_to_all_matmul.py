@@ -360,7 +360,7 @@ def gradients_of_experts(
     if wanted[0]:
         grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
         if world > 1 and w.shape[0] > 1:
-            grad_x = in_order_of_arrival(grad_x, sizes.received)
+            grad_x = in_order_of_arrival(grad_x, sizes)
         grad_tokens = grad_x
         if world > 1:
             grad_tokens = torch.empty_like(tokens)

@@ -345,7 +345,7 @@ class _MatmulAllToAll(Operator[_Call]):
                 grad_h = grouped_matmul(rows, _transposed(w), beside)
         else:
             grad_h, _, *arrived = dual()
-            rows = in_expert_order(arrived[0], beside.received) if arrived else grad
+            rows = in_expert_order(arrived[0], beside) if arrived else grad
         if wanted[1]:
             grad_w = grad_of_weights(h[:came], rows, w, beside)
         if grad_h is not None and came < h.shape[0]:

@@ -34,7 +34,7 @@ from weft.runtime.unfused.experts_in_rails import CombineInRails, dispatch_in_ra
 from weft.runtime.unfused.experts_on_one_host import Combined, dispatch, has_room
 from weft.runtime.unfused.far_first import ending_the_group
 from weft.runtime.unfused.grouped_matmul import grouped_matmul, multiply
-from weft.runtime.unfused.permutation import expert_order, in_expert_order, in_order_of_arrival, reorder
+from weft.runtime.unfused.permutation import expert_order, in_expert_order, in_order_of_arrival, orders_of, reorder
 from weft.runtime.unfused.sizes import Sizes
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
@@ -273,7 +273,7 @@ def _by_source(made: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn) ->
     """
     if w.shape[0] == 1:
         return made
-    return turn.done(Permute.kind, in_order_of_arrival(made, sizes.received))
+    return turn.done(Permute.kind, in_order_of_arrival(made, sizes))
 
 
 def _send_back(
@@ -295,16 +295,14 @@ def begin_in_expert_order(
     """
     if group.size() == 1:
         return lambda: rows
-    came, experts = sum(sizes.host.came), sizes.received.shape[1]
-    arrived = rows.new_empty(came, rows.shape[1])
+    arrived = rows.new_empty(sum(sizes.host.came), rows.shape[1])
     arriving = send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
-    order = None
-    if experts > 1 and rows.is_cuda:
-        order = expert_order(sizes.received, came)  # computed on the device during the exchange
+    if sizes.received.shape[1] > 1 and rows.is_cuda:
+        orders_of(sizes)  # computed on the device during the exchange
 
     def end() -> torch.Tensor:
         arriving.wait()
-        return in_expert_order(arrived, sizes.received) if order is None else arrived.index_select(0, order)
+        return in_expert_order(arrived, sizes)
 
     return end
 
@@ -338,7 +336,8 @@ def _dispatched(
     exchange = send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
     order, in_order = None, experts == 1
     if not in_order and (tokens.is_cuda or rows < came):
-        order = expert_order(sizes.received, came)[:rows]  # computed on the device during the exchange
+        # computed on the device during the exchange
+        order = (orders_of(sizes).by_expert if tokens.is_cuda else expert_order(sizes.received, came))[:rows]
     exchange.wait()
     kept = sizes.host.sent[group.rank()]
     turn.done(_TOKENS, arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)

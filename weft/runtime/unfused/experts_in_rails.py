@@ -84,7 +84,7 @@ def dispatch_in_rails(
     arrived = torch.cat(arriving) if return_x or y_here is None else None
     if y_here is None:
         assert arrived is not None
-        run(grouped_matmul.multiply(in_expert_order(arrived, received), w, came.sum(0).tolist(), y))
+        run(grouped_matmul.multiply(in_expert_order(arrived, Sizes(splits, received)), w, came.sum(0).tolist(), y))
     else:
         y_at = by_expert(came)
         for host, x in enumerate(arriving):

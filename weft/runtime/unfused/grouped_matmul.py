@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from weft.runtime.unfused.permutation import ends_of
 from weft.runtime.unfused.sizes import Sizes
 from weft.schedule.kernels import LibraryGroupedMatmul
 
@@ -25,7 +26,9 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
         len(of_experts), sum(of_experts), w.shape[1], w.shape[2], w.itemsize
     )
     if not one_each and _has_grouped_gemm(x, w):
-        return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
+        return torch.nn.functional.grouped_mm(
+            x, w, offs=ends_of(sizes).clamp(max=x.shape[0]) if cut else ends_of(sizes)
+        )
     y = x.new_empty(x.shape[0], w.shape[2])
     for _ in multiply(x, w, sizes.host.of_experts, y):
         pass
@@ -59,7 +62,7 @@ def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, size
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Return x_e.T @ grad_y_e for each expert e, [experts, K, N], where x_e and grad_y_e are the expert's rows."""
     if _has_grouped_gemm(x, grad_y):
-        result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
+        result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=ends_of(sizes))
         # For an expert without rows, Hopper's kernel writes zeros, but Blackwell's kernel writes nothing.
         for expert, count in enumerate(sizes.host.of_experts):
             if count == 0:
@@ -80,11 +83,6 @@ def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         parts.append(rows[first : first + count])
         first += count
     return parts
-
-
-def _ends(sizes: Sizes, most: int | None = None) -> torch.Tensor:
-    ends = sizes.received.sum(0).cumsum(0, dtype=torch.int32)
-    return ends if most is None else ends.clamp_(max=most)
 
 
 def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
 from weft import _core
+from weft.runtime.unfused.sizes import Sizes
 
 
-def in_expert_order(arrived: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Reorder the rows `arrived`: from the order of arrival (by source rank, then by expert) to the order of experts (by
     expert, then by source rank). Return the reordered rows.
-
-    received: the number of rows from each rank for each local expert, [ranks, experts].
     """
-    if 1 in received.shape:
+    if 1 in sizes.received.shape:
         return arrived
     if arrived.is_cuda:
-        return arrived.index_select(0, expert_order(received, arrived.shape[0]))
-    return reorder(arrived, received, torch.empty_like(arrived), to_ranks=False)
+        return arrived.index_select(0, orders_of(sizes).by_expert)
+    return reorder(arrived, sizes.received, torch.empty_like(arrived), to_ranks=False)
 
 
-def in_order_of_arrival(rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def in_order_of_arrival(rows: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Reorder `rows`: from the order of experts (by expert, then by source rank) to the order of arrival (by source rank,
     then by expert). Return the reordered rows.
-
-    received: the number of rows from each rank for each local expert, [ranks, experts].
     """
-    if 1 in received.shape:
+    if 1 in sizes.received.shape:
         return rows
     if rows.is_cuda:
-        return torch.empty_like(rows).index_copy_(0, expert_order(received, rows.shape[0]), rows)
-    return reorder(rows, received, torch.empty_like(rows), to_ranks=True)
+        return rows.index_select(0, orders_of(sizes).by_arrival)
+    return reorder(rows, sizes.received, torch.empty_like(rows), to_ranks=True)
+
+
+class Orders:
+    """The permutations of the rows of an exchange on a GPU.
+
+    by_expert: for each row in the order of experts, its index in the order of arrival: int64 [rows].
+    """
+
+    def __init__(self, by_expert: torch.Tensor) -> None:
+        self.by_expert = by_expert
+
+    @cached_property
+    def by_arrival(self) -> torch.Tensor:
+        """The inverse of `by_expert`: for each row in the order of arrival, its index in the order of experts."""
+        rows = torch.arange(len(self.by_expert), device=self.by_expert.device)
+        return torch.empty_like(rows).scatter_(0, self.by_expert, rows)
+
+
+def orders_of(sizes: Sizes) -> Orders:
+    """Return the permutations of the rows that arrive. The first call on a stream computes them on the GPU; dispatch, combine
+    and their backward, whose sizes are the same, then share them.
+    """
+    return sizes.once("orders", lambda: Orders(expert_order(sizes.received, sum(sizes.host.came))))
+
+
+def ends_of(sizes: Sizes) -> torch.Tensor:
+    """Return the end of each expert's rows in the order of experts, int32 [experts] on the GPU. Shared as in `orders_of`."""
+    return sizes.once("ends", lambda: sizes.received.sum(0).cumsum(0, dtype=torch.int32))
 
 
 def reorder(rows: torch.Tensor, received: torch.Tensor, out: torch.Tensor, *, to_ranks: bool) -> torch.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
 
 
 class OnCpu(NamedTuple):
@@ -63,6 +65,17 @@ class Sizes:
             copied.record()
             self.numbers.copied = copied
 
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what an earlier call with this name returned on the current stream of the GPU, otherwise `make()`. `Sizes` of the
+        same tables share the results.
+        """
+        device = self.received.device
+        key = name, torch.cuda.current_stream(device) if device.type == "cuda" else None
+        found = self.numbers.made.get(key)
+        if found is None:
+            found = self.numbers.made[key] = make()
+        return cast(T, found)
+
     @property
     def host(self) -> OnCpu:
         """The row counts as Python numbers. Reading this property calls `fetch`, and waits for the copy."""
@@ -93,7 +106,7 @@ class _Numbers:
     copy, copied: both tables in one tensor, and the event after which the tensor is valid.
     counts, rank: the splits of all ranks, and the number of this rank. They replace `copy` if the CPU has already read the
         splits.
-    host: the result of `Sizes.host`, once it is computed.
+    host: the result of `Sizes.host`, once it is computed. made: the results of `Sizes.once`.
     """
 
     copy: torch.Tensor | None = None
@@ -101,6 +114,7 @@ class _Numbers:
     counts: Sequence[int] | None = None
     rank: int = 0
     host: OnCpu | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
