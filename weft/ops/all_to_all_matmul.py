@@ -63,7 +63,7 @@ def all_to_all_matmul(
         with an argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may
         differ between ranks and between calls. Copied if not contiguous.
     w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
-        contiguous [E, N, K]. On CPU a transpose is copied at every call.
+        contiguous [E, N, K]. Overlapping schedules on CPU copy a transpose at every call.
     splits: [W * E] int64 (int32 is converted) on the tokens' device: the number of tokens for each expert of all ranks.
         They must sum to T. The values are checked on CPU only. On GPUs a check would wait for the device, and wrong
         values give wrong results.
@@ -382,8 +382,10 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
     """
     if w.device.type != "cpu":
         return strided(w, "w_experts", of)
-    if not w.is_contiguous():
-        warn_of_copy("w_experts", w, of, "an expert's rows must be contiguous on CPU, so pass a contiguous tensor")
+    if not (w.is_contiguous() or w.mT.is_contiguous()):
+        warn_of_copy(
+            "w_experts", w, of, "an expert's matrix must be contiguous or transposed, so pass a contiguous tensor"
+        )
     return w.contiguous().flatten(0, 1)
 
 

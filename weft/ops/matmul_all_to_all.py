@@ -68,7 +68,7 @@ def matmul_all_to_all(
         as `all_to_all_matmul` returns it. R may exceed the number of received rows, for example with `max_rows`. The
         extra rows are ignored, and their gradients are zero. Copied if not contiguous.
     w_experts: [E, K, N] in the same dtype, the weights of this rank's experts. Contiguous, or the transpose of a
-        contiguous [E, N, K]. On CPU a transpose is copied at every call.
+        contiguous [E, N, K]. Overlapping schedules on CPU copy a transpose at every call.
     received: [W, E] int64 (int32 is converted) on h's device: the number of rows from each rank for each local expert,
         as `all_to_all_matmul(..., return_received=True)` returns it.
     splits: [W * E] int64 (int32 is converted) on h's device: the number of this rank's tokens for each expert of all

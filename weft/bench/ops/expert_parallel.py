@@ -6,7 +6,7 @@ expert. Variants:
     serial          the baseline, by hand: all_to_all_single of the counts, which the CPU then reads; all_to_all_single of the
                     tokens; torch's grouped GEMMs; the same way back. Backward does the reverse
     weft            weft.nn.ExpertParallelMLP
-    weft-bounded    the same with max_rows, so that the CPU does not wait for counts
+    weft-bounded    the same with max_rows, so that the CPU does not wait for counts in forward
 
 Also timed: `compute`, the layer without communication: the experts get other rows, in the same numbers.
 """
@@ -71,7 +71,7 @@ class PlainExperts(weft.nn.ExpertParallelMLP):
         expert = torch.arange(received.shape[1]).repeat(self.world_size)
         by_expert = expert.repeat_interleave(received.flatten()).argsort(stable=True).to(x.device)
         by_source, rows = _inverse(by_expert), received.sum(0)
-        h = self.multiply(GatherRows.apply(arrived, by_expert, by_source, 1), self.gate_up_proj, rows)
+        h = self.multiply(GatherRows.apply(arrived, by_expert, by_source, 1), self.get_parameter("gate_up_proj"), rows)
         gate, up = h.chunk(2, dim=1)
         y = self.multiply(F.silu(gate) * up, self.down_proj, rows)
         y = Through.apply(GatherRows.apply(y, by_source, by_expert, 1), back, out)
@@ -137,7 +137,7 @@ class Comparison(LayerVariants):
             module.gate_up_proj, module.down_proj = made[BASELINE].gate_up_proj, made[BASELINE].down_proj
         calls = {name: (module if name in (BASELINE, COMPUTE) else _in_order(module)) for name, module in made.items()}
         self.layers = {n: Layer(made[n], calls[n]) for n in made if n in (BASELINE, COMPUTE, *(wanted or VARIANTS))}
-        self.waiting = [name for name in self.layers if not name.endswith(BOUNDED)]
+        self.waiting = [*self.layers]  # backward reads the numbers of rows on the CPU
         torch.manual_seed(1 + ranks.rank)
         x = torch.randn(shape.m, shape.n, device=device).to(dtype).requires_grad_()
         self.grad = torch.randn(shape.m, shape.n, device=device).to(dtype)
