@@ -29,7 +29,7 @@ from weft.symm import Communicator
 
 _BLOCK, _BLOCKS = 3, 4  # the number of calls in a block; the number of blocks for each size
 _MEASURED = _BLOCK * _BLOCKS
-_CLEARLY, _CLEARLY_S = 0.05, 100e-6  # the smallest gain that counts (fraction, seconds)
+_CLEARLY, _CLEARLY_S = 0.1, 100e-6  # the smallest gain that counts (fraction, seconds)
 _DOUBT = 1.5  # a predicted gain may be too small by this factor
 _TIMES = struct.Struct(f"<{_MEASURED}d")
 
