@@ -228,7 +228,7 @@ def draw(
         options |= {"optimizer": "SGD"}
     if kind == "short stop":
         options.pop("rounding", None)  # in so many steps, tables that round at random move too far
-        if options.get("dtype") == "bfloat16":
+        if options.get("dtype") == "bfloat16" and "optimizer" in options:  # GEMMs in fp8 need this dtype of the result
             del options["dtype"]
     if of_kind.family == "checkpoint":
         options |= {"loads_on": "all"}
