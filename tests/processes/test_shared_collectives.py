@@ -233,16 +233,17 @@ def other_tables(group: dist.ProcessGroup) -> None:
     splits, w = torch.full((2 * world,), 2), torch.ones(2, 8, 3)
     received = torch.full((world, 2), 2)
 
-    def call(received: torch.Tensor) -> torch.Tensor:
+    def call(received: torch.Tensor, timeline: weft.Timeline | None = None) -> torch.Tensor:
         h = torch.full((4 * world + 1, 8), float(rank))
-        return weft.matmul_all_to_all(h, w, received, splits, group=own, schedule="serial")
+        return weft.matmul_all_to_all(h, w, received, splits, group=own, schedule="serial", timeline=timeline)
 
     right = torch.repeat_interleave(torch.arange(world), 4)[:, None].expand(-1, 3) * 8.0
-    for _ in range(3):
+    for number in range(4):
+        timeline = weft.Timeline() if number % 2 else None  # native code makes no calls with a timeline
         assert torch.equal(call(received), right)
         wrong = received.clone()
         wrong[0] += torch.tensor([1, 0]) if rank == 1 else 0
-        kind, text = failure_of(lambda wrong=wrong: call(wrong))
+        kind, text = failure_of(lambda wrong=wrong, timeline=timeline: call(wrong, timeline))
         assert (kind, "which expects 4 rows" in text) == ("RefusedError", True), text
     assert torch.equal(call(received), right)
 
