@@ -119,6 +119,13 @@ class EmbeddingKernel(KernelTables):
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
         self._interpreted = env.triton_interpreted()
         self._on_nvidia = device.type == "cuda" and torch.version.hip is None and not self._interpreted
+        # Tables of different sizes have bags of different lengths. Feature by feature, the kernel would pool long bags, which
+        # memory limits, and short bags, which links limit, one after the other.
+        sizes = {
+            (plan.sharding.tables[i].num_embeddings, plan.sharding.tables[i].embedding_dim)
+            for i in plan.sharding.local_tables(rank)
+        }
+        self._pools_by_slot = not self._staged and len(sizes) == 1
         self._slices_before = sum(plan.slices_per_sample[:rank])
         self._slices_in_all = sum(plan.slices_per_sample)
         state = [
@@ -222,7 +229,7 @@ class EmbeddingKernel(KernelTables):
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
             first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(work.is_even),
-            int(not self._staged and n_values >= _BY_SLOT_IDS * (jagged.offsets.numel() - 1)),
+            int(self._pools_by_slot and n_values >= _BY_SLOT_IDS * (jagged.offsets.numel() - 1)),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
         if occupancy is not None and occupancy.programs is not None:
