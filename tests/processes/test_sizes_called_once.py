@@ -289,4 +289,6 @@ def test_experts_take_the_fast_path_at_any_size(pool: Pool, wanted: bool) -> Non
     sizes = [*range(5, 29), 7, 7, 11]
     for slow_calls in pool.run(many_sizes, "cpu", wanted, sizes, ranks=2):
         assert slow_calls[0] == 2
-        assert sum(slow_calls[3:]) == 0, slow_calls  # a call is not recorded if two tensors happen to have equal sizes
+        # A call is not recorded if two tensors happen to have equal sizes. On a busy machine, the watchdog may have paused so long
+        # that one call takes the slow path, which checks the group.
+        assert sum(slow_calls[3:]) <= 1, slow_calls
