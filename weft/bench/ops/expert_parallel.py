@@ -14,7 +14,7 @@ Also timed: `compute`, the layer without communication: the experts get other ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,10 @@ from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Columns, OperatorBenchmark
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, by_config, geomean, milliseconds, table
 from weft.bench.ops.gemms import BASELINE, WEFT, check_room, find_shapes, shapes_file
-from weft.bench.ops.layers import COMPUTE, Layer, LayerVariants, Through, hidden_cell
+from weft.bench.ops.layers import COMPUTE, Layer, LayerBenchmark, LayerVariants, Through, hidden_cell
 from weft.bench.ops.moe_shape import BOUNDED, MoeShape
 from weft.nn.experts import GatherRows
 from weft.runtime.collectives import all_to_all_single
@@ -157,18 +156,11 @@ def _in_order(module: weft.nn.ExpertParallelMLP) -> Any:
     return lambda x, weights, index: module(x, index, weights)
 
 
-class _ExpertParallel(OperatorBenchmark[MoeShape]):
-    name = "expert_parallel"
-    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset or shape"}  # noqa: RUF012
-    baselines = Comparison.baselines
-    columns: ClassVar[Columns] = {"hidden": hidden_cell}
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("queued",)
+class _ExpertParallel(LayerBenchmark[MoeShape]):
+    name, known, baselines = "expert_parallel", VARIANTS, Comparison.baselines
 
     def check_options(self, options: BenchOptions) -> None:
-        if unknown := [name for name in options.variants if name not in VARIANTS]:
-            raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(VARIANTS)}")
+        super().check_options(options)
         for shape in self.presets(options):
             if shape.experts % options.ranks:
                 raise ValueError(

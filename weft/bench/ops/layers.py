@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,13 +18,15 @@ from torch import nn
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Variants
+from weft.bench.core.operator import Columns, OperatorBenchmark, Variants
+from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.ops.any_operator import Variant
 from weft.bench.ops.gemms import BASELINE, WEFT
 
 COMPUTE = "compute"
 _BLOCK = 1 << 27  # elements
+P = TypeVar("P")
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -129,6 +131,21 @@ class LayerVariants(Variants):
         if name == COMPUTE:
             return {"hidden": None, "error": None}
         return {"hidden": hidden(*(found.ms(mode, of) for of in (BASELINE, COMPUTE, name)))}
+
+
+class LayerBenchmark(OperatorBenchmark[P]):
+    """A benchmark of layers. known: the names of the variants that users may ask for."""
+
+    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset"}  # noqa: RUF012
+    columns: ClassVar[Columns] = {"hidden": lambda r: hidden_cell(r)}
+    known: ClassVar[tuple[str, ...]]
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("queued",)
+
+    def check_options(self, options: BenchOptions) -> None:
+        if unknown := [name for name in options.variants if name not in self.known]:
+            raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(self.known)}")
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:

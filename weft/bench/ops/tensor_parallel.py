@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -27,12 +26,11 @@ from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Columns, OperatorBenchmark
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, by_config, milliseconds, table
 from weft.bench.ops.asynctp import ASYNCTP
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.bench.ops.layers import COMPUTE, LayerVariants, hidden_cell
+from weft.bench.ops.layers import COMPUTE, LayerBenchmark, LayerVariants, hidden_cell
 from weft.bench.ops.tensor_parallel_variants import COMPILED, Block, ModelSizes, fused_by_torch, variants_of
 
 MODELS = {
@@ -76,18 +74,11 @@ class Comparison(LayerVariants):
         return OPERATOR.notes(records)
 
 
-class _TensorParallel(OperatorBenchmark[Block]):
-    name = "tensor_parallel"
-    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset"}  # noqa: RUF012
-    baselines = Comparison.baselines
-    columns: ClassVar[Columns] = {"hidden": hidden_cell}
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("queued",)
+class _TensorParallel(LayerBenchmark[Block]):
+    name, known, baselines = "tensor_parallel", VARIANTS, Comparison.baselines
 
     def check_options(self, options: BenchOptions) -> None:
-        if unknown := [name for name in options.variants if name not in VARIANTS]:
-            raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(VARIANTS)}")
+        super().check_options(options)
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} runs only on GPUs: use device='cuda', or leave the variant out")
         if options.ranks < 2:
