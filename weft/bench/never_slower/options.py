@@ -48,7 +48,7 @@ examples:
 def forward_operators() -> list[str]:
     """Return the names of weft's own forward operators, without those that users have registered."""
     own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
-    return [name for name in own if name != LAYERS and not name.endswith("_gradients")]
+    return [name for name in own if name not in LAYERS and not name.endswith("_gradients")]
 
 
 @dataclass(frozen=True)
