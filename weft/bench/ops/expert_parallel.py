@@ -121,19 +121,17 @@ class Comparison(LayerVariants):
         splits = shape.splits(ranks.world_size, 0).view(ranks.world_size, ranks.world_size, -1)
         most = int(splits.sum((0, 2)).max())
         torch.manual_seed(0)
-        given: dict[str, Any] = {"group": ranks.group, "device": device, "dtype": dtype}
         sizes = (shape.n, shape.k, shape.experts)
-        made = {
-            BASELINE: PlainExperts(*sizes, **given),
-            COMPUTE: PlainExperts(*sizes, **given),
-            WEFT: weft.nn.ExpertParallelMLP(*sizes, **given),
-            WEFT + BOUNDED: weft.nn.ExpertParallelMLP(*sizes, **given, max_rows=-(-most // 128) * 128),
-        }
-        alone = made[COMPUTE]
+        given: dict[str, Any] = {"group": ranks.group, "dtype": dtype}
+        serial = PlainExperts(*sizes, **given, device=device)
+        alone = PlainExperts(*sizes, **given, device="meta")
         alone.known = splits[:, ranks.rank]
         alone.room = torch.randn(max(shape.rows, int(alone.known.sum())), shape.n, device=device).to(dtype)
-        for module in made.values():  # one copy of the weights; each variant computes its own gradients
-            module.gate_up_proj, module.down_proj = made[BASELINE].gate_up_proj, made[BASELINE].down_proj
+        free = weft.nn.ExpertParallelMLP(*sizes, **given, device="meta")
+        bounded = weft.nn.ExpertParallelMLP(*sizes, **given, device="meta", max_rows=-(-most // 128) * 128)
+        made = {BASELINE: serial, COMPUTE: alone, WEFT: free, WEFT + BOUNDED: bounded}
+        for module in (alone, free, bounded):  # one copy of the weights, which may fill a large part of the memory
+            module.gate_up_proj, module.down_proj = serial.gate_up_proj, serial.down_proj
         calls = {name: (module if name in (BASELINE, COMPUTE) else _in_order(module)) for name, module in made.items()}
         self.layers = {n: Layer(made[n], calls[n]) for n in made if n in (BASELINE, COMPUTE, *(wanted or VARIANTS))}
         self.waiting = [*self.layers]  # backward reads the numbers of rows on the CPU
