@@ -215,8 +215,10 @@ def test_a_transform_around_the_first_call_of_a_group_is_refused(pool: Pool) -> 
 
 def layers_otherwise(group: dist.ProcessGroup) -> dict[str, list[str]]:
     mlp, x = weft.nn.ParallelMLP(8, 16, group=group, sequence_dim=None), torch.randn(4, 8)
+    experts, index, weights = weft.nn.ExpertParallelMLP(8, 6, 2, group=group), torch.tensor([[0]] * 4), torch.ones(4, 1)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "a column-parallel layer": mlp, "weft.nn.replicated": lambda x: weft.nn.replicated(x, group),
+        "ExpertParallelMLP": lambda x: experts(x, index, weights),
     }  # fmt: skip
     found = {}
     for name, call in calls.items():

@@ -24,7 +24,16 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft.nn.layer_arguments import check_dtype, checked_size
-from weft.operator.layers import activated, compare_options, ends_group, fill, require_alike, tells_peers, wrong_device
+from weft.operator.layers import (
+    activated,
+    compare_options,
+    ends_group,
+    fill,
+    require_alike,
+    require_plain_by,
+    tells_peers,
+    wrong_device,
+)
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.symm.groups import member_group
@@ -173,6 +182,7 @@ class ExpertParallelMLP(nn.Module):
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
         require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
+        require_plain_by(type(self).__name__, self.group_name, x, top_k_weights)
         compare_options(
             type(self).__name__, self.group_name, x, hidden=self.hidden, intermediate=self.intermediate,
             num_experts=self.num_experts, gated=self.gated, activation=self.activation,

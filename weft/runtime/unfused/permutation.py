@@ -19,7 +19,7 @@ def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         return arrived
     if arrived.is_cuda:
         return arrived.index_select(0, orders_of(sizes).by_expert)
-    return reorder(arrived, sizes.received, torch.empty_like(arrived), to_ranks=False)
+    return reorder(arrived, _counts(sizes), torch.empty_like(arrived), to_ranks=False)
 
 
 def in_order_of_arrival(rows: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -30,7 +30,14 @@ def in_order_of_arrival(rows: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         return rows
     if rows.is_cuda:
         return rows.index_select(0, orders_of(sizes).by_arrival)
-    return reorder(rows, sizes.received, torch.empty_like(rows), to_ranks=True)
+    return reorder(rows, _counts(sizes), torch.empty_like(rows), to_ranks=True)
+
+
+def _counts(sizes: Sizes) -> torch.Tensor:
+    """Return the number of rows from each rank for each local expert, as it was when `sizes` copied the tables. By the time of
+    backward, a collective or NumPy may have changed `sizes.received`, and native code would write outside of the rows.
+    """
+    return torch.from_numpy(sizes.tables[1])
 
 
 class Orders:
