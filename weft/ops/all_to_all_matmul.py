@@ -316,6 +316,8 @@ class _AllToAllMatmul(Operator[_Call]):
         grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
         dual, transposed = operator_named("matmul_all_to_all"), w.transpose(1, 2)
         tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
+        if not w.is_cuda:  # the tables of forward, because the caller may have overwritten its tensors
+            tables = torch.from_numpy(sizes.tables[1]), torch.from_numpy(sizes.tables[0]).flatten()
         form: Any = dual.form
         call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)
         (grad_tokens,) = within(dual, call, group, turn)
