@@ -18,7 +18,7 @@ import weft.nn
 from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
-from weft.bench.ops import tensor_parallel
+from weft.bench.ops import layers, tensor_parallel
 from weft.bench.ops.layers import Layer
 from weft.bench.ops.tensor_parallel import OPERATOR, Comparison
 from weft.bench.ops.tensor_parallel_variants import Block, ModelSizes, StockAttention, StockMLP, variants_of
@@ -82,6 +82,17 @@ def test_a_table_has_what_was_measured() -> None:
     two = [*rows, *(r | {"config": "b", "fused_by_torch": 2} for r in rows)]
     assert "of AsyncTP's operators: its collectives did not overlap (llama-3-8b mlp)." in OPERATOR.table(two)
     assert "a compiled call contains 2 of AsyncTP's operators (b)." in OPERATOR.table(two)
+
+
+def test_blocks_of_a_large_tensor_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_BLOCK", 8)
+    wanted = torch.arange(1.0, 13.0).view(6, 2)
+    for row in range(6):
+        for value, error in ((torch.nan, torch.inf), (torch.inf, torch.inf), (24.0, (24.0 - 2 * row - 1) / 12)):
+            found = wanted.clone()
+            found[row, 0] = value
+            assert layers._distance(found, wanted) == pytest.approx(error)
+    assert layers._distance(wanted, wanted) == 0
 
 
 # --- two ranks ---

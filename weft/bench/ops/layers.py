@@ -133,21 +133,6 @@ class LayerVariants(Variants):
         return {"hidden": hidden(*(found.ms(mode, of) for of in (BASELINE, COMPUTE, name)))}
 
 
-class LayerBenchmark(OperatorBenchmark[P]):
-    """A benchmark of layers. known: the names of the variants that users may ask for."""
-
-    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset"}  # noqa: RUF012
-    columns: ClassVar[Columns] = {"hidden": lambda r: hidden_cell(r)}
-    known: ClassVar[tuple[str, ...]]
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("queued",)
-
-    def check_options(self, options: BenchOptions) -> None:
-        if unknown := [name for name in options.variants if name not in self.known]:
-            raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(self.known)}")
-
-
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest element of `wanted`.
 
@@ -156,9 +141,10 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
         return math.inf
     rows = max(1, _BLOCK * len(wanted) // max(1, wanted.numel()))  # blocks of rows, because fp32 copies need memory
     pairs = list(zip(found.split(rows), wanted.split(rows), strict=True))
-    error = max(float((f.float() - w.float()).abs().max()) for f, w in pairs)
-    error /= max(*(float(w.abs().max()) for _, w in pairs), 1e-30)
-    return error if math.isfinite(error) else math.inf
+    errors = [float((f.float() - w.float()).abs().max()) for f, w in pairs]
+    if not all(map(math.isfinite, errors)):  # `max` would lose a NaN
+        return math.inf
+    return max(errors) / max(*(float(w.abs().max()) for _, w in pairs), 1e-30)
 
 
 def hidden(serial: float | None, compute: float | None, mine: float | None) -> float | None:
@@ -175,6 +161,21 @@ def hidden(serial: float | None, compute: float | None, mine: float | None) -> f
 def hidden_cell(r: Record) -> str:
     """Return the table cell with the hidden fraction of variant `weft`; an empty text for other variants."""
     return f"{r['hidden']:.0%}" if r.get("variant") == WEFT and r["hidden"] is not None else ""
+
+
+class LayerBenchmark(OperatorBenchmark[P]):
+    """A benchmark of layers. known: the names of the variants that users may ask for."""
+
+    refuses = {**OperatorBenchmark.refuses, "scale": "cannot be scaled: give another preset"}  # noqa: RUF012
+    columns: ClassVar[Columns] = {"hidden": hidden_cell}
+    known: ClassVar[tuple[str, ...]]
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("queued",)
+
+    def check_options(self, options: BenchOptions) -> None:
+        if unknown := [name for name in options.variants if name not in self.known]:
+            raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(self.known)}")
 
 
 def local(x: torch.Tensor | None) -> torch.Tensor:
