@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.runtime.cuda import watch as stream_watch
-from weft.runtime.cuda.watch import Watch
+from weft.runtime.cuda.watch import OwnDeadlines, Watch
 
 
 class Runs:
@@ -74,3 +74,18 @@ def test_what_was_removed_while_it_was_looked_at_stays_away(looks) -> None:
     look(20.0)
     assert not runs.asked
     assert runs not in watch._seen
+
+
+def test_an_executor_with_deadlines_of_its_own_is_only_looked_at(looks) -> None:
+    watch, look = looks
+    times = list[str]()
+
+    class Recorded(OwnDeadlines):
+        def look(self) -> None:
+            times.append("looked")
+
+    exchange = Recorded()
+    watch.add(exchange)
+    look(1.0)
+    look(1e9)
+    assert times == ["looked", "looked"]

@@ -8,7 +8,6 @@ overwrite this rank's signals with POISON. Kernels that wait for the signals the
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from typing import Any, cast
@@ -24,7 +23,7 @@ from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import is_captured, refuse_capture
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Occupancy, RankAddresses, Tables
-from weft.runtime.cuda.watch import watch
+from weft.runtime.cuda.watch import OwnDeadlines, watch
 from weft.runtime.meeting import refuse
 from weft.runtime.outputs import LendingExecutor, OutputPool
 from weft.symm import Communicator, Region, set_up_within
@@ -246,24 +245,16 @@ class EmbeddingAllToAllCuda(LendingExecutor):
                 timeline.add(rank, "wait", "wait for peers", start_ns / 1e3, end_ns / 1e3, 0, program)
 
 
-class _Look:
+class _Look(OwnDeadlines):
     """A weak reference to an executor, by which the watching thread checks the executor without keeping it alive."""
-
-    deadline_s = math.inf
 
     def __init__(self, operator: EmbeddingAllToAllCuda) -> None:
         self._operator = weakref.ref(operator)
 
-    def has_begun(self) -> bool:
+    def look(self) -> None:
         operator = self._operator()
         if operator is not None:
             operator.look()
-        return False
-
-    def standing_still(self, seconds: float) -> None:
-        """Do nothing. The watching thread calls this method if no run begins for long, but the waits of these kernels have
-        deadlines of their own.
-        """
 
     def close(self) -> None:
         watch.remove(self)

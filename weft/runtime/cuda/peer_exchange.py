@@ -7,7 +7,6 @@ by overwriting the signals.
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any, cast
 
@@ -17,19 +16,17 @@ from weft.errors import DeadlineError, WeftError
 from weft.kernels.signals import POISON, R_EPOCH, R_FOUND, R_STATUS, RECORD_WORDS
 from weft.runtime.capture import is_captured
 from weft.runtime.cuda.streams import current_stream
-from weft.runtime.cuda.watch import watch
+from weft.runtime.cuda.watch import OwnDeadlines, watch
 from weft.symm import Communicator, Region
 from weft.symm.lasting import lasting
 
 
-class PeerExchange:
+class PeerExchange(OwnDeadlines):
     """The base class of exchanges on a communicator. All ranks must construct this object, and make the same calls.
 
     signals: the number of signal words of a rank.
     record: pinned memory to which kernels write why they have failed, int64 [RECORD_WORDS].
     """
-
-    deadline_s = math.inf  # kernels have their own deadlines
 
     def __init__(self, comm: Communicator, signals: int) -> None:
         self.comm = comm
@@ -91,18 +88,6 @@ class PeerExchange:
             text = f"rank {self.comm.rank}: {self.missed(status, epoch, peer)} (wanted {wanted}, found {found})"
             self._failure = DeadlineError(text)
             self.comm.poison(text)
-
-    def has_begun(self) -> bool:
-        """Make the group fail if the device has recorded a missed deadline. Return False to the caller, the watching thread: it
-        need not measure a deadline, because kernels measure their own deadlines.
-        """
-        self.look()
-        return False
-
-    def standing_still(self, seconds: float) -> None:
-        """Do nothing. The watching thread calls this method if no call begins for long, but the waits of these kernels have
-        deadlines of their own.
-        """
 
     def close(self) -> None:
         """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""

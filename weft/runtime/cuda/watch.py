@@ -9,6 +9,7 @@ Otherwise the thread copies nothing more until the next run begins.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -30,6 +31,23 @@ class Watched(Protocol):
         """Check if the last run is blocked. The watching thread calls this method once if no new run has begun for `seconds`, a
         time above the deadline.
         """
+
+
+class OwnDeadlines:
+    """The base class of executors whose kernels measure their own deadlines. The watching thread only calls `look`."""
+
+    deadline_s = math.inf
+
+    def look(self) -> None:
+        """Make the group fail if the device has recorded a failure. This method must not call CUDA."""
+        raise NotImplementedError
+
+    def has_begun(self) -> bool:
+        self.look()
+        return False
+
+    def standing_still(self, seconds: float) -> None:
+        raise AssertionError("no deadline of the watching thread can pass")
 
 
 class Watch:
