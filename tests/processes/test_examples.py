@@ -304,7 +304,7 @@ def test_the_page_sees_its_schedule(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(SEEING, functions_of(SCRIPT) | {"__name__": "__main__"})
-    assert re.fullmatch(r"\d+ us, and for \d+ us of it a rank has nothing to compute\n", capsys.readouterr().out)
+    assert re.fullmatch(r"\d+ us. During \d+ us of this time, a rank has nothing to compute\n", capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"from_the_left.json", "from_the_left.png"}
 
 

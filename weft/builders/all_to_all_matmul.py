@@ -98,7 +98,7 @@ def dispatch(
         )
     if rest == "each" and send == "together":
         raise NotApplicableError(
-            "with send=together all tokens arrive at once, so a GEMM per peer cannot start earlier: use rest=together"
+            "with send=together the tokens of all peers arrive at once, so a GEMM for each peer gains nothing: use rest=together"
         )
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)

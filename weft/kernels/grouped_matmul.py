@@ -10,8 +10,9 @@ a segment, read in place:
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
 For a peer s, x_s is the inbox `slots`, which has `slot_rows` rows for each peer. The block of the n-th source after this rank
-begins at row (n - 1) * slot_rows. For this rank itself, x_s is `own`, its tokens for all experts. `splits` has the number of
-these tokens for each expert of all ranks, so this rank's block begins at row sum(splits[: rank * experts]).
+begins at row (n - 1) * slot_rows. For this rank itself, x_s is `own`, its tokens for the experts of all ranks. `splits` has the
+number of these tokens for each expert. Each rank has `experts` experts, so this rank's block begins at
+row sum(splits[: rank * experts]).
 
 With BACK, the roles of x and y are exchanged. Rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`, which is
 then an outbox for the peers. Rows whose source is this rank itself are stored in `own`, the result for this rank's tokens. Rows

@@ -116,16 +116,16 @@ def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
     gathers = {f"{by}\nin {PIECES}": gather_name(by) for by in TRANSPORTS}
     beside = {f"GEMM,\n{by}": gemm_beside(by) for by in TRANSPORTS}
     beside |= {f"gather,\n{by}": gather_beside(by) for by in TRANSPORTS}
-    beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "whole shards,\nGEMM": gather_beside("dma", 1)}
+    beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "gather,\nwhole shards": gather_beside("dma", 1)}
     overlaps = {f"overlap,\n{by}": overlap(gemm_beside(by)) for by in TRANSPORTS}
     said = (
-        f"Contention loss of a GEMM in {PIECES} pieces by rows and of an all-gather in {PIECES} pieces: time when concurrent / "
+        f"Contention loss of a GEMM in {PIECES} pieces by rows, and of an all-gather in {PIECES} pieces: time while both run / "
         "time alone (figure 9)"
     )
     if any(
         row.loss(variant) is not None for row in rows for variant in (gemm_beside("dma", 1), gather_beside("dma", 1))
     ):
-        said += ", and whole shards by dma"
+        said += '. "whole shards": the all-gather by dma is not cut'
     made = [
         _table(
             "Decomposition loss of GEMMs in 8 and 64 pieces: time of the pieces / time of the whole (figure 7)",

@@ -74,7 +74,7 @@ class Signal(_Handle):
     """`count` 64-bit counters on every rank of `group`. Any rank can increase them. The owner can wait for them.
 
     Memory order: `set` and `add` release, `wait` and `read` acquire. After a wait for a value, a rank sees all writes
-    to symmetric memory that the rank which set the value made before. Counters start at 0 and should only grow: a rank
+    to symmetric memory that preceded the `set` or `add` of this value. Counters start at 0 and should only grow: a rank
     cannot know if a peer still reads an older value. For example, use the number of the iteration as the value.
     """
 

@@ -62,7 +62,8 @@ class Exchange:
         """Run one exchange. Return every rank's payload, by rank.
 
         name: a name for error texts, or a function that returns it.
-        collective: a collective whose data travel with the payloads. If all ranks run it, the caller then calls `finish`.
+        collective: a collective whose first data travel with the payloads. If the payloads of all ranks announce this
+            collective, call `finish` next.
 
         Raises the errors of `Communicator.wait`. Raises `ValueError` if the payload is longer than `nbytes`: nothing is
         then published, and this rank may call again with a shorter payload.

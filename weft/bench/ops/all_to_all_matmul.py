@@ -153,8 +153,8 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """Take the inputs from `whole`, the variants of a larger shape, and keep `config.rows` rows of each rank. The
-        experts get these rows in the same proportion as in the larger shape.
+        """Copy the inputs from `whole`, which has a larger shape, and keep `config.rows` rows of each rank. The experts get
+        these rows in the same proportion as in the larger shape.
         """
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
@@ -165,8 +165,8 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take this rank's rows from `whole`, the variants of a larger shape. The numbers of rows for each expert are already
-        in `self.splits` and `self.received`.
+        """Copy this rank's rows from `whole`, which has the inputs of a larger shape. The numbers of rows for each expert are
+        already in `self.splits` and `self.received`.
         """
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:

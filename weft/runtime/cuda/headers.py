@@ -104,11 +104,11 @@ _exchanges: dict[Communicator, HeaderExchange] = {}
 
 
 def headers_on(comm: Communicator) -> HeaderExchange:
-    """Return the exchange of headers on `comm`. The first call constructs it, so all ranks must make this call together."""
+    """Return the `HeaderExchange` of `comm`. The first call constructs it, so all ranks must make this call together."""
     return of_communicator(_exchanges, comm, HeaderExchange)
 
 
 def known_headers(group: dist.ProcessGroup) -> HeaderExchange | None:
-    """Return the exchange of headers of a group, or None if `headers_on` has not made one. The group may have failed."""
+    """Return the group's `HeaderExchange`, also after the group failed; None if `headers_on` has not constructed it."""
     comm = open_communicator(group, "cuda")
     return None if comm is None else _exchanges.get(comm)
