@@ -32,7 +32,7 @@ _NOTES = {
     "sharders": (
         "fp32, the same plans",
         "All times are of `DistributedModelParallel`, with TorchRec's sharder or with weft's. A step is forward, backward and "
-        "the update of all\ntables. The update is SGD. Rows `row-wise, rows` look up rows without pooling, with "
+        "the update of all\ntables. The update is SGD. The cases `row-wise, rows` look up rows without pooling, with "
         "`use_index_dedup=True` and rowwise Adagrad: B is\nsamples x ids of a sample, and 2% of the ids of a batch are distinct.",
     ),
     "pipeline": (

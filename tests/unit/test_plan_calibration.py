@@ -244,7 +244,7 @@ def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, val
     ("points", "message"),
     [
         ([], "copies, but lacks all_gathers: run `weft plan"),
-        ([[65536, 10.5], [131072, 1e-6]], "do not grow with their bytes"),
+        ([[65536, 10.5], [131072, 1e-6]], "do not grow with the number of bytes"),
     ],
 )
 def test_a_calibration_that_makes_no_model_is_ignored_with_a_note(

@@ -244,7 +244,7 @@ def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, flo
     if per_byte <= 0:
         sizes = ", ".join(f"{nbytes:.0f} bytes in {time:g} us" for nbytes, time in zip(count, us, strict=True))
         raise ValueError(
-            f"the measured times of {what} do not grow with their bytes ({sizes}), so the machine was probably busy: "
+            f"the measured times of {what} do not grow with the number of bytes ({sizes}), so the machine was probably busy: "
             "calibrate again"
         )
     return min(float(latency), float(us.min())), 1 / float(per_byte)

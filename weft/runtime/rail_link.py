@@ -78,7 +78,9 @@ class RailLink:
         def completed(seconds: float) -> bool:
             outcome, peer = self._native.go_on(max(0.0, seconds))
             if outcome == _LOST:
-                raise RuntimeError(f"the connection to {self._comm.name(self._peers[peer])} failed: {self._native.error}")
+                raise RuntimeError(
+                    f"the connection to {self._comm.name(self._peers[peer])} failed: {self._native.error}"
+                )
             return outcome == _DONE
 
         finish_by(completed, self._comm, what, deadline_s, absent)

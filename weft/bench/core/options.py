@@ -75,7 +75,7 @@ class BenchOptions:
                 raise ValueError(f"{field}={value}: {self.op} {why}")
         if self.counters and self.device != "cuda":
             raise ValueError(
-                f"counters with device={self.device!r}: only GPUs have these counters: do not pass --counters"
+                f"counters with device={self.device!r}: only GPUs have these counters, so do not pass --counters"
             )
         if self.scale is not None and not 0 < self.scale <= 1:
             raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks the configuration")

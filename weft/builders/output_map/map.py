@@ -240,7 +240,7 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
     """Return two values: the operator's problem as a `MatmulInto`, and the number of rows of the whole output."""
     if isinstance(p, ScaledMatmulReduceScatter):
-        raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
+        raise NotApplicableError("output maps do not support scaled (fp8) GEMMs: use another schedule")
     if isinstance(p, MatmulReduceScatter):
         return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
     if p.columns:

@@ -238,8 +238,8 @@ def infragraph_of(topology: Topology, name: str) -> dict[str, Any]:
     for (source, target), numbers in between.items():
         if len(numbers) > 1 or between.get((target, source)) != numbers:
             raise ValueError(
-                f"the links between nodes {source} and {target} are not one equal link in each direction, which InfraGraph cannot "
-                "represent: give them exactly one link in each direction, with the same bandwidth and latency"
+                f"InfraGraph cannot represent the links between nodes {source} and {target}: give these nodes exactly one link in "
+                "each direction, both with the same bandwidth and latency"
             )
         if source < target:
             kind = kinds.setdefault(numbers[0], f"link{len(kinds)}")

@@ -297,8 +297,8 @@ def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
             return src.name, dst.name
     raise ScheduleError(
         f"schedule {here.schedule.name}: no torch call runs kernel {step.kernel.name} in {step}: a serial schedule may use a "
-        "kernel only to copy the ranks' matrices from one below the other to side by side. Use other steps, or override "
-        "`unfused` of the operator"
+        "kernel only to copy gathered row blocks to column blocks, one for each rank. Use other steps, or override `unfused` "
+        "of the operator"
     )
 
 
