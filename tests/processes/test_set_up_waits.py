@@ -30,7 +30,7 @@ from weft import _core, symm
 from weft.errors import PeerLostError
 from weft.launch import Pool
 from weft.symm import Communicator, bootstrap, control
-from weft.symm.control import Control
+from weft.symm.watchdog import Watchdog
 
 BAD_RANK = 1
 LONG_S = 50.0
@@ -252,16 +252,16 @@ def stopped_past_its_deadline(group, rounds):
     """Stop rank 0 while it waits. Rank 1's data arrive meanwhile. The watchdog is the last thread of rank 0 that
     continues.
     """
-    native = Control._read
+    native = Watchdog._read
 
-    def read_late(control: Control, rank: int) -> bool:
+    def read_late(watchdog: Watchdog, rank: int) -> bool:
         time.sleep(0.05)
-        return native(control, rank)
+        return native(watchdog, rank)
 
     comm = symm.communicator(own_group(group), "cpu")
     pids = comm.all_gather(os.getpid())
     if group.rank() == 0:
-        Control._read = read_late
+        Watchdog._read = read_late
     try:
         for _ in range(rounds):
             comm.all_gather(None, what="all are here", deadline_s=LONG_S)
@@ -274,7 +274,7 @@ def stopped_past_its_deadline(group, rounds):
                 values = comm.all_gather(group.rank(), what="a census", deadline_s=1.0 if group.rank() == 0 else LONG_S)
             assert values == [0, 1]
     finally:
-        Control._read = native
+        Watchdog._read = native
 
 
 def test_a_process_that_was_stopped_finds_what_came_meanwhile(pool: Pool) -> None:
@@ -411,22 +411,22 @@ def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> N
 
 
 def without_threads(group):
-    own, start, send, before, goodbyes = own_group(group), threading.Thread.start, Control._send, traces(), set()
+    own, start, send, before, goodbyes = own_group(group), threading.Thread.start, Watchdog.send, traces(), set()
 
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    def noted(control: Control, rank: int, packet: bytes, **options: Any) -> None:
+    def noted(watchdog: Watchdog, rank: int, packet: bytes, **options: Any) -> None:
         if packet.startswith(b"G"):
             goodbyes.add(rank)
-        send(control, rank, packet, **options)
+        send(watchdog, rank, packet, **options)
 
     if group.rank() == BAD_RANK:
-        threading.Thread.start, Control._send = fail, noted  # type: ignore[method-assign]
+        threading.Thread.start, Watchdog.send = fail, noted  # type: ignore[method-assign]
     try:
         first = timed(lambda: set_all_up(own))
     finally:
-        threading.Thread.start, Control._send = start, send  # type: ignore[method-assign]
+        threading.Thread.start, Watchdog.send = start, send  # type: ignore[method-assign]
     second, left = timed(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S)), traces(before)["memfd descriptors"]
     set_all_up(own_group(group))
     return first, second, left, goodbyes

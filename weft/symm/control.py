@@ -1,7 +1,6 @@
 """The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), even while this rank computes
-or waits. It handles these messages:
+A daemon thread, the watchdog (`weft.symm.watchdog`), reads the connections to all peers, and handles these messages:
 
 - *data*: a peer's payload of a set-up collective, possibly with a file descriptor. A long payload is sent in parts: the
   last part is a *data* message, and the others are *more* messages.
@@ -28,7 +27,6 @@ import contextlib
 import ctypes
 import os
 import pickle
-import select
 import threading
 import time
 from collections import deque
@@ -42,6 +40,7 @@ from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.connections import MAX_PACKET, TcpConnection
 from weft.symm.failures import logged
 from weft.symm.rounds import Rounds
+from weft.symm.watchdog import TICK_S, Watchdog
 from weft.words import and_list
 
 T = TypeVar("T")
@@ -53,7 +52,6 @@ _CALL_S = 1.0  # longest time that a peer's full buffer may delay a message abou
 _LAST_LOOK_S = 0.2  # time for the watchdog to read messages that have arrived, after a deadline
 CALLBACK_S = 2.0  # longest time that callbacks of `on_failure` may delay closing a group, or exiting the process
 EXITING = "the process is exiting"
-_TICK_S = 0.25  # interval at which the watchdog checks if nothing arrives
 _STALE_S = 1.0  # if the last check is older, this process was stopped, and messages may be unread
 
 
@@ -79,7 +77,6 @@ class Control:
         self._lost: int | None = None
         self._tell_owner, self._afterwards = failed, afterwards
         self._reported = False
-        self._goodbyes_sent = False
         self.health = _core.Health(_STALE_S)  # native waits and replayed calls read it
         self._word = ctypes.c_int64.from_address(self.health.failed_address)
         self._peers = {peer.rank: peer for peer in peers}
@@ -93,18 +90,17 @@ class Control:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
-        self.rounds = Rounds(self._peers, self._lock, lambda rank, body: self._send(rank, _PRESENT + body))
+        self.rounds = Rounds(self._peers, self._lock, lambda rank, body: self._watchdog.send(rank, _PRESENT + body))
         self._compared_at = self.health.looked_at  # time of the watchdog's last comparison of calls
-        self._wake = -1
+        connections = {peer.rank: peer.connection for peer in peers}
+        self._watchdog = Watchdog(rank, connections, self._lock, self._read, self._end_of, self._look, self._release)
         try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
             self._watchdog.start()
         except BaseException as error:
             text = f"rank {rank} cannot start its watchdog thread: {error!r}"
             self.poison(text)
             for other in self._peers:  # so that peers do not take the end of the connections for this rank's death
-                self._send(other, _GOODBYE + text.encode()[:_PART_BYTES])
+                self._watchdog.send(other, _GOODBYE + text.encode()[:_PART_BYTES])
             self._release()
             self._run_callbacks()
             if isinstance(error, Exception):
@@ -144,12 +140,8 @@ class Control:
         messages may have arrived meanwhile.
         """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
-        self._rouse()
-        while (
-            self.health.looked_at == before
-            and time.monotonic() < until
-            and threading.current_thread() is not self._watchdog
-        ):
+        self._watchdog.rouse()
+        while self.health.looked_at == before and time.monotonic() < until and not self._watchdog.is_current:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
@@ -196,7 +188,7 @@ class Control:
 
     def _tell(self, message: bytes) -> None:
         for rank in self._peers:
-            self._send(rank, message, until=time.monotonic() + _CALL_S)
+            self._watchdog.send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
         """Mark the group as failed because a peer was lost. rank: the lost peer; None for all peers."""
@@ -230,8 +222,8 @@ class Control:
             self._word.value = 1
             self._changed.notify_all()
         for rank in self._peers if news else ():
-            self._send(rank, news)
-        self._rouse()
+            self._watchdog.send(rank, news)
+        self._watchdog.rouse()
 
     # -- set-up collectives
 
@@ -248,9 +240,9 @@ class Control:
                 *parts, last = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
                 for rank in self._peers:
                     for part in parts:
-                        self._send(rank, _MORE + part, until=until)
+                        self._watchdog.send(rank, _MORE + part, until=until)
                     passes = self._peers[rank].connection.passes_files
-                    self._send(rank, _DATA + last, file if passes else None, until)
+                    self._watchdog.send(rank, _DATA + last, file if passes else None, until)
                 whose, more = f"in {what}", ": deadline_s or WEFT_SETUP_DEADLINE_S give more time"
                 messages = self._take_all(self._inbox, "the part of", whose, until, deadline_s, more)
                 received += [file for _, files in messages.values() for file in files]
@@ -288,7 +280,7 @@ class Control:
         found = [payload] * self.world_size
         with self.whole(name):
             for rank in self._peers:
-                self._send(rank, _MEETING + payload, until=until)
+                self._watchdog.send(rank, _MEETING + payload, until=until)
             for rank, theirs in self._take_all(self._met, f"{name} from", "", until, deadline_s).items():
                 found[rank] = theirs
         return found
@@ -345,11 +337,8 @@ class Control:
             self._changed.notify_all()
             self._callbacks.clear()
         for rank in self._peers:
-            self._send(rank, _GOODBYE + why.encode())
-        self._goodbyes_sent = True
-        self._rouse()
-        if threading.current_thread() is not self._watchdog:
-            self._watchdog.join(CALLBACK_S if until is None else max(0.0, until - time.monotonic()))
+            self._watchdog.send(rank, _GOODBYE + why.encode())
+        self._watchdog.stop(time.monotonic() + CALLBACK_S if until is None else until)
         return True
 
     def forked(self) -> None:
@@ -361,75 +350,37 @@ class Control:
         self.closed = forks.MAKE_ANOTHER
         self.failure = None
         self._word.value = 1
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        self._watchdog.forked(self._lock)
 
-    # -- the watchdog
+    # -- what the watchdog calls
 
-    def _rouse(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        connections = {peer.rank: peer.connection for peer in self._peers.values()}
-        ranks = {connection.fileno(): rank for rank, connection in connections.items()}
-        far = {peer.connection.fileno() for peer in self._peers.values() if not peer.connection.passes_files}
-        for descriptor in [*ranks]:
-            poll.register(descriptor, select.POLLIN)
-            if descriptor in far and not self._read(
-                ranks[descriptor]
-            ):  # the bootstrap may have read more than its packet
-                poll.unregister(descriptor)
-                del ranks[descriptor]
-        while not self._goodbyes_sent:
-            for descriptor in far & ranks.keys():
-                pending = connections[ranks[descriptor]].pending
-                poll.modify(descriptor, select.POLLIN | select.POLLOUT if pending else select.POLLIN)
-            for descriptor, event in poll.poll(1000 * _TICK_S):
-                if descriptor == self._wake:
-                    os.eventfd_read(self._wake)
-                    continue
-                if event & select.POLLOUT:
-                    self._flush(ranks[descriptor])
-                if event & ~select.POLLOUT and not self._read(ranks[descriptor]):
-                    poll.unregister(descriptor)
-                    del ranks[descriptor]
-            self.health.looked_at = time.monotonic()
-            self._compare_calls()
-            if self.failure is not None:
-                self._run_callbacks()
-        self._release()
+    def _look(self) -> None:
+        self.health.looked_at = time.monotonic()
+        self._compare_calls()
+        if self.failure is not None:
+            self._run_callbacks()
 
     def _compare_calls(self) -> None:
         """Send the peers a digest of this rank's calls, and compare it with theirs."""
         made = self._calls.made
-        if (
-            self._word.value or self.health.looked_at < self._compared_at + _TICK_S
-        ):  # a message may have woken this thread early
+        # A message may have woken this thread early.
+        if self._word.value or self.health.looked_at < self._compared_at + TICK_S:
             return
         self._compared_at = self.health.looked_at
         if text := made.heard_early():
             self.poison(f"rank {self.rank}: {text}")
         elif news := made.news():
             for rank in self._peers:
-                self._send(rank, _MADE + news)
+                self._watchdog.send(rank, _MADE + news)
 
     def _release(self) -> None:
-        with self._lock:  # no other thread may use a descriptor while it is being closed
-            for peer in self._peers.values():
-                peer.connection.close()
+        self._watchdog.release()
+        with self._lock:
             for inbox in self._inbox.values():
                 for _, files in inbox:
                     for file in files:
                         os.close(file)
                 inbox.clear()
-            if self._wake >= 0:
-                os.close(self._wake)
-            self._wake = -1
 
     def _run_callbacks(self) -> None:
         with self._lock:
@@ -440,89 +391,59 @@ class Control:
                 callback()
         self._afterwards()
 
-    def _read(self, rank: int) -> bool:
-        """Read the messages of `rank`. Return False if its connection has ended."""
-        connection = self._peers[rank].connection
-        while True:
-            try:
-                data, files = connection.receive()
-            except BlockingIOError:
-                return True
-            except ConnectionResetError:  # the peer left without reading all messages; its own last messages follow
-                continue
-            except OSError as error:  # only connections between hosts raise it
-                if rank not in self.gone:
-                    self.lose(rank, f"{self.name(rank)} is lost: its connection failed ({error.strerror or error})")
-                return False
-            if not data:
-                if rank not in self.gone:
-                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye message"
-                    self.lose(rank, self.ended[rank])
-                return False
-            kind, body = data[:1], data[1:]
-            if kind == _MORE:
-                self._begun[rank] += body
-            elif kind == _DATA:
-                with self._lock:
-                    self._inbox[rank].append((self._begun[rank] + body, files))
-                    self._begun[rank] = b""
-                    self._changed.notify_all()
-            elif kind == _MEETING:
-                with self._lock:
-                    self._met[rank].append(body)
-                    self._changed.notify_all()
-            elif kind == _PRESENT:
-                self.rounds.hear(rank, body)
-            elif kind == _GOODBYE:
-                with self._lock:
-                    self.gone[rank] = body.decode()
-                    if self.gone[rank] == EXITING:
-                        self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
-                    self._changed.notify_all()
-            elif kind == _POISON:
-                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # the sender has notified every rank
-            elif kind == _LOST:
-                lost, _, text = body.decode().partition(" ")
-                self.lose(int(lost) if lost else None, text)
-            elif kind == _CALL:
-                self._log.heard(rank, body)
-            elif kind == _MADE:
-                if text := self._calls.made.heard(rank, body):
-                    self.poison(f"rank {self.rank}: {text}")
-            elif kind == _ANSWER:
-                self._calls.answered(body)
-                with self._lock:
-                    self._changed.notify_all()
-            elif kind == _REFUSAL:
-                if text := self._calls.heard(body):
-                    self.poison(text)
-                elif (answer := self._calls.answer(body)) is not None:
-                    self._send(rank, _ANSWER + answer, until=time.monotonic() + _CALL_S)
-                with self._lock:
-                    self._changed.notify_all()  # ends a wait in the current call
+    def _end_of(self, rank: int, error: OSError | None) -> None:
+        """Mark the group as failed, because the connection to `rank` has ended, unless the rank has left in an orderly way."""
+        if rank in self.gone:
+            return
+        if error is None:
+            self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye message"
+            self.lose(rank, self.ended[rank])
+        else:
+            self.lose(rank, f"{self.name(rank)} is lost: its connection failed ({error.strerror or error})")
 
-    def _flush(self, rank: int) -> None:
-        with self._lock, contextlib.suppress(OSError):  # reading will report the error
-            self._peers[rank].connection.flush()
-
-    def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send a packet. If the peer's buffer is full, retry until the time `until`. Do nothing if the peer is dead, which
-        the watchdog detects.
-        """
-        connection = self._peers[rank].connection
-        while True:
-            try:
-                with self._lock:
-                    connection.send(packet, file)
-                if connection.pending:
-                    self._rouse()  # the watchdog sends the rest when the buffer has space
-                return
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    return
-                time.sleep(0.001)
-            except OSError:
-                return
+    def _read(self, rank: int, message: bytes, files: list[int]) -> None:
+        """Handle a message of `rank`."""
+        kind, body = message[:1], message[1:]
+        if kind == _MORE:
+            self._begun[rank] += body
+        elif kind == _DATA:
+            with self._lock:
+                self._inbox[rank].append((self._begun[rank] + body, files))
+                self._begun[rank] = b""
+                self._changed.notify_all()
+        elif kind == _MEETING:
+            with self._lock:
+                self._met[rank].append(body)
+                self._changed.notify_all()
+        elif kind == _PRESENT:
+            self.rounds.hear(rank, body)
+        elif kind == _GOODBYE:
+            with self._lock:
+                self.gone[rank] = body.decode()
+                if self.gone[rank] == EXITING:
+                    self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
+                self._changed.notify_all()
+        elif kind == _POISON:
+            self._fail(PoisonedGroupError, body.decode(errors="replace"))  # the sender has notified every rank
+        elif kind == _LOST:
+            lost, _, text = body.decode().partition(" ")
+            self.lose(int(lost) if lost else None, text)
+        elif kind == _CALL:
+            self._log.heard(rank, body)
+        elif kind == _MADE:
+            if text := self._calls.made.heard(rank, body):
+                self.poison(f"rank {self.rank}: {text}")
+        elif kind == _ANSWER:
+            self._calls.answered(body)
+            with self._lock:
+                self._changed.notify_all()
+        elif kind == _REFUSAL:
+            if text := self._calls.heard(body):
+                self.poison(text)
+            elif (answer := self._calls.answer(body)) is not None:
+                self._watchdog.send(rank, _ANSWER + answer, until=time.monotonic() + _CALL_S)
+            with self._lock:
+                self._changed.notify_all()  # ends a wait in the current call
 
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:
