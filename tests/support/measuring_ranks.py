@@ -146,14 +146,35 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
     """Return the warnings of two shapes for which schedules are measured, and no schedule is clearly faster than
     serial.
     """
+    with _warnings(group) as texts, instead(select, _CLEARLY_US={"cpu": 1e9}):
+        assert multiply(group, 13) == multiply(group, 14) == "serial"
+    return texts
+
+
+def warnings_after_a_slow_moment(group: dist.ProcessGroup) -> list[str]:
+    """Return the warnings if all schedules seem fast in the first measurement, and not in the second."""
+
+    def measured(p: object, schedules: dict[str, object], *rest: object, anew: bool = False) -> dict[str, float]:
+        return {name: 1e4 if anew else 1e6 if name == "serial" else 5e3 for name in schedules}
+
+    with _warnings(group) as texts, instead(measure, measured=measured):
+        assert multiply(group, 13) == "serial"
+    return texts
+
+
+@contextmanager
+def _warnings(group: dist.ProcessGroup) -> Iterator[list[str]]:
+    """Context manager: append the texts of all `NoOverlapWarning`s to the list that it returns."""
     module = select.warn_once.__globals__
     before, module["_warned"] = module["_warned"], False
     quiet, os.environ["WEFT_QUIET"] = os.environ["WEFT_QUIET"], "0"
+    again(group)
+    texts: list[str] = []
     try:
-        with warnings.catch_warnings(record=True) as found, instead(select, _CLEARLY_US={"cpu": 1e9}):
+        with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            assert multiply(group, 13) == multiply(group, 14) == "serial"
-        return [str(one.message) for one in found if one.category is weft.plan.NoOverlapWarning]
+            yield texts
+        texts += [str(one.message) for one in found if one.category is weft.plan.NoOverlapWarning]
     finally:
         module["_warned"], os.environ["WEFT_QUIET"] = before, quiet
         again(group)
