@@ -119,7 +119,7 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
     monkeypatch.setitem(function, "machine_here", lambda: None)
     machine, _, notes = plan.machine_and_model(None, 2)
     assert machine.name == "NVIDIA H200"
-    assert "has no machine file" in notes[0]
+    assert "weft has no machine file for" in notes[0]
     monkeypatch.setitem(function, "machine_here", lambda: load_machine("mi300x"))
     machine, _, notes = plan.machine_and_model(None, 2)
     assert (machine.name, len(notes)) == ("AMD Instinct MI300X", 1)

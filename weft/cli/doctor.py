@@ -90,6 +90,8 @@ def print_report(report: Report) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(f"weft {weft.__version__} on {platform.node() or 'this machine'}\n")
     console.print(table)
+    if any(finding.state != "ok" for finding in report.findings):
+        console.print("\nmissing: weft works without this. broken: weft does not work until you fix this.")
     console.print(
         "\nweft will use:" if report.works else "\n[red]Nothing works here yet[/red]: fix what is broken above."
     )

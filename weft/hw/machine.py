@@ -133,8 +133,8 @@ def _read(name: str | Path) -> Machine:
 
 
 _WITHOUT_FILE = (
-    ". Calls need no machine file: for NVIDIA GPUs without one, weft derives the numbers from the driver's. To "
-    "plan for such a GPU on another machine, copy weft/hw/a100.toml, change its datasheet numbers, and pass the "
+    ". Calls need no machine file: for an NVIDIA GPU without one, weft derives the numbers from properties that the driver "
+    "reports. To plan for such a GPU on another machine, copy weft/hw/a100.toml, change its datasheet numbers, and pass the "
     "path of the copy"
 )
 

@@ -284,14 +284,14 @@ def problem_on_machine(
     _require_ranks(ranks)
     if ranks > most:
         more = (
-            ", because schedules have a step for each pair of ranks; weft sim and weft.plan.comparison simulate up to "
-            f"{MOST_OF_A_TORUS} of embedding_all_to_all on a torus, where one rank represents all"
+            ", because schedules have a step for each pair of ranks. Exception: weft sim and weft.plan.comparison simulate "
+            f"embedding_all_to_all on a torus of up to {MOST_OF_A_TORUS} ranks, because one rank represents all"
         )
         raise ValueError(f"ranks={ranks}: at most {most} can be simulated{more if most == MOST_RANKS else ''}")
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if not isinstance(dtype, str) or dtype not in model.matmul_flops_per_us:
         raise ValueError(
-            f"dtype={dtype!r}: {machine.name} has matmul rates only for {', '.join(model.matmul_flops_per_us)}"
+            f"dtype={dtype!r}: {machine.name} has matmul rates only for {', '.join(model.matmul_flops_per_us)}: use one of these"
         )
     problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, **options)
     if not problem.has_work:
@@ -328,7 +328,9 @@ def machine_and_model(
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
         machine = load_machine("h200")
-        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown. Select another with hw (--hw)")
+        notes.append(
+            f"the default, because weft has no machine file for {machine_name()}; pass hw (--hw) for another machine"
+        )
     elif machine.about:
         notes.append(machine.about)
     try:

@@ -6,6 +6,7 @@ This module imports neither torch nor the packages of `weft[cli]`, except to cou
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import re
 import sys
@@ -112,8 +113,13 @@ def appended(path: Path, count: int) -> str:
 
 
 def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
-    """Return a ValueError that lists the known `names`. what: the kind of `name`, such as "operator"."""
-    return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
+    """Return a ValueError that lists the known `names`, and suggests the nearest.
+
+    what: the kind of `name`, such as "operator". name: the unknown name; empty if none was given.
+    """
+    found = f"no {what} {name!r}" if name else f"the {what} is missing"
+    nearest = "".join(f" (did you mean {one}?)" for one in difflib.get_close_matches(name, names, 1))
+    return ValueError(f"{found}{nearest}: give one of {', '.join(names)}")
 
 
 @contextlib.contextmanager

@@ -65,7 +65,9 @@ class BenchOptions:
             raise ValueError(f"dtype='fp8' is not supported by {self.op}, which has no scaled GEMMs: {others}")
         known = op.modes(self.device)
         if not self.modes or set(self.modes) - set(known):
-            raise ValueError(f"modes={self.modes}: {self.op} on {self.device} supports only {', '.join(known)}")
+            raise ValueError(
+                f"modes={self.modes}: {self.op} on {self.device} supports only {', '.join(known)}: use one of these"
+            )
         if self.seconds is not None and not 0 < self.seconds <= 3600:
             raise ValueError(
                 f"seconds={self.seconds} must be above 0 and at most 3600: it is the time to measure the slowest variant in a mode"

@@ -249,5 +249,7 @@ def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
     if unknown := [part for part in names if part not in {*family, *family.values()}]:
-        raise ValueError(f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(family.values()))}")
+        raise ValueError(
+            f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(family.values()))}. (Only GEMMs have shapes M,N,K)"
+        )
     return tuple(preset for label, preset in PRESETS.items() if label in names or family[label] in names)
