@@ -32,6 +32,9 @@ UNCLEAR = re.compile(
     r"|\b(former|latter|respectively|aforementioned|thereof|wherein|whereby)\b"  # repeat the noun
     r"|\bit\b[^.:;(]*\bit\b[^.:;(]*\bit\b"  # repeat the noun
     r"|\bof [^.,:;(]*\bof [^.,:;(]*\bof [^.,:;(]*\bof\b"  # four nested nouns: split the sentence
+    r"|\b(that|which) the [\w ]+ (is|are)[;.,]"  # "the exchange that the launch is"
+    r"|^[a-z_, ]+: (those|that) of\b"  # an argument: repeat the noun
+    r"|\bthat the \w+ which\b"  # a clause in a clause
 )
 """Phrases that readers of weft's docstrings had to read twice."""
 LIMITS = {"headless": 0, "not imperative": 0, "long": 14, "unclear": 0}

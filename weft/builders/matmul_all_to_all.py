@@ -115,8 +115,8 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 def _of_only_expert(p: MatmulAllToAll) -> Schedule:
     """Return `combine_by_expert` for ranks with one expert: one GEMM of cuBLAS, then one launch that sends the products.
 
-    The first rows of `made` have the products, and the other rows are slots for the results from each peer, so that one launch
-    copies both into y.
+    The first rows of the buffer `made` have the products, and the other rows are slots for the results from peers. Both are in
+    one buffer, so that one launch can copy them into y.
     """
     require_peers(p)
     d, world, room = _Combine("combine_by_expert", p), p.world_size, p.world_size * p.most

@@ -50,7 +50,7 @@ class NumberExchange:
 
     @cached_property
     def _starts(self) -> torch.Tensor:
-        """The first word of each rank's message among all messages, and the end."""
+        """The index of the first word of each rank's message, if all messages are concatenated, and the end of the last."""
         return torch.tensor([0, *accumulate(self.words)], device=self.device)
 
     def run(self, send: torch.Tensor, into: torch.Tensor) -> None:

@@ -43,8 +43,8 @@ class Given:
     second argument, and ("named", "x") the keyword argument x.
 
     strided: the views of arguments that a recipe may make. True: views with any strides, which are slow in autograd.
-        False: only views of contiguous tensors with another shape. None: as False, but only of tensors without a
-        dimension of size `rows`, for calls whose number of rows may change.
+        False: only contiguous tensors in another shape. None: only contiguous tensors in another shape that have no
+        dimension of size `rows`, because the number of rows may differ in later calls.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:

@@ -197,8 +197,8 @@ class Passing(RecordedOnCpu):
     """A recorded unfused call that native code replays for any number of rows. It serves sizes that do not recur
     (`weft.operator.cache`).
 
-    Native code begins such a call: it reads and updates `sizes`, the record of the family's sizes. number: the family's part of
-    the numbers that represent calls in the hash of calls that ranks compare (`of_size`). multiple: calls must have a multiple of
+    Native code begins such a call: it reads and updates `sizes`, the record of the family's sizes. number: the contribution of
+    the problem family to the hash of calls that ranks compare (`of_size` adds the size). multiple: calls must have a multiple of
     this number of rows. control: has an attribute `closed`, which is true if the communicator is closed.
     """
 

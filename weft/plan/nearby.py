@@ -23,8 +23,8 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""The first size of a problem is planned with all schedules. Plans for other sizes consider few of them: in each mode,
-this many of the fastest at the first size.
+"""The number of schedules that plans for later sizes of a problem consider, in each mode: the fastest at the first size. The
+plan for the first size considers all schedules.
 """
 LONG_US = 300.0
 _PER_OCTAVE = 2

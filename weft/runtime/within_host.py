@@ -145,7 +145,7 @@ class WithinHost:
         _core.signal_set(self._counters[self._mine], self._epoch)
 
     def _is_missing(self) -> bool:
-        """True if the counter of another rank of this host shows that the rank has not begun this rank's round (exchange)."""
+        """True if another rank of this host has not begun the round (exchange) of this rank, by its counter."""
         return any(_core.signal_read(counter) < self._epoch for counter in self._counters)
 
     def _await(self, deadline_s: float, what: str) -> None:

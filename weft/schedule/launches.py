@@ -75,8 +75,8 @@ class Launch(NamedTuple):
     steps: all steps of the launch, in order.
     units: the number of compute units that the launch holds while its kernel polls for signals; 0 for other launches.
     continues: True if the tiles of this launch run in the persistent kernel of the previous launch.
-    trip: the exchange of rows that the launch is; None for other launches. `body` then has its copies and its comparison, `sets`
-        has its sets, and `waits_after` has its second waits, which do not end the launch.
+    trip: the exchange of rows, if the launch runs one; None for other launches. With an exchange, `body` has the copies and the
+        comparison, and `sets` has the sets. The steps `waits_after` are waits in the middle of the exchange: copies follow them.
     """
 
     lane: int
@@ -136,8 +136,8 @@ class Launch(NamedTuple):
     def carried(self) -> Iterator[bool]:
         """Yield a bool for each step: True if the kernel of an earlier step also runs this step.
 
-        In an exchange of rows, the copies after the second waits and the comparison begin as late as in a launch of their own:
-        all programs must arrive first.
+        In an exchange of rows (`trip`), the value is False for the first copy after the second waits, and for the comparison.
+        All programs must arrive before these steps, so they begin as late as in launches of their own.
         """
         end = self.last + 1 if self.trip else self.first_wait_after
         late = (self.trip.places[0], self.trip.agree) if self.trip else ()

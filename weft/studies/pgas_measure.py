@@ -108,7 +108,7 @@ def components(built: Mapping[str, Variant]) -> dict[str, Call]:
 
     computation: the baseline's pooling.
     phase: the baseline's all-to-all, wait and unpacking.
-    one float: as phase, but each rank sends only a single float to each rank.
+    one float: the same as phase, but each rank sends only a single float to each rank.
     exchange: the all-to-all alone.
     """
     baseline = built.get(ASYNCHRONOUS, built[BASELINE])

@@ -38,7 +38,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator that torch's AsyncTP has too. The copies to peers are also timed alone."""
+    """The variants of an operator for which torch has an AsyncTP operator. The copies to peers are also timed alone."""
 
     baselines: ClassVar[tuple[str, ...]] = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}

@@ -8,7 +8,8 @@ expert. Variants:
     weft            weft.nn.ExpertParallelMLP
     weft-bounded    the same with max_rows, so that the CPU does not wait for counts in forward
 
-Also timed: `compute`, the layer without communication: the experts get other rows, in the same numbers.
+Also timed: `compute`, the layer without communication. Its experts multiply as many rows as in the other variants, but not
+the rows that other ranks send.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ from weft.words import counted
 VARIANTS = (BASELINE, WEFT, WEFT + BOUNDED)
 SHAPES_OF = "matmul_all_to_all"
 _COPIES = 6
-"""The weights of the layer, its gradients, and the gradients to compare with, in units of the down projection."""
+"""The memory for the layer's weights, their gradients, and the gradients to compare with, in multiples of the memory of the
+down projection's weights.
+"""
 
 
 class PlainExperts(weft.nn.ExpertParallelMLP):
     """Experts that communicate by torch's collectives, before and after their GEMMs.
 
-    known, room: to run without communication: the numbers of rows from each rank for each of this rank's experts,
-        [ranks, local experts] on the CPU; and rows in place of rows from other ranks. None to communicate.
+    known, room: both None to communicate. Without communication, `known` is the number of rows from each rank for each of
+        this rank's experts, [ranks, local experts] on the CPU, and `room` has rows to multiply in place of received rows.
     """
 
     known: torch.Tensor | None = None

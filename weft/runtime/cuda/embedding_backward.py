@@ -193,9 +193,9 @@ def _tables_in_flat(
 ) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
     """Describe the gradients of this rank's tables in a flat float32 tensor, one table after the other. Return four values:
 
-    - the lines of a `_DeviceTable`, with addresses relative to the beginning of the flat tensor
-    - a tensor of the same shape, with a 1 for each address, else 0. Multiplied by the address of the flat tensor, and added to
-      the lines, this tensor makes the addresses absolute
+    - lines: the field `lines` of a `_DeviceTable`, with addresses relative to the beginning of the flat tensor
+    - mask: a tensor of the same shape, with a 1 for each address, else 0. `lines + mask * address of the flat tensor` has
+      absolute addresses
     - the number of lines
     - True if all addresses are multiples of 16
 

@@ -71,11 +71,11 @@ class VariantKey(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """A limit on the number of programs that run at once, for experiments.
+    """Limits that determine how many programs run at once, for experiments.
 
     programs: the largest number of programs on each multiprocessor of the GPU. None: the launcher's choice.
-    registers: the largest number of registers per thread. A lower limit lets more programs run at once, but registers may
-        be spilled. None: the launcher's choice.
+    registers: the largest number of registers per thread. With fewer registers per thread, more programs fit on a
+        multiprocessor, but registers may be spilled. None: the launcher's choice.
     """
 
     programs: int | None = None

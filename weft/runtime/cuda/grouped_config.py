@@ -32,8 +32,8 @@ LEAST_STEPS = 16
 """Smallest number of K steps of a program that shares a tile. Adding the partial sums takes as long as about ten steps.
 """
 TWO_ROUNDS_K = 12800
-"""The smallest K for which three parts of a tile, in two rounds, are faster than the tile. A part takes as long as a third of the
-tile and 30 K steps."""
+"""The smallest K for which three parts of a tile, in two rounds, are faster than the tile. A part takes a third of the
+time of the tile, plus the time of 30 steps of the loop over K."""
 FEW_ROUNDS = 4
 """Largest number of rounds of tiles for which sharing the last round is faster."""
 FEW_ROWS = 192

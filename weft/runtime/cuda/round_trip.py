@@ -32,7 +32,8 @@ class RowRange(NamedTuple):
     """A range of rows to copy. The first row and the number of rows are known only on the device.
 
     source, source_rows: the address and the number of rows of the buffer that is read.
-    target, target_rows: those of the buffer that is written. target is 0 for the caller's tensor.
+    target, target_rows: the address and the number of rows of the buffer that is written. The address is 0 for the caller's
+        tensor.
     """
 
     source: int

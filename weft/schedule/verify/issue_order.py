@@ -137,7 +137,7 @@ def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
 
 
 def too_few_sets(wanted: int, made: int) -> str:
-    """Return the error text for a wait until its signal is set `wanted` times, if a run sets the signal only `made` times."""
+    """Return the error text for a wait that needs `wanted` sets of its signal, if a run makes only `made` sets."""
     if not made:
         return "it waits for its signal, but no step of a run sets the signal: add a step that does"
     return (
