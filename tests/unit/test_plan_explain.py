@@ -59,7 +59,8 @@ def test_the_table_has_the_fastest_serial_and_the_heuristics() -> None:
     assert f"{len(everything) - len(few)} slower candidates are not shown" in found.left_out(1)
     assert found.left_out(None) == [
         "20 candidates of ficco_1d, ficco_2d, ficco_1d_collective: the same schedule as another",
-        "8 candidates of shard: with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn",
+        "8 candidates of shard: with 2 ranks there is only one peer, so send=at_once would be the same as send=in_turn: use "
+        "send=in_turn",
     ]
     assert all(len(row) == len(HEADER) and row[1] for row in everything)
 

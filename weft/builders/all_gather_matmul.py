@@ -110,7 +110,9 @@ def shard(
             f"the ranks' shards have {p.rows} rows, but chunks={chunks} needs equal shards: use chunks=1"
         )
     if send == "at_once" and world == 2:
-        raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
+        raise NotApplicableError(
+            "with 2 ranks there is only one peer, so send=at_once would be the same as send=in_turn: use send=in_turn"
+        )
     o = Operands("shard", p)
     d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
     begin = offsets(p.rows)

@@ -252,7 +252,9 @@ class Sending(_Dispatch):
                 "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
         if send != "in_turn" and world == 2:
-            raise NotApplicableError(f"with 2 ranks there is only one peer, so send={send} is the same as send=in_turn")
+            raise NotApplicableError(
+                f"with 2 ranks there is only one peer, so send={send} would be the same as send=in_turn: use send=in_turn"
+            )
         if send == "together" and by == "dma":
             raise NotApplicableError("send=together is one launch of a copy kernel: use by=kernel")
         self._by, self._chunks, self._together = by, chunks, send == "together"

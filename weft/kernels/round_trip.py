@@ -117,10 +117,10 @@ def round_trip_kernel(
     """Run the all-to-all that the module docstring describes. There are at least `ranks` + 1 programs.
 
     ranges int64 `[n_ranges, 5]`: a line for each range of rows: the address and the number of rows of the buffer that is read,
-        the address and the number of rows of the buffer that is written, and a flag. With 1 as the flag, `out` is written.
+        the address and the number of rows of the buffer that is written, and a flag. If the flag is 1, `out` is written.
     sizes int64 `[n_ranges, 3]`: the first row of the source, the first row of the target, and the number of rows to copy. The
         number of rows is clamped to source and target.
-    width: items of type ITEM of a row. Rows are contiguous. `width` and all addresses are multiples of ALIGN items.
+    width: the number of items of type ITEM in a row. Rows are contiguous. `width` and all addresses are multiples of ALIGN items.
     targets int64 `[ranks]`: the address, in the memory of each rank, to which the `n_table` words of `table` are copied.
     waits, sets, waits_after, sets_after: addresses of flags. begins, passes, ends `[n, 2]`: (address, number) to store when
         the kernel begins, after `waits`, and when the kernel ends.

@@ -143,7 +143,9 @@ class ShardedEmbeddingBagCollection(
     def input_dist(  # type: ignore[override]
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Begin to exchange the ids of this rank's samples. All ranks must make this call, and wait for both awaitables."""
+        """Begin to exchange the ids of this rank's samples. Return an awaitable that returns an awaitable, as in TorchRec. All
+        ranks must make this call, and wait for both.
+        """
         made, given, arranged = self.weft_module, cast(Any, features), cast("_Arranged | None", None)
         refusal: Exception | None = None
         if made.device.type == "meta":

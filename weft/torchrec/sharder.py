@@ -18,7 +18,7 @@ from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 
 
 class _Sharder(BaseEmbeddingSharder):
-    """The base class of both sharders: the methods that are equal for collections with and without pooling.
+    """The base class of both sharders: the methods that are the same for collections with and without pooling.
 
     _sharded: the class of the sharded module. _shardings: the sharding types that it supports. _options: its further
     arguments.

@@ -1,6 +1,7 @@
 """The peak rates of this machine, measured in the same run as the results that are compared with them.
 
-    memory   bytes read plus bytes written per second, by a copy within local memory. On CPU also by a read; the faster counts
+    memory   bytes read plus bytes written per second, by a copy within local memory. On CPU a read is measured too, and the
+             higher rate counts
     link     bytes per second from a rank to the next rank: by a copy engine on GPUs, by memcpy into shared memory on CPU. Not
              measured on several hosts, where the rate is different for each pair of ranks
     matmul   FLOP/s of one large GEMM of random numbers, with the second operand transposed, as in `nn.Linear`

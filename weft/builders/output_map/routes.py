@@ -203,7 +203,7 @@ class Routes:
 
     def _renumbered(self, rank: int, place: int) -> int:
         """Return the position of a chunk in the whole output after the ranks are renumbered so that `rank` becomes rank
-        0. place: the position before.
+        0. place: the position before the renumbering.
         """
         return (place - rank * self.per_rank) % self.chunks
 

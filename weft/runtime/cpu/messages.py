@@ -105,7 +105,7 @@ def _is_done(work: dist.Work, comm: Communicator, text: str) -> bool:
         while time.monotonic() < until:  # gloo may detect a lost peer before weft's watchdog does
             comm.check()
             time.sleep(_LOOK_S)
-        raise WeftError(f"rank {comm.rank}: gloo failed in a wait of at most {text}: {error}") from error
+        raise WeftError(f"rank {comm.rank}: gloo failed while the rank waited up to {text}: {error}") from error
 
 
 _channels: dict[Communicator, Channels] = {}

@@ -71,12 +71,11 @@ class Compiler:
     """The compiler of one rank's schedule. `emit` adds the operations of each step to it.
 
     program: the native operations. items: the list of all operations.
-    sizes: for each step of dynamic size (by its `id`), the device address of its sizes. A copy by kernel has three numbers
-        there: first source row, first target row, and number of rows. A `Permute` step has three such numbers for each of its
-        copies.
+    sizes: for each step of dynamic size (by its `id`), the device address of its sizes. A copy by kernel has three sizes:
+        first source row, first target row, and number of rows. A `Permute` step has these three sizes for each of its copies.
     ahead: for each lane that reads dynamic sizes with by="meanwhile", the operation of this `Read` step.
     scratch: memory for partial sums of GEMMs, by lane. scratch_at: the index in `Regions.bases` of the address of the first lane's
-        memory; those of the other lanes follow. tensors: as for `compile_streams`.
+        memory. The addresses for the other lanes follow. tensors: as for `compile_streams`.
     """
 
     def __init__(self, context: Context, timed: bool, tensors: Tensors | None = None) -> None:

@@ -4,12 +4,13 @@ Executors of schedules that differ only in sizes share one `ScheduleMemory` (`sh
 also share its flags: a run waits for flags that the previous run has left, even if another executor made that run. So runs
 and replays of captured graphs must have the same order on all ranks.
 
-If sizes change between two runs, waits for flags of the previous run are not enough. Such a flag tells a rank R that a reader
-has read the rows that R wrote into the reader's memory, so that R may overwrite them. But if the rows of R have other positions
-in the next run, R may overwrite rows of other ranks that the reader still needs. With two ranks this cannot happen, because a
-reader has rows of only one peer. With more ranks, `ScheduleMemory.enter` runs a barrier when sizes change: every rank notifies
-all peers that its previous runs have ended, and waits for the same from all peers. Once a graph has captured a run, the barrier
-precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the previous run need no barrier.
+If sizes change between two runs, waits for flags of the previous run are not enough. Suppose that a rank R writes rows into the
+memory of a reader. A flag tells R that the reader has read these rows, so that R may overwrite them. But if the rows of R have
+other positions in the next run, R may overwrite rows of other ranks, which the reader still needs. With two ranks this cannot
+happen, because a reader has rows of only one peer. With more ranks, `ScheduleMemory.enter` runs a barrier when sizes change:
+every rank notifies all peers that its previous runs have ended, and waits for the same from all peers. Once a graph has
+captured a run, the barrier precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the
+previous run need no barrier.
 
 If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory remain
 usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When the last executor has
