@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda import issue, sizes, tile_kernels, tracked_matmul
+from weft.runtime.cuda import copy_kernels, issue, sizes, tile_kernels, tracked_matmul
 from weft.runtime.cuda.add_up import SumNorm
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, rank_schedule
@@ -440,9 +440,10 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         tile_kernels, "OnlyExpertCall", lambda context, kernel, _: GroupedMatmulCall(context, Regions(context), kernel)
     )
     monkeypatch.setattr(tile_kernels, "PermuteCall", PermuteCall)
-    instead = {
-        "CopyLaunch": Move, "Totals": Totals, "collective_call": _collective_call,
-        "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing, "RoundTripLaunch": RoundTrip,
-    }  # fmt: skip
-    for name, one in instead.items():
-        monkeypatch.setattr(stream_compiler, name, one)
+    monkeypatch.setattr(copy_kernels, "CopyLaunch", Move)
+    monkeypatch.setattr(copy_kernels, "Totals", Totals)
+    monkeypatch.setattr(copy_kernels, "RoundTripLaunch", RoundTrip)
+    monkeypatch.setattr(stream_compiler, "collective_call", _collective_call)
+    monkeypatch.setattr(stream_compiler, "compute_call", _queued(compute_call))
+    monkeypatch.setattr(stream_compiler, "AddUp", AddUp)
+    monkeypatch.setattr(stream_compiler, "Agreeing", Agreeing)

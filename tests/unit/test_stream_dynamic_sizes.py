@@ -21,7 +21,7 @@ from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, N
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda import sizes, tile_kernels
+from weft.runtime.cuda import copy_kernels, sizes, tile_kernels
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.schedule_memory import layout_of
 from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
@@ -138,7 +138,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(record=lambda *_: True)
 
     for name, instead in (("CopyLaunch", move), ("Totals", Numbers), ("RoundTripLaunch", exchange)):
-        monkeypatch.setattr(stream_compiler, name, instead)
+        monkeypatch.setattr(copy_kernels, name, instead)
     permuted: list[int] = []
 
     def permute(context: object, regions: object, copies: Sequence[object], sizes: int) -> SimpleNamespace:

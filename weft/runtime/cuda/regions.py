@@ -10,6 +10,7 @@ tensors change.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -59,6 +60,12 @@ class Regions:
         if buffer.role != "scratch":
             self.without_gaps.add(buffer.name)
         return self._base[buffer.name], offset, buffer.cols * item
+
+    def origin(self, region: Region) -> tuple[int, int, int]:
+        """Return the location of row 0 of the columns of `region`. Unlike a dynamic first row, it is known when the schedule is
+        compiled.
+        """
+        return self.place(replace(region, row=0, rows=0))
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
         """Return the locations of many regions of one buffer: (base, starts, row pitch in bytes).

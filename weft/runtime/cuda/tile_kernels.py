@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
@@ -307,7 +307,7 @@ class PermuteCall(TilesCall):
         self._buffers = [context.buffers[name] for name in (own, *(others or [own]), *targets)]
         last = [next(c.src for c in reversed(copies) if c.src.buffer == buffer.name) for buffer in self._buffers[:2]]
         regions_of = [*last, copies[0].dst]
-        self._places = [regions.place(replace(region, row=0, rows=0)) for region in regions_of]
+        self._places = [regions.origin(region) for region in regions_of]
         own_pitch, slots_pitch, pitch = (place[2] for place in self._places)
         n_own = sum(copy.src.buffer == own for copy in copies)
         self._copies = PermuteLauncher(
