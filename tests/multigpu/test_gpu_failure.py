@@ -26,7 +26,7 @@ from support.reference import Problem, problem
 import weft
 from weft import symm
 from weft.errors import WeftError
-from weft.kernels import embedding_all_to_all as embedding_code
+from weft.kernels.signals import R_STATUS
 from weft.launch import Pool, RankDiedError
 from weft.runtime.cuda.watch import watch
 
@@ -111,7 +111,7 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
         if own.rank() == 0:
             ranks.call(own, p, transport=transport, deadline_s=1.0)
             torch.cuda.synchronize()
-            assert operator._record[embedding_code.R_STATUS]
+            assert operator._record[R_STATUS]
         return error_of(product)
     finally:
         del watch._look

@@ -150,9 +150,10 @@ class Ranks:
 
     def words(self, rank: int, *names: str) -> list[int]:
         """Return words of a rank's state, or of its record for names that begin with R_."""
-        kernel = self.kernels[rank]
-        where = [(kernel.record if name.startswith("R_") else kernel.state, name) for name in names]
-        return [int(tensor[getattr(self.device_code, name)]) for tensor, name in where]
+        from weft.kernels import signals
+
+        kernel, words = self.kernels[rank], vars(signals) | vars(self.device_code)
+        return [int((kernel.record if name.startswith("R_") else kernel.state)[words[name]]) for name in names]
 
 
 def play(case: Case) -> None:

@@ -49,16 +49,27 @@ from weft.kernels.embedding_bags import (
     load_rows,
     rows_of,
     samples_of,
+    slot_after,
     unit_at,
 )
-from weft.kernels.signals import POISON, load_acquire, multiprocessor, now_ns, store_release, wait_at_least, words
+from weft.kernels.signals import (
+    POISON,
+    load_acquire,
+    multiprocessor,
+    now_ns,
+    report,
+    store_release,
+    wait_at_least,
+    wait_or_record,
+    words,
+)
 
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
 EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)
-# Words of the record in pinned memory (int64).
+# Words of the record in pinned memory (int64), after those of `weft.kernels.signals`.
 RECORD_WORDS = 16
-R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND, R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(8)
+R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(5, 8)
 # Values of R_STATUS.
 WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
@@ -80,11 +91,6 @@ _BAD_POSITION = tl.constexpr(BAD_POSITION)
 _BAD_OFFSETS = tl.constexpr(BAD_OFFSETS)
 _COPIES = tl.constexpr(COPIES)
 _FLAGS = tl.constexpr(FLAGS)
-_R_STATUS = tl.constexpr(R_STATUS)
-_R_EPOCH = tl.constexpr(R_EPOCH)
-_R_PEER = tl.constexpr(R_PEER)
-_R_WANTED = tl.constexpr(R_WANTED)
-_R_FOUND = tl.constexpr(R_FOUND)
 _R_BAD_INDICES = tl.constexpr(R_BAD_INDICES)
 _R_BAD_POSITION = tl.constexpr(R_BAD_POSITION)
 _R_BAD_OFFSETS = tl.constexpr(R_BAD_OFFSETS)
@@ -104,18 +110,6 @@ _END = tl.constexpr(END)
 _SENT = tl.constexpr(SENT)
 _PROGRAM = tl.constexpr(PROGRAM)
 _PUT = tl.constexpr(PUT)
-
-
-@triton.jit
-def _report(record, status, epoch, peer, wanted, found):
-    """Write to the pinned memory `record` why call number `epoch` has failed: the kind of failure (`status`), the peer,
-    and the expected and found values. Programs that fail at the same time write the same values.
-    """
-    tl.store(record + _R_EPOCH, epoch)
-    tl.store(record + _R_PEER, peer)
-    tl.store(record + _R_WANTED, wanted)
-    tl.store(record + _R_FOUND, found)
-    tl.store(record + _R_STATUS, status)
 
 
 @triton.jit
@@ -227,7 +221,7 @@ def embedding_all_to_all_kernel(
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
                 late = tl.argmin(found, 0).to(tl.int64)
-                _report(record, _WAIT_READY, epoch, late, wanted >> _SLOT_BITS, lowest >> _SLOT_BITS)
+                report(record, _WAIT_READY, epoch, late, wanted >> _SLOT_BITS, lowest >> _SLOT_BITS)
                 tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                 n_units = n_units * 0
             else:
@@ -235,7 +229,7 @@ def embedding_all_to_all_kernel(
                 differ = (prints != fingerprint).to(tl.int32)
                 if tl.max(differ, 0) != 0:
                     other = tl.max(tl.where(differ != 0, prints, 0), 0)
-                    _report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, other)
+                    report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, other)
                     tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                     n_units = n_units * 0
 
@@ -259,15 +253,10 @@ def embedding_all_to_all_kernel(
     start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     # The number of a program determines its units of the first two rounds. Later units come from a counter, because
     # incrementing one word in memory takes a nanosecond per program.
-    grabbed = program + programs
-    unit1 = unit0
-    sample1 = sample0
-    slot1 = slot0 + 1
-    stop1 = stop0
-    if slot1 >= stop1:
-        unit1 = grabbed
-        sample1, slot1, stop1 = unit_at(unit1, n_units, units, units_per_sample, first_sample, batch, by_slot)
-        grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
+    unit1, sample1, slot1, stop1, grabbed = slot_after(
+        unit0, sample0, slot0, stop0, program + programs, state + _GRABBED, programs,
+        n_units, units, units_per_sample, first_sample, batch, by_slot,
+    )  # fmt: skip
     start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
     ids = load_ids(values, start0, end0, id_lanes)
 
@@ -288,14 +277,10 @@ def embedding_all_to_all_kernel(
         rows, bad, bad_at = rows_of(ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW)
         ids = load_ids(values, start0 + _IDS, end0, id_lanes)
         ids_next = load_ids(values, start1, end1, id_lanes)
-        unit2 = unit1
-        sample2 = sample1
-        slot2 = slot1 + 1
-        stop2 = stop1
-        if slot2 >= stop2:
-            unit2 = grabbed
-            sample2, slot2, stop2 = unit_at(unit2, n_units, units, units_per_sample, first_sample, batch, by_slot)
-            grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
+        unit2, sample2, slot2, stop2, grabbed = slot_after(
+            unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
+            n_units, units, units_per_sample, first_sample, batch, by_slot,
+        )  # fmt: skip
         start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
         # The target is the row of the sample in its owner's output. Its address is read from memory each time, since
@@ -464,7 +449,7 @@ def embedding_all_to_all_kernel(
                 arrived_flags = tl.where(outside, epoch, load_acquire(words(pointer), PTX))
             lowest_flag = tl.min(arrived_flags, 0)
             if (lowest_flag < epoch) | (tl.max(arrived_flags, 0) >= _POISON):
-                _report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
+                report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
                 tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                 any_failed += 1
             first += programs * 32
@@ -484,12 +469,8 @@ def embedding_all_to_all_kernel(
                 done_at = tl.where(peer, theirs + 16 * WORLD + 8 * RANK, mine + 16 * WORLD + 8 * RANK)
                 store_release(words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
                 if WAIT:
-                    done_words = words(mine + 16 * WORLD + 8 * safe_rank)
-                    found = wait_at_least(done_words, epoch, deadline_ns, PTX)
-                    lowest = tl.min(found, 0)
-                    if (lowest < epoch) | (tl.max(found, 0) >= _POISON):
-                        _report(record, _WAIT_DONE, epoch, tl.argmin(found, 0).to(tl.int64), epoch, lowest)
-                        failed += 1
+                    done_words = mine + 16 * WORLD + 8 * safe_rank
+                    failed += wait_or_record(record, done_words, epoch, epoch, deadline_ns, _WAIT_DONE, PTX)
                     if TIMELINE:
                         tl.store(wait_line + _END, now_ns(PTX))
         if WORLD > 1:

@@ -57,6 +57,21 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch, by_slot
 
 
 @triton.jit
+def slot_after(
+    unit, sample, slot, stop, grabbed, counter, programs, n_units, units, units_per_sample, first_sample, batch, by_slot
+):
+    """Return (unit, sample, slot, end slot, grabbed) of the slot that a program pools after `slot`. If `slot` is the last of its
+    unit, it is the first slot of unit `grabbed`, and the program takes the unit after that from `counter`.
+    """
+    slot += 1
+    if slot >= stop:
+        unit = grabbed
+        sample, slot, stop = unit_at(unit, n_units, units, units_per_sample, first_sample, batch, by_slot)
+        grabbed = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32) + 2 * programs
+    return unit, sample, slot, stop, grabbed
+
+
+@triton.jit
 def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
     """Return (start, end, cut) for the bag of feature `slot` and `sample`: where the bag begins and ends in the tensor of ids,
     and the updated counter `cut`. Both positions are clamped to 0 .. `n_values`, the number of ids.

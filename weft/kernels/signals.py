@@ -113,6 +113,18 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 
 @triton.jit
+def report(record, status, epoch, peer, wanted, found):
+    """Write to the pinned memory `record` why call number `epoch` has failed: the kind of failure (`status`), the peer,
+    and the expected and found values. Programs that fail at the same time write the same values.
+    """
+    tl.store(record + _R_EPOCH, epoch)
+    tl.store(record + _R_PEER, peer)
+    tl.store(record + _R_WANTED, wanted)
+    tl.store(record + _R_FOUND, found)
+    tl.store(record + _R_STATUS, status)
+
+
+@triton.jit
 def wait_or_record(record, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
     """Wait until a signal word of each rank is at least `wanted`, and return 0. If the wait ends without that, write `record`,
     and return 1. word: a vector with the addresses of the words.
@@ -121,11 +133,7 @@ def wait_or_record(record, word, wanted, epoch, deadline_ns, STATUS: tl.constexp
     lowest = tl.min(found, 0)
     failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)
     if failed != 0:
-        tl.store(record + _R_EPOCH, epoch)
-        tl.store(record + _R_PEER, tl.argmin(found, 0).to(tl.int64))
-        tl.store(record + _R_WANTED, wanted)
-        tl.store(record + _R_FOUND, lowest)
-        tl.store(record + _R_STATUS, STATUS)
+        report(record, STATUS, epoch, tl.argmin(found, 0).to(tl.int64), wanted, lowest)
     return failed
 
 

@@ -21,6 +21,7 @@ from weft.embedding.check import CheckedInput, bad_index_message, first_bad_inde
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
+from weft.kernels.signals import R_EPOCH, R_FOUND, R_STATUS
 from weft.runtime.capture import is_captured, refuse_capture
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Occupancy, RankAddresses, Tables
 from weft.runtime.cuda.watch import OwnDeadlines, watch
@@ -157,16 +158,16 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         """Make the group fail if the device has recorded that a call failed. The watching thread and every call of the
         group run this method.
         """
-        if self._record[device_code.R_STATUS]:
+        if self._record[R_STATUS]:
             with self._noting:
                 self._note_failure(self._record)
 
     def _note_failure(self, record: Any) -> None:
-        status = record[device_code.R_STATUS]
-        record[device_code.R_STATUS] = 0
+        status = record[R_STATUS]
+        record[R_STATUS] = 0
         if status == 0 or self.comm.failed:  # another failure ended this rank's waits
             return
-        epoch, peer, wanted, found = record[device_code.R_EPOCH : device_code.R_FOUND + 1]
+        epoch, peer, wanted, found = record[R_EPOCH : R_FOUND + 1]
         if status == device_code.DISAGREE:
             text = (
                 f"rank {self.comm.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
