@@ -64,40 +64,23 @@ from weft.kernels.signals import (
     words,
 )
 
+# Each constant stands twice: for the CPU, and with an underscore, for device code.
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
 EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)
+_EPOCH, _GRABBED, _ARRIVED, _FAILED, _BAD_INDICES, _BAD_POSITION, _BAD_OFFSETS, _COPIES, _FLAGS = map(
+    tl.constexpr, range(9)
+)
 # Words of the record in pinned memory (int64), after those of `weft.kernels.signals`.
 RECORD_WORDS = 16
 R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(5, 8)
+_R_BAD_INDICES, _R_BAD_POSITION, _R_BAD_OFFSETS = map(tl.constexpr, range(5, 8))
 # Values of R_STATUS.
-WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
+WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = range(1, 5)
+_WAIT_READY, _WAIT_DONE, _WAIT_FLAG, _DISAGREE = map(tl.constexpr, range(1, 5))
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
 SLOT_BITS = 8
 NO_POSITION = (1 << 62) - 1
-# The number of the kernel's pointer arguments, which come first.
-POINTERS = 13
-# The fields of a line of the timeline. A line describes a unit. After the lines of all units, each program has a line for its wait,
-# with the number of its multiprocessor in PUT.
-TIMELINE_FIELDS = 5
-START, END, SENT, PROGRAM, PUT = range(TIMELINE_FIELDS)
-
-_EPOCH = tl.constexpr(EPOCH)
-_GRABBED = tl.constexpr(GRABBED)
-_ARRIVED = tl.constexpr(ARRIVED)
-_FAILED = tl.constexpr(FAILED)
-_BAD_INDICES = tl.constexpr(BAD_INDICES)
-_BAD_POSITION = tl.constexpr(BAD_POSITION)
-_BAD_OFFSETS = tl.constexpr(BAD_OFFSETS)
-_COPIES = tl.constexpr(COPIES)
-_FLAGS = tl.constexpr(FLAGS)
-_R_BAD_INDICES = tl.constexpr(R_BAD_INDICES)
-_R_BAD_POSITION = tl.constexpr(R_BAD_POSITION)
-_R_BAD_OFFSETS = tl.constexpr(R_BAD_OFFSETS)
-_WAIT_READY = tl.constexpr(WAIT_READY)
-_WAIT_DONE = tl.constexpr(WAIT_DONE)
-_WAIT_FLAG = tl.constexpr(WAIT_FLAG)
-_DISAGREE = tl.constexpr(DISAGREE)
 _SLOT_BITS = tl.constexpr(SLOT_BITS)
 _SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
 _POISON = tl.constexpr(POISON)
@@ -105,11 +88,14 @@ _NO_POSITION = tl.constexpr(NO_POSITION)
 _IDS = tl.constexpr(IDS)
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
+# The number of the kernel's pointer arguments, which come first.
+POINTERS = 13
+# The fields of a line of the timeline. A line describes a unit. After the lines of all units, each program has a line for its wait,
+# with the number of its multiprocessor in PUT.
+TIMELINE_FIELDS = 5
+START, END, SENT, PROGRAM, PUT = range(TIMELINE_FIELDS)
+_, _END, _SENT, _PROGRAM, _PUT = map(tl.constexpr, range(TIMELINE_FIELDS))
 _TIMELINE_FIELDS = tl.constexpr(TIMELINE_FIELDS)
-_END = tl.constexpr(END)
-_SENT = tl.constexpr(SENT)
-_PROGRAM = tl.constexpr(PROGRAM)
-_PUT = tl.constexpr(PUT)
 
 
 @triton.jit
