@@ -16,6 +16,7 @@ from support.slow import slow
 
 import weft
 from weft.launch import Pool
+from weft.ops.all_to_all_matmul import expert_weights
 from weft.runtime.unfused import grouped_matmul
 
 DUALS = {"all_to_all_matmul": "matmul_all_to_all", "matmul_all_to_all": "all_to_all_matmul"}
@@ -40,6 +41,12 @@ def torchs_grouped_gemm(group: dist.ProcessGroup, operator: str) -> None:
 @pytest.mark.parametrize("operator", DUALS)
 def test_unfused_calls_as_on_gpus(pool: Pool, operator: str, world: int) -> None:
     pool.run(torchs_grouped_gemm, operator, ranks=world, timeout_s=60)
+
+
+def test_weights_that_are_transposed_are_not_copied_on_cpu() -> None:
+    """Only a schedule copies them, when it begins. An unfused call multiplies by views."""
+    w = torch.empty(2, 3, 4).mT
+    assert expert_weights(w, "all_to_all_matmul") is w
 
 
 def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: str, known: bool) -> tuple[str, str]:

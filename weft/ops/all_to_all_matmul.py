@@ -378,17 +378,17 @@ def gradients_of_experts(
 
 
 def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
-    """Return w in the executors' layout: on CPU [E * K, N] contiguous, on GPUs with any strides that GEMMs support.
+    """Return w in a layout that executors and unfused calls accept: on CPU contiguous or transposed, on GPUs with any strides
+    that GEMMs support. A schedule on CPU copies a transpose when it begins (`CpuSchedule.run`).
 
     of: the operator, for the warning about a copy.
     """
     if w.device.type != "cpu":
         return strided(w, "w_experts", of)
-    if not (w.is_contiguous() or w.mT.is_contiguous()):
-        warn_of_copy(
-            "w_experts", w, of, "an expert's matrix must be contiguous or transposed, so pass a contiguous tensor"
-        )
-    return w.contiguous().flatten(0, 1)
+    if w.is_contiguous() or w.mT.is_contiguous():
+        return w
+    warn_of_copy("w_experts", w, of, "an expert's matrix must be contiguous or transposed, so pass a contiguous tensor")
+    return w.contiguous()
 
 
 def check_capacity(capacity: int | None, tokens: int, what: str) -> None:

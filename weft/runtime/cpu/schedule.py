@@ -78,8 +78,9 @@ class CpuSchedule(Executor):
         the outputs with a dynamic number of rows, by name.
 
         tensors: every input and output buffer by name, with the shape in `schedule.buffers_of_rank(rank)` and any row
-            stride. A tensor that only matmuls use may also be column-major. Nothing is copied. For an output with a dynamic
-            number of rows, pass a function that gets the number of rows and returns a tensor.
+            stride. A tensor that only matmuls use may also be column-major. The weights of experts may also be one tensor
+            [experts, rows, columns], which is copied if it is not contiguous. Nothing else is copied. For an output with a
+            dynamic number of rows, pass a function that gets the number of rows and returns a tensor.
         deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
         timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
             share. Steps that set signals have no duration.
@@ -95,6 +96,9 @@ class CpuSchedule(Executor):
             self.comm.check()
             raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
         run = program.run
+        tensors = {
+            name: t if getattr(t, "ndim", 2) == 2 else t.contiguous().flatten(0, 1) for name, t in tensors.items()
+        }
         with run.meeting.lock:
             self.comm.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
