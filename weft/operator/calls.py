@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,13 +182,29 @@ def operator_named(name: str) -> Operator[Any]:
     return OPERATORS[name]
 
 
+def overlapped(
+    op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn
+) -> Callable[[], list[torch.Tensor]] | None:
+    """Return a function that makes `call` inside another call of weft, as `within` does. Return None if the call would run
+    unfused.
+    """
+    prepared = _prepared_within(op, call, group, turn)
+    if prepared.known_serial(prepared.capturing()):
+        return None
+    return partial(prepared, call, turn.deadline_s, None)
+
+
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
     """True if `call`, made inside another call of weft, would run a schedule with overlap. Also True if no schedule has been
     chosen for it yet. False if it would run unfused.
     """
-    with plan.use(None):
-        prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
+    prepared = _prepared_within(op, call, group, turn)
     return not prepared.known_serial(prepared.capturing())
+
+
+def _prepared_within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> CompiledOperator:
+    with plan.use(None):
+        return prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[CompiledOperator]:

@@ -8,7 +8,6 @@ has the unfused implementation.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
 from weft.builders import MatmulAllToAll
-from weft.operator.calls import made, overlaps, within
+from weft.operator.calls import made, overlapped
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided
 from weft.operator.registration import registered
@@ -362,7 +361,7 @@ class _MatmulAllToAll(Operator[_Call]):
         return_x: True if the function also returns the received rows of grad y.
         """
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
-        return partial(within, DISPATCH, call, group, turn) if overlaps(DISPATCH, call, group, turn) else None
+        return overlapped(DISPATCH, call, group, turn)
 
     # --- without overlap ---
 

@@ -36,6 +36,7 @@ from weft.runtime.cuda.context import RankSchedule, Tensors, rank_schedule
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.memory import ScheduleMemory
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.cuda.streams import current_stream
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
 from weft.schedule import Schedule
@@ -112,7 +113,7 @@ class CudaSchedule(Executor):
                     f"schedule {self.schedule.name} reads sizes on the CPU, which a captured graph cannot do: pass max_rows"
                 )
             run = context.run
-            run.caller = torch.cuda.current_stream(self.device)
+            run.caller = current_stream(self.device)
             tensors = dict(tensors)  # copied, because outputs are added when their size is known
             run.known.clear()
             run.made = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weft import _core
+from weft.runtime.launchers import launchers
 from weft.runtime.unfused.sizes import Sizes
 
 
@@ -18,7 +19,7 @@ def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     if 1 in sizes.received.shape:
         return arrived
     if arrived.is_cuda:
-        return arrived.index_select(0, orders_of(sizes).by_expert)
+        return _selected(arrived, orders_of(sizes).by_expert)
     return reorder(arrived, _counts(sizes), torch.empty_like(arrived), to_ranks=False)
 
 
@@ -29,8 +30,14 @@ def in_order_of_arrival(rows: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     if 1 in sizes.received.shape:
         return rows
     if rows.is_cuda:
-        return rows.index_select(0, orders_of(sizes).by_arrival)
+        return _selected(rows, orders_of(sizes).by_arrival)
     return reorder(rows, _counts(sizes), torch.empty_like(rows), to_ranks=True)
+
+
+def _selected(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return `rows.index_select(0, order)` on a GPU. A kernel takes a third of the CPU time of torch's function."""
+    kernels = launchers("expert_rows") if rows.is_contiguous() else None
+    return rows.index_select(0, order) if kernels is None else kernels.gathered(rows, order, 1)
 
 
 def _counts(sizes: Sizes) -> torch.Tensor:
@@ -40,32 +47,39 @@ def _counts(sizes: Sizes) -> torch.Tensor:
     return torch.from_numpy(sizes.tables[1])
 
 
-class Orders:
+class Orders(NamedTuple):
     """The permutations of the rows of an exchange on a GPU.
 
     by_expert: for each row in the order of experts, its index in the order of arrival: int64 [rows].
+    by_arrival: its inverse: for each row in the order of arrival, its index in the order of experts.
+    ends: the end of each expert's rows in the order of experts, int32 [experts].
     """
 
-    def __init__(self, by_expert: torch.Tensor) -> None:
-        self.by_expert = by_expert
+    by_expert: torch.Tensor
+    by_arrival: torch.Tensor
+    ends: torch.Tensor
 
-    @cached_property
-    def by_arrival(self) -> torch.Tensor:
-        """The inverse of `by_expert`: for each row in the order of arrival, its index in the order of experts."""
-        rows = torch.arange(len(self.by_expert), device=self.by_expert.device)
-        return torch.empty_like(rows).scatter_(0, self.by_expert, rows)
+    @classmethod
+    def of(cls, received: torch.Tensor, came: int) -> Orders:
+        """Compute the permutations on the GPU. The arguments are those of `expert_order`."""
+        kernels = launchers("expert_order") if received.is_cuda and received.is_contiguous() else None
+        if kernels is not None and (made := kernels.arrival_order(received, came)) is not None:
+            return cls(*made)
+        by_expert, rows = expert_order(received, came), torch.arange(came, device=received.device)
+        by_arrival = torch.empty_like(rows).scatter_(0, by_expert, rows)
+        return cls(by_expert, by_arrival, received.sum(0).cumsum(0, dtype=torch.int32))
 
 
 def orders_of(sizes: Sizes) -> Orders:
     """Return the permutations of the rows that arrive. The first call on a stream computes them on the GPU; dispatch, combine
     and their backward, whose sizes are the same, then share them.
     """
-    return sizes.once("orders", lambda: Orders(expert_order(sizes.received, sum(sizes.host.came))))
+    return sizes.once("orders", lambda: Orders.of(sizes.received, sum(sizes.host.came)))
 
 
 def ends_of(sizes: Sizes) -> torch.Tensor:
     """Return the end of each expert's rows in the order of experts, int32 [experts] on the GPU. Shared as in `orders_of`."""
-    return sizes.once("ends", lambda: sizes.received.sum(0).cumsum(0, dtype=torch.int32))
+    return orders_of(sizes).ends
 
 
 def reorder(rows: torch.Tensor, received: torch.Tensor, out: torch.Tensor, *, to_ranks: bool) -> torch.Tensor:
