@@ -19,6 +19,26 @@ def test_results_and_gradients(pool: Pool, world: int, gated: bool, bounded: boo
     pool.run(ranks.agrees, 2 * world, gated, bounded, False, ranks=world, timeout_s=60)
 
 
+@pytest.mark.parametrize(("world", "bounded"), [(2, False), slow(2, True), slow(3, False), (3, True)])
+def test_fused(pool: Pool, world: int, bounded: bool) -> None:
+    pool.run(ranks.agrees_fused, 2 * world, bounded, ranks=world, timeout_s=60)
+
+
+FROZEN = [
+    ("gate_up_proj", "down_proj"), ("x", "by", "down_proj"), ("x", "gate_up_proj"), ("x", "gate_up_proj", "down_proj"), ("by",)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=" ".join)
+def test_frozen(pool: Pool, frozen: tuple[str, ...]) -> None:
+    for of_fused in (True, False):
+        pool.run(ranks.freezes, of_fused, frozen, ranks=2, timeout_s=60)
+
+
+def test_flops_of_fused(pool: Pool) -> None:
+    assert pool.run(ranks.flops, True, ranks=2, timeout_s=60) == pool.run(ranks.flops, False, ranks=2, timeout_s=60)
+
+
 @pytest.mark.parametrize("bounded", [slow(False), True], ids=["as many as come", "max_rows"])
 def test_compiled(pool: Pool, bounded: bool) -> None:
     pool.run(ranks.agrees, 4, True, bounded, True, ranks=2, timeout_s=120)

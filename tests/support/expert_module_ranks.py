@@ -5,6 +5,7 @@ Every rank draws the tokens and the routing of all ranks, and the parameters of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.expert_rows_in_torch import fused
 from support.on_ranks import device, poisoned_memory, told
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.nn import ExpertParallelMLP, local_state_dict
 
@@ -66,6 +69,45 @@ def dense(
             made = F.silu(made)
         y = y.index_add(0, token, made @ down[expert].t() * weights[token, slot].unsqueeze(1))
     return y
+
+
+def agrees_fused(group: dist.ProcessGroup, experts: int, bounded: bool) -> None:
+    """Run `agrees` with the fused layer, whose kernels torch's functions replace."""
+    with fused():
+        agrees(group, experts, True, bounded, False)
+
+
+def freezes(group: dist.ProcessGroup, of_fused: bool, frozen: tuple[str, ...]) -> None:
+    """Compare the gradients that a layer computes while some of its inputs need none with those that it computes for all. The layer
+    may be the fused layer (`of_fused`).
+
+    frozen: names of "x", "by" (the weights of tokens' experts), "gate_up_proj" and "down_proj".
+    """
+    with fused() if of_fused else contextlib.nullcontext():
+        mlp = layer(group, 4, capacity=64)
+        x, index, by = (t.to(device()) for t in routed(group.rank(), 4, 9, 1))
+        found = []
+        for names in ((), frozen):
+            tensors = {"x": x.clone(), "by": by.clone(), **dict(mlp.named_parameters())}
+            for name, tensor in tensors.items():
+                tensor.grad = None
+                tensor.requires_grad_(name not in names)
+            mlp(tensors["x"], index, tensors["by"]).square().sum().backward()
+            found.append({name: tensor.grad for name, tensor in tensors.items()})
+        for name, grad in found[1].items():
+            if name in frozen:
+                assert grad is None
+            else:
+                torch.testing.assert_close(grad, found[0][name], rtol=1e-5, atol=1e-6)
+
+
+def flops(group: dist.ProcessGroup, of_fused: bool) -> int:
+    """Return the FLOPs of a layer, forward and backward, that FlopCounterMode counts."""
+    mlp = layer(group, 4, capacity=64)
+    x, index, by = (t.to(device()) for t in routed(group.rank(), 4, 9, 1))
+    with fused() if of_fused else contextlib.nullcontext(), FlopCounterMode(display=False) as counter:
+        mlp(x.requires_grad_(), index, by).sum().backward()
+    return counter.get_total_flops()
 
 
 def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, compiled: bool) -> None:

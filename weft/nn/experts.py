@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from weft.nn.expert_rows import Routing, can_fuse
+from weft.nn.fused_experts import fused_experts
 from weft.nn.layer_arguments import check_dtype, checked_size
 from weft.operator.layers import (
     activated,
@@ -188,39 +189,40 @@ class ExpertParallelMLP(nn.Module):
             num_experts=self.num_experts, gated=self.gated, activation=self.activation,
         )  # fmt: skip
         tokens = x.reshape(-1, x.shape[-1])
-        top_k = top_k_index.shape[1]
-        expert, order = top_k_index.flatten().to(torch.int64).sort(stable=True)
-        splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        splits = splits.scatter_add(0, expert, torch.ones_like(expert))  # torch.bincount would wait for the device
-        received: torch.Tensor
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        h, received = all_to_all_matmul(
-            GatherRows.apply(tokens, order // top_k, place, top_k), _columns(self.get_parameter(self.first_name)), splits,
-            group=self.group_name, max_rows=self.max_rows, return_received=True, capacity=self.capacity,
-            schedule=self.schedules[0],
+        fuses = self.gated and self.activation is F.silu and self.world_size > 1 and can_fuse(tokens, top_k_weights)
+        routing = Routing.of(top_k_index, self.num_experts, fuses)
+        if routing.kernels is not None:
+            first = self.get_parameter(self.first_name)
+            return fused_experts(self, tokens, top_k_weights, first, self.down_proj, routing).view(x.shape)
+        h, received = self._dispatched(routing.rows_of(tokens), routing)
+        y = self._combined(self._activated(h), received, routing)
+        return self._summed(y, routing, top_k_weights).view(x.shape)
+
+    def _dispatched(self, rows: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input of the activation, and the number of rows from each rank for each of this rank's experts."""
+        return all_to_all_matmul(  # type: ignore[return-value]
+            rows, _columns(self.get_parameter(self.first_name)), routing.splits, group=self.group_name,
+            max_rows=self.max_rows, return_received=True, capacity=self.capacity, schedule=self.schedules[0],
         )  # fmt: skip
-        if self.gated:
-            gate, up = h.chunk(2, dim=1)
-            h = activated(self, gate) * up
-        else:
-            h = activated(self, h)
-        y = matmul_all_to_all(
-            h, _columns(self.down_proj), received, splits, group=self.group_name, rows=len(order), capacity=self.capacity,
-            schedule=self.schedules[1],
+
+    def _combined(self, a: torch.Tensor, received: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the experts' outputs for this rank's rows."""
+        return matmul_all_to_all(
+            a, _columns(self.down_proj), received, routing.splits, group=self.group_name, rows=len(routing.order),
+            capacity=self.capacity, schedule=self.schedules[1],
         )  # fmt: skip
-        return self._weighted(y, place, order, top_k_weights).view(x.shape)
+
+    def _activated(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the input of down_proj."""
+        if not self.gated:
+            return activated(self, h)
+        gate, up = h.chunk(2, dim=1)
+        return activated(self, gate) * up
 
     @ends_group
-    def _weighted(
-        self, y: torch.Tensor, place: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of each token's rows.
-
-        y: a row for each of a token's experts, [tokens * top_k, hidden], in the order in which they were sent.
-        place: the rows of y in the order of `top_k_weights`. order: the inverse of place.
-        """
-        rows = GatherRows.apply(y, place, order, 1).view(*top_k_weights.shape, self.hidden)
-        return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
+    def _summed(self, y: torch.Tensor, routing: Routing, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's rows. y: a row for each of a token's experts, in the order of `routing`."""
+        return routing.summed(y, top_k_weights)
 
     def _wrong_input(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> str:
         for name, given in (("x", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
@@ -254,28 +256,6 @@ class ExpertParallelMLP(nn.Module):
             f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, gated={self.gated}, "
             f"rank={self.rank} of {self.world_size}"
         )
-
-
-class GatherRows(torch.autograd.Function):
-    """Return rows `there` of x. Backward gathers too, while torch's indexing would sort `there` and add up rows one by one.
-
-    there: for each row of the result, its row of x. Each row of x occurs `copies` times.
-    back: the rows of the result that are copies of row 0 of x, then of row 1, and so on.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor, copies: int) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x.index_select(0, there)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (back,) = ctx.saved_tensors
-        rows = grad.index_select(0, back)
-        if ctx.copies > 1:
-            rows = rows.view(len(rows) // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
-        return rows, None, None, None
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from weft.bench.core.tables import Record, by_config, geomean, milliseconds, tab
 from weft.bench.ops.gemms import BASELINE, WEFT, check_room, find_shapes, shapes_file
 from weft.bench.ops.layers import COMPUTE, Layer, LayerBenchmark, LayerVariants, Through, hidden_cell
 from weft.bench.ops.moe_shape import BOUNDED, MoeShape
-from weft.nn.experts import GatherRows
+from weft.nn.expert_rows import GatherRows, inverse
 from weft.runtime.collectives import all_to_all_single
 from weft.symm.groups import group_of
 from weft.words import counted
@@ -60,7 +60,7 @@ class PlainExperts(weft.nn.ExpertParallelMLP):
         expert, order = top_k_index.flatten().sort(stable=True)
         splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         splits = splits.scatter_add(0, expert, torch.ones_like(expert))
-        place = _inverse(order)
+        place = inverse(order)
         (sent, came), received = self.sizes(splits)
 
         def out(rows: torch.Tensor) -> torch.Tensor:
@@ -72,12 +72,13 @@ class PlainExperts(weft.nn.ExpertParallelMLP):
         arrived = Through.apply(GatherRows.apply(x, order // top_k, place, top_k), out, back)
         expert = torch.arange(received.shape[1]).repeat(self.world_size)
         by_expert = expert.repeat_interleave(received.flatten()).argsort(stable=True).to(x.device)
-        by_source, rows = _inverse(by_expert), received.sum(0)
+        by_source, rows = inverse(by_expert), received.sum(0)
         h = self.multiply(GatherRows.apply(arrived, by_expert, by_source, 1), self.get_parameter("gate_up_proj"), rows)
         gate, up = h.chunk(2, dim=1)
         y = self.multiply(F.silu(gate) * up, self.down_proj, rows)
         y = Through.apply(GatherRows.apply(y, by_source, by_expert, 1), back, out)
-        return self._weighted(y, place, order, top_k_weights)
+        of_tokens = GatherRows.apply(y, place, order, 1).view(*top_k_weights.shape, self.hidden)
+        return (of_tokens * top_k_weights.unsqueeze(2)).sum(1)  # type: ignore[no-any-return]
 
     def sizes(self, splits: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
         """Return the numbers of rows to and from each rank, [2][ranks], and the table of rows from each rank for each local
@@ -104,11 +105,6 @@ class PlainExperts(weft.nn.ExpertParallelMLP):
         if x.is_cuda and x.dtype == torch.bfloat16:
             return F.grouped_mm(x, w.mT, offs=rows.cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True))
         return torch.cat([part @ of.mT for part, of in zip(x.split(rows.tolist()), w, strict=True)])
-
-
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class Comparison(LayerVariants):
