@@ -78,8 +78,8 @@ class RowIds:
             raise ValueError(self.first_bad())
 
     def _places(self, table: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for `ids` that read the sharded table number `table`, the part that each id reads and the row number in the
-        part (the fields `places` and `rows`).
+        """Return the part that has the row of each id in `ids`, and the row number in this part, as the fields `places` and
+        `rows`. All ids read the sharded table number `table`.
         """
         partition = self._partition
         numbers = partition.parts_of(table)
