@@ -8,7 +8,8 @@ Each rank has two buffers in symmetric memory:
                used, so that its inbox is free. `arrived`: the last call whose gradients have arrived here from the peer
 
 1. A program waits until every peer's inbox is free for this call.
-2. It stores pieces (columns of a block of samples) in the inboxes of their owners, remote owners first.
+2. It stores pieces (columns of a block of samples) in the inboxes of their owners. Own pieces are distributed among pieces for
+   other ranks, so that memory and links are busy together.
 3. The last program to finish sets `arrived` at every peer, with release. Programs count their arrivals with acquire-release at
    system scope, so the release covers the stores of all programs. The last program then waits until every peer has set
    `arrived` here, and stores the number of this call in its state.

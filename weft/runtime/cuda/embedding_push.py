@@ -52,7 +52,8 @@ class Pieces(NamedTuple):
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
     """Return the pieces of a rank's gradients. A piece is a range of columns with one destination rank.
 
-    Pieces are ordered by destination: the next rank first, then the others in cyclic order, and this rank's own pieces last.
+    Pieces for other ranks are ordered by destination: the next rank first, then the others in cyclic order. This rank's own
+    pieces are evenly distributed among them, because memory copies own pieces while links are busy.
 
     itemsize: the number of bytes of an element.
     """
@@ -66,7 +67,11 @@ def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: tor
     while any(number % align for piece in found for number in piece[1:]):
         align //= 2
     world = sharding.world_size
-    found.sort(key=lambda piece: (piece[0] - rank - 1) % world)
+    far = sorted([piece for piece in found if piece[0] != rank], key=lambda piece: (piece[0] - rank - 1) % world)
+    own = [piece for piece in found if piece[0] == rank]
+    places = [(place / len(far), piece) for place, piece in enumerate(far)]
+    places += [((place + 0.5) / len(own), piece) for place, piece in enumerate(own)]
+    found = [piece for _, piece in sorted(places, key=lambda placed: placed[0])]
     block = triton.next_power_of_2(max((piece[3] for piece in found), default=1))
     table = lasting(device, lambda: torch.tensor(found, dtype=torch.int64, device=device))
     return Pieces(table, max(16, block), align)
