@@ -48,3 +48,22 @@ def test_equal_inputs_give_equal_bits(pair: Pool, name: str) -> None:
     first, *others = [whole([parts for parts, _ in run]) for run in runs]
     for other in others:
         assert all(torch.equal(other[table], weight) for table, weight in first.items())
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_distinct_rows_learn_as_in_one_process(pair: Pool, pooling: str) -> None:
+    """The samples' rank pools with `dedup=True`."""
+    rows = placements(2)["rows"]
+    check(pair, 2, rows, weft.RowwiseAdagrad(lr=0.1), is_weighted=True, dedup=True, pooling=pooling)
+    check(
+        pair, 2, rows, weft.Adam(lr=0.1), samples=12, accumulates=True, steps=2, hash=True, dedup=True, pooling=pooling
+    )
+    check(pair, 2, rows, None, torchs=True, gradients="sum", samples=0, dedup=True, pooling=pooling)
+
+
+def test_distinct_rows_give_equal_bits(pair: Pool) -> None:
+    options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": True, "pooling": "sum"}
+    runs = [pair.run(train, placements(2)["rows"], torch.float32, 2, 300, options, timeout_s=120) for _ in range(3)]
+    first, *others = [whole([parts for parts, _ in run]) for run in runs]
+    for other in others:
+        assert all(torch.equal(other[table], weight) for table, weight in first.items())

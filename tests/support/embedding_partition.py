@@ -7,6 +7,7 @@ A rank uses a GPU if its group uses NCCL.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def tables_of(dtype: torch.dtype = torch.float32) -> tuple[EmbeddingBagConfig, .
         EmbeddingBagConfig(30, 5, "pairs", ("i", "u"), "mean", dtype),
         EmbeddingBagConfig(50, 8, "more", ("i",), "sum", dtype),
     )
+
+
+def equal_tables(dtype: torch.dtype, pooling: Any) -> tuple[EmbeddingBagConfig, ...]:
+    """Return tables with equal columns and pooling, as `dedup=True` needs them."""
+    return tuple(replace(table, embedding_dim=8, pooling=pooling) for table in tables_of(dtype))
 
 
 COLUMNS = 8 + 8 + 12 + 5 + 5 + 8
@@ -101,20 +107,21 @@ def train(
     group: dist.ProcessGroup, placement: Mapping[str, Any], dtype: torch.dtype, steps: int, samples: int, options: dict[str, Any],
     accumulates: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Train. Return this rank's parts, and its output of the last step."""
-    tables, options, device = TABLES[dtype], dict(options), device_of(group)
+    """Train. Return this rank's parts, and its output of the last step. The option `pooling` selects `equal_tables`."""
+    options, device = dict(options), device_of(group)
+    pooling = options.pop("pooling", None)
+    tables = TABLES[dtype] if pooling is None else equal_tables(dtype, pooling)
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in tables)
     by_torch = options.pop("torchs", False)
     module = ShardedEmbeddingBagCollection(tables, group=group, placement=dict(placement), deadline_s=30.0, **options)
     module.load_full_weights(full_weights(tables))
     optimizer = torch.optim.SGD(list(module.parameters()) or [torch.empty(0, requires_grad=True)], 0.1)
     y = torch.empty(0)
     for seed in range(steps):
-        halves = [batch(seed, samples, group.rank(), group.size(), options.get("hash", False))]
+        of_rank = group.rank(), group.size(), options.get("hash", False)
+        halves = [batch(seed, samples, *of_rank, columns=columns)]
         if accumulates:
-            halves = [
-                batch(2 * seed + n, samples // 2, group.rank(), group.size(), options.get("hash", False))
-                for n in (0, 1)
-            ]
+            halves = [batch(2 * seed + n, samples // 2, *of_rank, columns=columns) for n in (0, 1)]
 
         def forward_and_backward(halves: list[Any] = halves) -> torch.Tensor:
             for features, upstream in halves:
@@ -136,20 +143,21 @@ def train(
 
 def by_torch(
     dtype: torch.dtype, steps: int, samples: int, optimizer: Any, scale: float, in_dtype: torch.dtype, is_weighted: bool,
-    hash: bool, accumulates: bool = False,
+    hash: bool, accumulates: bool = False, pooling: Any = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
     """Train in one process, computing in `in_dtype`. Return the tables, and the output of the last step.
 
     dtype: the dtype of the tables in `train`, which determines the initial values.
     """
-    tables = TABLES[dtype]
+    tables = TABLES[dtype] if pooling is None else equal_tables(dtype, pooling)
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in tables)
     weights = {name: weight.to(in_dtype) for name, weight in full_weights(tables).items()}
     rules = {name: Rule(optimizer, weight) for name, weight in weights.items()}
     out = torch.empty(0)
     for seed in range(steps):
-        halves = [batch(seed, samples, hash=hash)]
+        halves = [batch(seed, samples, hash=hash, columns=columns)]
         if accumulates:
-            halves = [batch(2 * seed + n, samples // 2, hash=hash) for n in (0, 1)]
+            halves = [batch(2 * seed + n, samples // 2, hash=hash, columns=columns) for n in (0, 1)]
         leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
         read = {t.name: torch.zeros(t.num_embeddings, dtype=torch.bool) for t in tables}
         for features, upstream in halves:
@@ -184,7 +192,7 @@ def check(
     rule = optimizer or weft.SGD(lr=0.1)
     wanted, out = by_torch(
         dtype, steps, samples, rule, scale, torch.float64, options.get("is_weighted", False), options.get("hash", False),
-        accumulates,
+        accumulates, options.get("pooling"),
     )  # fmt: skip
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name].double(), weight, rtol=tolerance, atol=tolerance)

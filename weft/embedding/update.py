@@ -22,9 +22,9 @@ class FusedUpdate:
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
     factor: the number by which the sum of gradients over ranks is multiplied. For the mean over ranks, pass 1 / world
         size.
-    deterministic: False allows faster updates whose bits differ from run to run. `weft.SGD` on GPUs then adds the
-        gradient of each id to its row with atomics, without sorting ids. This needs fp32 tables, and no weight decay,
-        clipping or nonfinite="skip". In all other cases, and on CPU, False means the same as True.
+    deterministic: False allows updates whose bits differ from run to run, which are faster for some inputs. `weft.SGD` on
+        GPUs then adds the gradient of each id to its row with atomics, without sorting ids. This needs fp32 tables, and no
+        weight decay, clipping or nonfinite="skip". In all other cases, and on CPU, False means the same as True.
 
     Memory: the optimizer's states, in float32.
 

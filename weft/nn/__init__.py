@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from weft.nn.checkpoint import FusedOptimizers
+from weft.nn.deduplicated_embedding import DeduplicatedEmbeddingBagCollection as __  # noqa: F401  # which dedup=True chooses
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.embedding_memory import EmbeddingMemory

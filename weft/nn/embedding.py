@@ -95,10 +95,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update
         rows in backward. None: backward leaves gradients for a torch optimizer.
     sparse: True for sparse COO gradients, as `nn.EmbeddingBag(sparse=True)` has. Not supported with an optimizer.
-    deterministic: with an optimizer, True for equal bits from equal inputs. False allows a faster update without this
-        guarantee: on GPUs, `weft.SGD` then uses atomics instead of sorting ids.
+    deterministic: with an optimizer, True for equal bits from equal inputs. False allows an update without this guarantee:
+        on GPUs, `weft.SGD` then uses atomics instead of sorting ids, which is faster for some inputs.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
         TorchRec do. "sum" does not.
+    dedup: True to send each distinct id of a rank once, to pool its row on the samples' rank, and to send one summed gradient
+        for it. This is faster if bags share most of their ids. All tables need the same `embedding_dim` and pooling, and are
+        row-wise or on one rank. Sums of gradients are rounded to the tables' dtype before they are sent.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).
         If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
         sent. With a limit, each call first exchanges the numbers of ids.
@@ -115,6 +118,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     """The subclass for column-wise, row-wise and data-parallel tables. `weft.nn.partitioned_embedding` imports this module
     and sets the attribute.
     """
+    _of_rows: ClassVar[type[Any] | None] = None
+    """The subclass for `dedup=True`, likewise from `weft.nn.deduplicated_embedding`."""
 
     def __init__(
         self,
@@ -137,6 +142,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         hash: bool = False,
         outputs: int = 2,
         output_dtype: OutputDtype = "table",
+        dedup: bool = False,
         max_ids: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
@@ -160,7 +166,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
         said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
-        said["deterministic"] = deterministic
+        said |= {"deterministic": deterministic, "dedup": dedup}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
         sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, self._name)
@@ -174,8 +180,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         self._keys = [slot.key for slot in self.sharding.slots]
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
 
-    def __new__(cls, *arguments: Any, placement: Any = None, **options: Any) -> Any:
-        return super().__new__(cls._of_parts if cls._of_parts and is_cut(placement) else cls)
+    def __new__(cls, *arguments: Any, placement: Any = None, dedup: bool = False, **options: Any) -> Any:
+        other = cls._of_rows if dedup else cls._of_parts if is_cut(placement) else None
+        return super().__new__(other or cls)
 
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation
 

@@ -13,7 +13,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from weft.nn.replicated_tables import require_sharded_norm, rows_or_zero
 from weft.nn.row_dist import RowDist, RowRoute
 from weft.nn.row_ids import RowIds
 from weft.nn.table_parts import PartitionedTables, parts_of_rank
+from weft.nn.trained_tables import TrainedTables
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
@@ -92,6 +93,10 @@ class ShardedEmbeddingCollection(PartitionedTables):
 
     _container, _name = "embeddings", NAME
     embeddings: nn.ModuleDict
+    _expands: ClassVar[bool] = True
+    """True if `_looked_up` returns a row for each id, False if it returns a row for each id that was sent."""
+    _said: Mapping[str, Any] = types.MappingProxyType({})
+    """Further options of a subclass that ranks compare."""
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
         bounds_check: BoundsCheck = "warning",
         deadline_s: float | None = None,
     ) -> None:
-        super().__init__(group, optimizer, sparse)
+        TrainedTables.__init__(self, group, optimizer, sparse)
         self._bounds_check = bounds_check
         self._collected: list[_Received] | None = None
         self._dist: RowDist | None = None
@@ -128,12 +133,12 @@ class ShardedEmbeddingCollection(PartitionedTables):
             if placement is None:
                 placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
             partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)
-            _check(partition, optimizer)
+            self._check(partition)
         except (ValueError, TypeError) as error:
             refusal = error
         said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
-        said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check}
-        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
+        said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check, **self._said}
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, self._name)
         self.partition, self.device = cast(Partition, partition), cast(torch.device, device)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._keys = [slot.key for slot in self.partition.slots]
@@ -149,6 +154,24 @@ class ShardedEmbeddingCollection(PartitionedTables):
         self._make_updates(EmbeddingOptions(hash=hash))
         self._ready()
 
+    def _check(self, partition: Partition) -> None:
+        """Raise `ValueError` for tables or shardings that this class does not support."""
+        check_table_names(partition.tables)
+        first = partition.tables[0]
+        for table in partition.tables:
+            if table.embedding_dim != first.embedding_dim:
+                raise ValueError(
+                    f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
+                    f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
+                    "collection for each dimension"
+                )
+        require_sharded_norm(partition, self._optimizer)
+        if len(widths := {part.columns for part in partition.parts}) > 1:
+            raise ValueError(
+                f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {self._name} must have equally "
+                "many columns: divide its tables into such parts, or make a collection for each number of columns"
+            )
+
     def _make_tables(self, seed: int) -> None:
         for part in parts_of_rank(self.partition, self.rank):
             table = self.partition.tables[part.table]
@@ -156,7 +179,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
                 table, num_embeddings=part.rows, embedding_dim=part.columns, name=part.name_in(table), weight_init_min=None,
                 weight_init_max=None, init_fn=filler_of(table, seed + part.table, part.row, part.column),
             )  # fmt: skip
-            self.embeddings._modules[config.name] = Table(config, self.device, seed)
+            self._table_modules()._modules[config.name] = Table(config, self.device, seed)
 
     def _weights(self) -> list[torch.Tensor]:
         return self._all_weights()[: len(self._own)]
@@ -177,35 +200,43 @@ class ShardedEmbeddingCollection(PartitionedTables):
 
     @opaque
     def _called(self, features: Any) -> dict[str, JaggedTensor]:
-        with together(NAME, self.group, lambda: self.device, self.deadline_s):
-            trains = torch.is_grad_enabled() and not (self._is_frozen and self._optimizer is not None)
-            if self._replicated is not None:
-                self._replicated.count(trains)
-            if self.device.type == "meta":
-                raise ValueError(no_tables_on(self.device))
-            ids = RowIds(self.partition, self._dist, self.device, self._bounds_check, features)
-            rows, of_replicated = None, None
-            if self._dist is None:
-                self._warn(int(ids.bad.sum()), ids)
-            elif not trains:
-                rows, _, _ = self._looked_up(ids)
-            else:
-                anchor = torch.empty(
-                    0, device=self.device, requires_grad=bool(self._update_of_parts or self._is_trained)
-                )
-                weights = self._weights()
-                inputs = weights if self._update_of_parts is None else [weight.detach() for weight in weights]
-                rows = _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-untyped-call]
+        with together(self._name, self.group, lambda: self.device, self.deadline_s):
+            ids, trains = self._ids(features)
+            rows, of_replicated = self._rows(ids, trains), None
             if self._replicated is not None:
                 rows, of_replicated = self._replicated.looked_up(ids.of_replicated, rows, trains, self._step)
             blocks = ids.split(rows, of_replicated)
             bags = zip(self._keys, blocks, ids.offsets, ids.weights, strict=True)
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
+    def _ids(self, features: Any) -> tuple[RowIds, bool]:
+        """Begin a call. Return its ids, and True if backward must compute gradients or update tables."""
+        trains = torch.is_grad_enabled() and not (self._is_frozen and self._optimizer is not None)
+        if self._replicated is not None:
+            self._replicated.count(trains)
+        if self.device.type == "meta":
+            raise ValueError(no_tables_on(self.device))
+        return RowIds(self.partition, self._dist, self.device, self._bounds_check, features), trains
+
+    def _rows(self, ids: RowIds, trains: bool) -> torch.Tensor | None:
+        """Return the rows of the ids of sharded tables; None if all tables are data-parallel. All ranks must make this call.
+
+        trains: True if backward must compute gradients or update tables.
+        """
+        if self._dist is None:
+            self._warn(int(ids.bad.sum()), ids)
+            return None
+        if not trains:
+            return self._looked_up(ids)[0]
+        anchor = torch.empty(0, device=self.device, requires_grad=bool(self._update_of_parts or self._is_trained))
+        weights = self._weights()
+        inputs = weights if self._update_of_parts is None else [weight.detach() for weight in weights]
+        return _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
         """Send this rank's ids to the owners of their rows, and receive the rows. Return three values: the rows of this rank's
-        ids, the routing of the ids, and for each part of this rank the row numbers that ranks have requested. All ranks must
-        make this call.
+        ids (without `_expands`, of the sent ids), the routing of the ids, and for each part of this rank the row numbers that
+        ranks have requested. All ranks must make this call.
         """
         distribution = cast(RowDist, self._dist)
         route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])
@@ -214,8 +245,10 @@ class ShardedEmbeddingCollection(PartitionedTables):
         if not rows:
             rows = [torch.empty(0, self.partition.parts[0].columns, dtype=self._dtype, device=self.device)]
             route = route if self._own else replace(route, counts=[0] * self.group.size())
-        dim = self.partition.tables[0].embedding_dim
-        return distribution.back(rows, route).view(-1, dim), route, arrived  # the pieces of an id's row are adjacent
+        ids.route, found = route, distribution.back(rows, route)
+        if self._expands:  # the pieces of an id's row are adjacent
+            found = route.of_ids(found).view(-1, self.partition.tables[0].embedding_dim)
+        return found, route, arrived
 
     def _warn(self, bad: int, ids: RowIds) -> None:
         if bad and self._bounds_check == "warning":
@@ -249,7 +282,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
     def _compare(self, of: ForwardCall, what: str) -> None:
         if (comm := self._compared_on) is not None:
             tables = counted(len(self.partition.tables), "table")
-            compare_ranks(comm, f"{what} of {NAME} of {tables}", of, self.deadline_s)
+            compare_ranks(comm, f"{what} of {self._name} of {tables}", of, self.deadline_s)
 
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
         """Update the tables once, with the received gradients.
@@ -264,7 +297,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
             config = self._config_of(part)
             if (weight.dtype, tuple(weight.shape)) != (config.dtype, (config.num_embeddings, config.embedding_dim)):
                 raise ValueError(
-                    f"backward of {NAME}: table {config.name!r} has become {weight.dtype} {list(weight.shape)} "
+                    f"backward of {self._name}: table {config.name!r} has become {weight.dtype} {list(weight.shape)} "
                     "since forward: convert the table before forward"
                 )
             ids = torch.cat([one.ids[place] for one in received])
@@ -307,7 +340,8 @@ class ShardedEmbeddingCollection(PartitionedTables):
         `buffers` is 0, because ranks exchange rows in ordinary memory. `workspace` does not include the gradients of
         data-parallel tables.
         """
-        weights, in_flight = dict(zip(self.embeddings, self._all_weights(), strict=True)), self._batches.nbytes
+        weights = dict(zip(self._table_modules(), self._all_weights(), strict=True))
+        in_flight = self._batches.nbytes
         in_flight += sum(one.nbytes for one in self._collected or ())
         in_flight += 0 if self._replicated is None else self._replicated.bytes_in_flight
         columns = self.partition.parts[0].columns if self.partition.parts else 0
@@ -328,7 +362,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
                     f"the module with device={after.device}"
                 )
             self._set_dtype(after.dtype)
-        super()._apply(fn, recurse)
+        nn.Module._apply(self, fn, recurse)
         if self._update_of_parts is not None and self._update_of_parts.step.device != after.device:
             self._update_of_parts.move(after.device)
         self._converted(after.device)
@@ -373,11 +407,11 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         module: ShardedEmbeddingCollection = ctx.module
         found: list[Any] = [None] * len(module._own)
-        of_backward = together(f"backward of {NAME}", module.group, grad, module.deadline_s)
+        of_backward = together(f"backward of {module._name}", module.group, grad, module.deadline_s)
         with of_backward, in_backward(module._compared_on, ctx.number):
             if ctx.is_done:
                 raise WeftError(
-                    f"second backward of the same call of {NAME}: the first backward has already updated the "
+                    f"second backward of the same call of {module._name}: the first backward has already updated the "
                     "tables. Sum the losses and call backward once, or call the module again"
                 )
             of = module._record()
@@ -386,7 +420,9 @@ class _Rows(torch.autograd.Function):
                 bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
                 refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)
             columns = module.partition.parts[0].columns
-            grads = cast(RowDist, module._dist).to_owners(grad.reshape(-1, columns), ctx.route)
+            grad = grad.reshape(-1, columns)
+            of_sent = ctx.route.of_sent(grad) if module._expands else grad
+            grads = cast(RowDist, module._dist).to_owners(of_sent, ctx.route)
             if of.tables is None:
                 own = zip(module._own, ctx.arrived, grads, strict=True)
                 for place, (part, ids, of_part) in enumerate(own):
@@ -410,22 +446,3 @@ def config_of(table: Any) -> EmbeddingBagConfig:
     if not hasattr(table, "__dict__"):
         raise TypeError(f"{table!r} is not a table config: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig")
     return EmbeddingBagConfig.of(types.SimpleNamespace(**vars(table), pooling="sum"))
-
-
-def _check(partition: Partition, optimizer: EmbeddingOptimizer | None) -> None:
-    """Raise `ValueError` for tables or shardings that `ShardedEmbeddingCollection` does not support."""
-    check_table_names(partition.tables)
-    first = partition.tables[0]
-    for table in partition.tables:
-        if table.embedding_dim != first.embedding_dim:
-            raise ValueError(
-                f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
-                f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
-                "collection for each dimension"
-            )
-    require_sharded_norm(partition, optimizer)
-    if len(widths := {part.columns for part in partition.parts}) > 1:
-        raise ValueError(
-            f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {NAME} must have equally "
-            "many columns: divide its tables into such parts, or make a collection for each number of columns"
-        )

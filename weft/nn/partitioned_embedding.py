@@ -56,7 +56,8 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch", is_weighted: bool = False,
         optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, gradients: Literal["mean", "sum"] = "mean",
-        deterministic: bool = True, hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
+        deterministic: bool = True, hash: bool = False, dedup: bool = False, max_ids: int | None = None,
+        deadline_s: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
         TrainedTables.__init__(self, group, optimizer, sparse)
         self.input, self._is_weighted = input, is_weighted
@@ -85,7 +86,13 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
             "optimizer": repr(optimizer),
             "sparse": sparse,
         }
-        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, "deterministic": deterministic}
+        said |= {
+            "gradients": gradients,
+            "hash": hash,
+            "max_ids": max_ids,
+            "deterministic": deterministic,
+            "dedup": dedup,
+        }
         if refusal is None:
             said |= asdict(self._options)  # also the options that this rank has left out
         seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, self._name)

@@ -4,7 +4,7 @@ gradients to the owners.
     ids       for each id of this rank's samples: its part of a table, and the row in the part
     sent      the same ids sorted by (rank of the part, part); with `dedup` each distinct id once
     arrived   ids from all ranks, by [part of this rank][source rank]
-    rows      the rows of `arrived`, returned and put into the order of `ids`
+    rows      the rows of `arrived`, returned in the order of `sent`
 
 The CPU waits once, for the numbers of ids. Each rank tells every peer how many ids it has for each part of the peer,
 and also how many ids it has for every rank. So all ranks know how many ids each rank would receive, and all raise if
@@ -32,6 +32,8 @@ from weft.runtime.embedding_rows import sums_of_equal
 from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
 
+_MARKS_PER_KEY = 8  # a longer array of marks takes more time than a sort
+
 
 @dataclass(frozen=True)
 class RowRoute:
@@ -48,6 +50,19 @@ class RowRoute:
     out: list[int]
     into: list[int]
     counts: list[int]
+
+    def of_ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the row of each id of this rank's samples. rows: the row of each sent id."""
+        return rows.index_select(0, self.to_sent)
+
+    def of_sent(self, grads: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of each sent id. With `dedup` it is the sum of the gradients of equal ids.
+
+        grads: the gradient of each id's row, [number of ids, columns].
+        """
+        if self.order is None:
+            return sums_of_equal(self.to_sent, sum(self.out), grads.contiguous())
+        return grads.index_select(0, self.order)
 
 
 class RowDist:
@@ -94,7 +109,8 @@ class RowDist:
             # Rows out of range are clamped, so each part has one extra key at both ends. Keys of different parts stay
             # distinct.
             width = self._most_rows + 2
-            keys, to_sent = torch.unique(places * width + rows.clamp(-1, self._most_rows) + 1, return_inverse=True)
+            all_keys = places * width + rows.clamp(-1, self._most_rows) + 1
+            keys, to_sent = distinct(all_keys, width * len(self.place_of_part))
             sent_places, sent, order = keys // width, keys % width - 1, None
         else:
             order = places.argsort(stable=True)
@@ -139,24 +155,18 @@ class RowDist:
         return host[end : end + self.world], of_parts, host[end + self.world :]
 
     def back(self, rows: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
-        """Return the rows of all ids of this rank's samples, in the order of the ids.
+        """Return the rows of all sent ids, in the order in which the ids were sent.
 
         rows: for each part of this rank, the requested rows in the order of arrival.
         """
-        leaving = self._by_source(rows, route)
-        arrived = self._exchanged("rows", leaving, route.into, route.out)
-        return arrived.index_select(0, route.to_sent)
+        return self._exchanged("rows", self._by_source(rows, route), route.into, route.out)
 
     def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
         """Send gradients to the owners of the rows. Return the gradients that arrive for each part of this rank.
 
-        grads: the gradient of each id's row, [number of ids, columns].
+        grads: the gradient of each sent id, [number of sent ids, columns].
         """
-        if route.order is None:
-            leaving = sums_of_equal(route.to_sent, sum(route.out), grads.contiguous())
-        else:
-            leaving = grads.index_select(0, route.order)
-        return self._by_part(self._exchanged("gradients of rows", leaving, route.out, route.into), route)
+        return self._by_part(self._exchanged("gradients of rows", grads, route.out, route.into), route)
 
     def _by_part(self, arrived: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
         """Regroup rows that arrived from all ranks. Return, for each part of this rank, its rows, concatenated in the order of
@@ -182,6 +192,19 @@ class RowDist:
         )  # fmt: skip
         turn.run(f"all_to_all of {what}", all_to_all_single, received, send.contiguous(), into, out, group=self.group)
         return received
+
+
+def distinct(keys: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distinct keys in ascending order, and for each key its index among them. The CPU waits for the device.
+
+    end: a number above all keys. If it is small, the CPU marks the keys in an array, which is faster than a sort.
+    """
+    if keys.device.type != "cpu" or end > _MARKS_PER_KEY * len(keys):
+        return torch.unique(keys, return_inverse=True)
+    found = torch.zeros(end, dtype=torch.bool).index_fill_(0, keys, True).nonzero()[:, 0]
+    index = torch.empty(end, dtype=torch.int64)
+    index[found] = torch.arange(len(found))
+    return found, index[keys]
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from weft.embedding.jagged import as_jagged
 from weft.embedding.options import BoundsCheck
 from weft.embedding.partition import ColumnWise, DataParallel, Partition
 from weft.nn.partitioned_input import ends_of_keys
-from weft.nn.row_dist import RowDist, starts
+from weft.nn.row_dist import RowDist, RowRoute, starts
 
 
 class RowIds:
@@ -27,7 +27,10 @@ class RowIds:
     spans: for each output feature, the range [begin, end) of its ids among the ids of all output features.
     offsets, weights: for each output feature, the offsets and weights of its bags.
     bad: for each id of all output features, True if it is out of range.
+    route: the routing of the ids, after the ids have been sent; None before.
     """
+
+    route: RowRoute | None = None
 
     def __init__(
         self, partition: Partition, distribution: RowDist | None, device: torch.device, bounds_check: BoundsCheck, features: Any
