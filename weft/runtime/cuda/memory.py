@@ -12,10 +12,10 @@ every rank notifies all peers that its previous runs have ended, and waits for t
 captured a run, the barrier precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the
 previous run need no barrier.
 
-If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated. Executors in the smaller memory remain
-usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When the last executor has
-left the smaller memory, this memory is closed. If all such outgrown memories together hold more than `SPARE_BYTES`, the oldest
-are closed at once, and their executors are rebuilt.
+If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated, with a reserve (`_GROWTH`). Executors in
+the smaller memory remain usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When
+the last executor has left the smaller memory, this memory is closed. If all such outgrown memories together hold more than
+`SPARE_BYTES`, the oldest are closed at once, and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from weft import _core, env
-from weft.errors import DeadlineError, DisagreementError
+from weft.errors import DeadlineError, DisagreementError, OutOfSharedMemoryError
 from weft.kernels.signals import FLAG, POISONED
 from weft.runtime.cuda.context import Context, LastRun, RankSchedule, own_buffers, rank_schedule
 from weft.runtime.cuda.flags import AWAITED, missing
@@ -52,13 +52,13 @@ class ScheduleMemory:
     must construct this object. The constructor raises `OutOfSharedMemoryError` on every rank if there is not enough
     memory.
 
-    mine: this rank's steps of a schedule; the memory gets the size that this schedule needs.
+    mine: this rank's steps of a schedule. growth: the size of the buffers, as a multiple of what this schedule needs.
     """
 
-    def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
+    def __init__(self, mine: RankSchedule, comm: Communicator, growth: float = 1.0) -> None:
         self.comm, self.rank, self.device = comm, comm.rank, comm.device
         self.name, self.flags, self.lanes = mine.schedule.name, mine.flags, mine.lanes
-        self.nbytes, self._n_words = mine.layout.buffer_bytes, mine.standing_word
+        self.nbytes, self._n_words = int(growth * mine.layout.buffer_bytes), mine.standing_word
         self.deadline_s = env.deadline_s()
         self.run = LastRun()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
@@ -274,6 +274,11 @@ if a larger one has replaced it.
 
 The limit is enough for all batch sizes of a decoder, which are called first and captured later.
 """
+_GROWTH = 1.125
+"""The size of a memory that replaces an outgrown one, as a multiple of what its first schedule needs.
+
+Without this reserve, sizes that vary at random would outgrow the memory often, and each time rebuild all executors.
+"""
 _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
 
 
@@ -319,8 +324,16 @@ def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[Sche
         _spare(comm, memory)
     agree_on_schedule(schedule, comm)
     require_runnable_on_gpus(schedule, comm.rank)
-    kinds[kind] = made = ScheduleMemory(mine, comm), mine
+    kinds[kind] = made = (ScheduleMemory(mine, comm) if known is None else _larger(mine, comm)), mine
     return made
+
+
+def _larger(mine: RankSchedule, comm: Communicator) -> ScheduleMemory:
+    """Make a memory that replaces an outgrown one. All ranks must make this call."""
+    try:
+        return ScheduleMemory(mine, comm, _GROWTH)
+    except OutOfSharedMemoryError:  # every rank raises it
+        return ScheduleMemory(mine, comm)
 
 
 def _not_hindered_by_captures() -> None:
