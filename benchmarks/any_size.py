@@ -8,7 +8,8 @@ The steps:
 2. Time `--calls` calls, each with a synchronisation. A call with a new M is a first call. A few rows and columns of each result
    are compared with the product in float64.
 3. Repeat the last M, for the time of a steady call.
-4. Time `--sizes` different M in `--passes` passes, alternating with NCCL's all-gather and torch.mm called by hand.
+4. Time `--sizes` different M in `--passes` passes, alternating with NCCL's all-gather and torch.mm called by hand. For every other M
+   the call by hand comes first, because the first GEMM of a size may load a kernel of cuBLAS.
 
 It appends one JSON object to FILE.
 """
@@ -31,6 +32,8 @@ import torch.distributed as dist
 import weft
 from weft.bench.core.records import append, environment
 from weft.launch import run_ranks
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul import OPERATOR
 
 
 def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -82,12 +85,20 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         synchronize()
         return 1e3 * (time.perf_counter() - start)
 
+    def compiled() -> int:
+        return len(prepared_calls(OPERATOR, group))
+
     def passes() -> list[dict[str, float]]:
         """Return, for each pass over the sizes, the slowest rank's mean and median, of weft and by hand."""
         sizes = random.Random(given.seed + 1).sample(range(1, given.most // world + 1), given.sizes)
         found = []
         for _ in range(given.passes):
-            mine = [(call(world * size)[0], by_hand(world * size)) for size in sizes]
+            before = compiled()
+            mine = []
+            for number, size in enumerate(sizes):
+                theirs_first = by_hand(world * size) if number % 2 else None
+                ours_ms = call(world * size)[0]
+                mine.append((ours_ms, by_hand(world * size) if theirs_first is None else theirs_first))
             of_ranks: list[Any] = [None] * world
             dist.all_gather_object(of_ranks, mine)
             ours, theirs = ([max(of[i][which] for of in of_ranks) for i in range(len(sizes))] for which in (0, 1))
@@ -100,6 +111,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
                     "by_hand_median_ms": statistics.median(theirs),
                     "geomean_over_by_hand": statistics.geometric_mean(ratios),
                     "worst_over_by_hand": max(ratios),
+                    "compiled": compiled() - before,
                 }
             )
         return found
