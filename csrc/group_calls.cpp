@@ -25,6 +25,7 @@ void register_group_calls(nb::module_ &m) {
         .def_rw("begun", &CallCounts::begun)
         .def_rw("ended", &CallCounts::ended)
         .def_rw("unanswered", &CallCounts::unanswered)
+        .def_rw("compile_from", &CallCounts::compile_from)
         .def_rw("has_layers", &CallCounts::has_layers)
         .def_ro("refused_by_peers", &CallCounts::refused_by_peers)
         .def(
@@ -35,7 +36,7 @@ void register_group_calls(nb::module_ &m) {
         .def("keep", &CallCounts::keep);
     nb::class_<FamilySizes>(m, "FamilySizes", "The sizes of one problem family that a group has called.")
         .def(nb::init<int64_t, int64_t>(), nb::arg("passing"), nb::arg("most"))
-        .def("is_new", &FamilySizes::is_new, nb::arg("rows"))
+        .def("waits", &FamilySizes::waits, nb::arg("rows"), nb::arg("counts"))
         .def("add", &FamilySizes::add, nb::arg("rows"))
         .def_ro("served", &FamilySizes::served)
         .def_rw("once", &FamilySizes::once);

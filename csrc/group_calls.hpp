@@ -46,6 +46,7 @@ class CallLock {
 struct CallCounts {
     nb::object running = nb::cast(new CallLock(), nb::rv_policy::take_ownership);
     int64_t begun = 0, ended = 0, unanswered = 0;
+    int64_t compile_from = 0;                   // the number of the first call that may compile a size that recurs
     bool has_layers = false;                    // options of layers wait for the next call
     nb::object refused_by_peers = nb::dict();  // {number of a call: reason}
 
@@ -87,8 +88,11 @@ struct FamilySizes {
     // passing: the least `once` at which new sizes run unfused. most: the largest number of entries of `served`.
     FamilySizes(int64_t passing, int64_t most) : passing_(passing), most_(most) {}
 
-    // Returns true if a call of this size is to run unfused because the size is new, and other sizes have not recurred.
-    bool is_new(int64_t rows) const { return once >= passing_ && !contains(served, number(rows)); }
+    // Returns true if a call of this size is to run unfused without compilation: the size is new and other sizes have not recurred,
+    // or the size recurs, but it is too early to compile it (weft/symm/compilations.py).
+    bool waits(int64_t rows, const CallCounts &counts) const {
+        return contains(served, number(rows)) ? counts.begun < counts.compile_from : once >= passing_;
+    }
     // Records that a call of this size runs unfused. Returns false if that is recorded already. Drops the older half of the sizes
     // if there are too many.
     bool add(int64_t rows) {

@@ -59,7 +59,7 @@ class LayoutReader {
             words.push_back(address(tensor));
             add(words, tensor);
         }
-        return bytes(words);
+        return words.bytes();
     }
     // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
     // None for any other argument, for a tensor whose storage was freed, and for a negated view.
@@ -68,22 +68,34 @@ class LayoutReader {
         words.reserve(64);
         for (nb::handle argument : arguments)
             if (!sign(words, argument, gradients)) return nb::none();
-        return bytes(words);
+        return words.bytes();
     }
 
-    // Returns the key of a call's arguments. Unlike `signature`, it also allows strings, tuples, and objects of the types in
-    // `identified`, which are compared by identity. any_rows: matrices with this number of rows get the same key for any
-    // number of rows; -1: no matrix does. of_size: the name of an argument to leave out; None: no argument.
-    nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows,
-                    nb::handle of_size = nb::none()) const {
-        Words words;
+    // The words of a key. One object per call, because querying a tensor may run Python code, which may run another call.
+    struct Words : std::vector<int64_t> {
+        std::vector<size_t> rows;  // the places of the numbers of rows of matrices
+
+        nb::bytes bytes() const { return nb::bytes(reinterpret_cast<const char *>(data()), size() * sizeof(int64_t)); }
+        // Returns the key that calls share in which matrices with `number` rows have any other number of rows.
+        nb::bytes of_any_rows(int64_t number) {
+            for (size_t place : rows)
+                if ((*this)[place] == number) (*this)[place] = -1;
+            return bytes();
+        }
+    };
+    // Reads a call's arguments into `words`. Unlike `signature`, it also allows strings, tuples, and objects of the types in
+    // `identified`, which are compared by identity. Returns false for any other argument. of_size: the name of an argument to leave
+    // out; None: no argument.
+    bool read_call(Words &words, nb::handle arguments, nb::handle named, bool gradients, nb::handle identified,
+                   nb::handle of_size = nb::none()) const {
+        words.clear();
+        words.rows.clear();
         words.reserve(96);
-        words.any_rows = any_rows;
         for (nb::handle argument : nb::borrow<nb::tuple>(arguments))
-            if (!sign_any(words, argument, gradients, identified)) return nb::none();
+            if (!sign_any(words, argument, gradients, identified)) return false;
         for (auto [name, argument] : nb::borrow<nb::dict>(named))
-            if (!name.equal(of_size) && (!sign_text(words, name) || !sign_any(words, argument, gradients, identified))) return nb::none();
-        return bytes(words);
+            if (!name.equal(of_size) && (!sign_text(words, name) || !sign_any(words, argument, gradients, identified))) return false;
+        return true;
     }
     // Returns the number of rows of the first argument; -1 if it is not a matrix with rows.
     int64_t rows_of_first(nb::handle arguments) const {
@@ -104,10 +116,6 @@ class LayoutReader {
     }
 
   private:
-    // One object per call, because querying a tensor may run Python code, which may run another call.
-    struct Words : std::vector<int64_t> {
-        int64_t any_rows = -1;  // the number of rows that the key omits from a matrix; -1: none
-    };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
@@ -119,9 +127,8 @@ class LayoutReader {
         words.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
         words.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
                          tensor.dtype_lanes);
-        const size_t shape = words.size();
+        if (tensor.ndim == 2) words.rows.push_back(words.size());
         words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
-        if (tensor.ndim == 2 && words[shape] == words.any_rows) words[shape] = -1;
         words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
     }
     // Returns true if the tensor's storage holds all of its elements.
@@ -186,10 +193,6 @@ class LayoutReader {
         std::memcpy(words.data() + at, begin, size_t(size));
         return true;
     }
-    static nb::bytes bytes(const Words &words) {
-        return nb::bytes(reinterpret_cast<const char *>(words.data()), words.size() * sizeof(int64_t));
-    }
-
     nb::object tensor_, parameter_;
     // Interned once, because there are many tensors.
     nb::object requires_grad_ = interned("requires_grad"), storage_offset_ = interned("storage_offset"),

@@ -33,7 +33,7 @@ namespace {
 struct Names {
     nb::object acquire = interned("acquire"), called = interned("called"), called_at = interned("called_at"),
                calls = interned("calls"), chosen = interned("chosen"), closed = interned("closed"), end = interned("end"), failed = interned("failed"),
-               is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"), pop = interned("pop"),
+               is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"),
                refused = interned("refused"), release = interned("release"), run = interned("run"), takes = interned("takes");
 };
 
@@ -121,9 +121,7 @@ class KnownCall {
                 ++counts_->begun;
                 if (!any_size_) {
                     count();
-                } else if (any_size_->takes(rows, names)) {
-                    if (any_size_->sizes->add(rows))
-                        counts_->undo_if_refused(attribute(any_size_->sizes->served, names.pop), nb::make_tuple(rows, nb::none()));
+                } else if (any_size_->takes(rows, *counts_, names)) {
                     fingerprint = any_size_->number * uint64_t(2 * rows + 1);  // weft/operator/across.py: of_size
                 } else {
                     --counts_->begun;
@@ -139,6 +137,7 @@ class KnownCall {
                 } else {
                     results = call_method(of_, names.run, given.positional, given.named, captured);
                 }
+                if (any_size_) any_size_->sizes->add(rows);  // not before: ranks may have refused the call
                 if (notes_) call_method(of_, names.note, given.positional, given.named);
                 end();
                 came_back_ = true;
@@ -186,9 +185,9 @@ class KnownCall {
         explicit AnySize(nb::handle of)
             : sizes_object(of.attr("sizes")), control(of.attr("control")), sizes(nb::cast<FamilySizes *>(sizes_object)),
               number(nb::cast<uint64_t>(of.attr("number"))), multiple(nb::cast<int64_t>(of.attr("multiple"))) {}
-        bool takes(int64_t rows, const Names &names) const {
+        bool takes(int64_t rows, const CallCounts &counts, const Names &names) const {
             if (rows % multiple != 0 || is_true(attribute(control, names.closed))) return false;
-            return sizes->is_new(rows) || is_true(call_method(sizes_object, names.takes, weft::number(rows)));
+            return sizes->waits(rows, counts) || is_true(call_method(sizes_object, names.takes, weft::number(rows)));
         }
         nb::object sizes_object, control;
         FamilySizes *sizes;
@@ -280,8 +279,9 @@ class KnownCalls {
         for (const nb::object &one : unusual_)
             if (is_true(call(one))) return unknown(nb::none(), nb::none());
         const bool gradients = is_true(call(is_grad_enabled_));
-        const nb::object key = reader_.call(positional, named, gradients, identified_, -1);
-        if (key.is_none()) return unknown(key, key);
+        LayoutReader::Words words;
+        if (!reader_.read_call(words, positional, named, gradients, identified_)) return unknown(nb::none(), nb::none());
+        const nb::object key = words.bytes();
         const Given given{positional, named};
         const nb::object known = found(calls_, key);
         if (known.is_valid()) {
@@ -291,7 +291,8 @@ class KnownCalls {
         }
         const int64_t rows = reader_.rows_of_first(positional);
         if (rows < 0) return unknown(key, nb::none());
-        const nb::object family = reader_.call(positional, named, gradients, identified_, rows, of_size_);
+        if (!of_size_.is_none()) reader_.read_call(words, positional, named, gradients, identified_, of_size_);
+        const nb::object family = words.of_any_rows(rows);
         const nb::object passing = found(families_, family);
         nb::object result;
         if (passing.is_valid()) result = nb::cast<KnownCall *>(passing)->repeat(given, rows);

@@ -285,6 +285,7 @@ class CallCounts:
     ended: int
     unanswered: int
     has_layers: bool
+    compile_from: int
     @property
     def refused_by_peers(self) -> dict[int, str]: ...
     def undo_if_refused(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -312,8 +313,10 @@ class FamilySizes:
     def __init__(self, passing: int, most: int) -> None: ...
     @property
     def served(self) -> dict[int, None]: ...
-    def is_new(self, rows: int) -> bool:
-        """True if a call of this size is to run unfused because the size is new, and other sizes have not recurred."""
+    def waits(self, rows: int, counts: CallCounts) -> bool:
+        """True if a call of this size is to run unfused without compilation: the size is new and other sizes have not recurred,
+        or the size recurs, but it is too early to compile it (`weft.symm.compilations`).
+        """
 
     def add(self, rows: int) -> bool:
         """Record that a call of this size runs unfused. Return False if that is recorded already."""

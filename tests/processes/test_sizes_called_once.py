@@ -4,6 +4,7 @@ calls that differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,8 +21,12 @@ from weft.errors import DisagreementError, PoisonedGroupError, RefusedError
 from weft.launch import Pool
 from weft.operator import calls, select
 from weft.operator.cache import PASSING
+from weft.symm import compilations
+from weft.symm.calls import calls_of
 
 K, N = 8, 6
+at_once = mock.patch.multiple(compilations, MOST_SHARE=math.inf, LEAST_CALLS=0)
+"""Decorates a function in which the second call of a size compiles it, whatever time that takes."""
 
 
 LONG = "matmul_all_reduce with more"
@@ -64,6 +69,7 @@ def expected(
 
 
 @patient
+@at_once
 def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
     """Call sizes that do not recur, and sizes that do. wanted: True to compute gradients too."""
     own = dist.new_group([0, 1])
@@ -116,6 +122,7 @@ def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: in
     return expected(operator, xs, w, torch.zeros(1, N), rank)
 
 
+@at_once
 def in_another_layout(group: dist.ProcessGroup) -> None:
     """Let sizes recur on both ranks, on rank 1 with other layouts and arguments. Both ranks must compile them."""
     own, rank = dist.new_group([0, 1]), group.rank()
@@ -139,6 +146,7 @@ def test_ranks_prepare_the_same_sizes_whatever_their_layouts(pool: Pool) -> None
     pool.run(in_another_layout, ranks=2, timeout_s=60)
 
 
+@at_once
 @mock.patch.dict(select._CLEARLY_US, cpu=1e12)  # serial is the choice, whatever is measured
 def between(group: dist.ProcessGroup) -> None:
     """Let sizes recur between sizes for which serial was chosen, on rank 1 also in another layout. Refuse some of the calls."""
@@ -239,6 +247,7 @@ def test_calls_of_new_sizes_that_differ_are_refused_by_every_rank(pool: Pool, ho
         assert all(word in text for word in words), text
 
 
+@at_once
 def refused(group: dist.ProcessGroup) -> None:
     """Refuse a call on rank 1 only: of a new size, of a size that recurs, and in backward. Both ranks must count alike
     afterwards.
@@ -276,6 +285,38 @@ def refused(group: dist.ProcessGroup) -> None:
 
 def test_a_refused_call_is_counted_alike_by_every_rank(pool: Pool) -> None:
     pool.run(refused, ranks=2, timeout_s=60)
+
+
+@mock.patch.object(compilations, "LEAST_CALLS", 3)
+def rarely(group: dist.ProcessGroup) -> list[tuple[int, bool]]:
+    """Call two sizes in turn. Let the clocks of ranks differ: rank 1 wants 4 calls more before it compiles. Return, for each call,
+    the number of compiled sizes, and True if ranks have compared the call as the first of its size.
+    """
+    own, rank = dist.new_group([0, 1]), group.rank()
+    call, op = warmed_up(own), calls.OPERATORS["all_gather_matmul"]
+    known, found = calls_of(own).compilations, list[tuple[int, bool]]()
+    asked = list[int]()
+
+    def calls_to_wait() -> int:
+        asked.append(1)
+        return 4 if rank == 1 and len(asked) == 1 else 0
+
+    known.wait(2)
+    with mock.patch.object(known, "calls_to_wait", calls_to_wait):
+        for number in range(16):
+            before = len(asked)
+            call(40 + number % 2)
+            found.append((len(calls.prepared_calls(op, own)) - PASSING, len(asked) > before))
+    dist.destroy_process_group(own)
+    return found
+
+
+def test_a_recurring_size_is_compiled_when_all_ranks_have_time_for_it(pool: Pool) -> None:
+    one, other = pool.run(rarely, ranks=2, timeout_s=60)
+    assert one == other
+    compiled = [0] * 7 + [1] * 5 + [2] * 4  # after 2 + 1 + 4 calls, and after 3 calls more the other size
+    assert [count for count, _ in one] == compiled
+    assert [number for number, (_, compared) in enumerate(one) if compared] == [2, 7, 12]
 
 
 @pytest.mark.parametrize("wanted", [slow(False), True], ids=["forward", "gradients"])

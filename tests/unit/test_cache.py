@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, PASSING, WHILE, Table
+from weft.symm import compilations
+from weft.symm.calls import GroupCalls, calls_of
 
 
 class _Group:
@@ -195,3 +199,35 @@ def test_sizes_that_recur_are_compiled_once_a_call_has_asked_for_measured_times(
     assert _call(table, group, 3, unfused=True)
     assert not _call(table, group, 4, unfused=True)
     assert _call(table, group, 4, unfused=True)
+
+
+def test_sizes_that_recur_wait_for_the_call_that_may_compile() -> None:
+    table, group = Table(), _Group()
+    counts = calls_of(group)  # type: ignore[arg-type]
+    for rows in range(PASSING):
+        assert _call(table, group, rows)
+    counts.compile_from = 3
+    for counts.begun in (0, 1, 2):
+        assert not _call(table, group, 100)
+    counts.begun = 3
+    assert not table.of_group(group).recurs("family", 101)  # type: ignore[arg-type]
+    assert table.of_group(group).recurs("family", 100)  # type: ignore[arg-type]
+    assert _call(table, group, 100)
+    assert not _call(table, group, 101)
+
+
+def test_compilations_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a compilation of 10 ms, the next waits until 200 ms have passed, or about as many calls as take so long."""
+    counts, now = GroupCalls(), [100.0]
+    monkeypatch.setattr(compilations.time, "monotonic", lambda: now[0])
+    known = counts.compilations
+    assert known.calls_to_wait() == 0, "nothing has been compiled"
+    counts.begun, now[0] = 7, 100.01
+    known.ended(100.0)
+    assert counts.compile_from == 7 + 1 + compilations.LEAST_CALLS
+    counts.begun, now[0] = 17, 100.06
+    assert 29 <= known.calls_to_wait() <= 31, "150 ms are left, and 10 calls took 50 ms"
+    known.wait(30)
+    assert counts.compile_from == 48
+    counts.begun, now[0] = 48, 100.22
+    assert known.calls_to_wait() == 0

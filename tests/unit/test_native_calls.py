@@ -349,23 +349,34 @@ def test_a_size_that_the_family_does_not_take_is_slow() -> None:
     assert dict(played.of.sizes.served) == {6: None}
 
 
+def test_a_size_that_recurs_too_early_runs_unfused() -> None:
+    played = Played(any_rows=True)
+    played(2)
+    played.of.counts.compile_from = 4
+    for _ in range(2):
+        assert torch.equal(played(2), played.expected())
+    assert played.is_slow(2)
+    assert torch.equal(played(5), played.expected()), "a new size still runs unfused"
+
+
 def test_a_size_that_runs_unfused_again_is_served_once() -> None:
     played = Played(any_rows=True)
     played(2)
     played.of.sizes.recur = frozenset({2})
     assert torch.equal(played(2), played.expected())
-    played.torch.at = lambda name: played.of.counts.undo()
-    played(2)
-    assert list(played.of.sizes.served) == [2], "the first call has served it"
+    assert list(played.of.sizes.served) == [2]
 
 
-def test_a_size_whose_call_is_refused_is_not_served() -> None:
+def test_a_size_whose_call_fails_is_not_served() -> None:
     played = Played(any_rows=True)
     played(2)
-    played.of.counts.undo()
-    assert list(played.of.sizes.served) == [2], "a call that has ended cannot be refused"
-    played.torch.at = lambda name: played.of.counts.undo()
-    played(5)
+
+    def refuse(name: str) -> None:
+        raise ValueError("refused")
+
+    played.torch.at = refuse
+    with pytest.raises(ValueError, match="refused"):
+        played(5)
     assert list(played.of.sizes.served) == [2]
 
 

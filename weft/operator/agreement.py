@@ -33,15 +33,15 @@ from weft.symm.calls import MadeCalls, calls_of
 from weft.symm.layers import differ, difference
 from weft.words import by_rank
 
-Check: TypeAlias = Callable[[], tuple[str, str, int]]
+Check: TypeAlias = Callable[[], tuple[str, str, tuple[int, int]]]
 """A function that checks this rank's call.
 
-It returns (text, details, number). The text is a short description of the call for messages, and the details are its
-full description. Both must be equal on all ranks. The number may differ: every rank gets the numbers of all ranks. The
-function raises `ValueError` to refuse the call.
+It returns (text, details, numbers). The text is a short description of the call for messages, and the details are its
+full description. Both must be equal on all ranks. The two numbers may differ: every rank gets the numbers of all ranks.
+The function raises `ValueError` to refuse the call.
 """
 
-_NUMBER = struct.Struct("<qq")
+_SIGNED = struct.Struct("<qq")
 _NUMBERS = struct.Struct("<QQ")
 
 
@@ -55,10 +55,10 @@ class Agreement:
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
-    ) -> list[int]:  # fmt: skip
+    ) -> list[tuple[int, int]]:  # fmt: skip
         """Run `check` on every rank, and compare the descriptions that the checks return (`Check`).
 
-        Return a list with one number for each rank: the number that the rank's `check` returned. The numbers may differ.
+        Return the two numbers that each rank's `check` returned, by rank. They may differ.
 
         hint: advice to append to the error text if the ranks' calls differ.
         """
@@ -116,9 +116,9 @@ class CpuAgreement(Agreement):
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
-    ) -> list[int]:  # fmt: skip
-        text, details, number = check()  # if the check raises, `together` notifies the peers
-        extra = _NUMBER.pack(number, 0)
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        text, details, numbers = check()  # if the check raises, `together` notifies the peers
+        extra = _SIGNED.pack(*numbers)
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
         topic = Topic(
@@ -126,7 +126,7 @@ class CpuAgreement(Agreement):
             difference=shown(meeting.comm, details),
         )  # fmt: skip
         extras = meeting.meet(topic, deadline_s=_first_call_deadline_s(deadline_s), extra=extra)
-        return [_NUMBER.unpack(extra)[0] for extra in extras]
+        return [_SIGNED.unpack(extra) for extra in extras]
 
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
@@ -167,15 +167,15 @@ class GpuAgreement(Agreement):
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
-    ) -> list[int]:  # fmt: skip
-        text, details, number, refusal = "", "", 0, ""
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        text, details, numbers, refusal = "", "", (0, 0), ""
         try:
-            text, details, number = check()
+            text, details, numbers = check()
         except Exception as error:
             refusal = str(error)
         comm = symm.communicator(group, device, deadline_s=deadline_s)
         noted = calls_of(group).layers.take()
-        mine = refusal, calls_of(group).begun, text, _short(details), number, noted
+        mine = refusal, calls_of(group).begun, text, _short(details), numbers, noted
         try:
             calls = comm.all_gather(
                 mine, what=f"{operator} of a new shape", deadline_s=_first_call_deadline_s(deadline_s)
@@ -197,7 +197,7 @@ class GpuAgreement(Agreement):
                 _disagree(comm, text)
         if differ([noted.records for *_, noted in calls]):
             _disagree(comm, difference([noted.texts for *_, noted in calls]))
-        return [number for *_, number, _ in calls]
+        return [numbers for *_, numbers, _ in calls]
 
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from weft import _core
-from weft.symm.calls import calls_of
+from weft.symm.calls import GroupCalls, calls_of
 
 KEPT = 64  # shapes per operator and group that have memory of their own; captured shapes do not count
 KEPT_LIGHT = 2048  # shapes per operator and group; captured shapes do not count. Most share memory, or hold none
@@ -107,8 +107,7 @@ class Family(_core.FamilySizes, Generic[E]):
     """The sizes of one problem family that a group has called. (Problems of a family differ only in size.)
 
     typical: the operator that was compiled last, for any of these sizes.
-    count_call: a function that is called after each count. Its argument is a function that undoes the count, and runs if
-        ranks refuse the call.
+    counts: the record of the group's calls. It undoes what a call has counted here if ranks refuse the call.
 
     The native base class has these attributes, which native code updates when a call is replayed (`csrc/replay.cpp`):
 
@@ -117,9 +116,9 @@ class Family(_core.FamilySizes, Generic[E]):
       the order of the first calls.
     """
 
-    def __init__(self, typical: E, count_call: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, typical: E, counts: GroupCalls) -> None:
         super().__init__(PASSING, _SERVED)
-        self.typical, self._count_call = typical, count_call
+        self.typical, self._counts = typical, counts
         self._count = 0  # compiled sizes
         self._compiled: dict[int, E] = {}  # sizes whose choice has not been read
         self.is_uniform = True  # see `_OfGroup.prepared`
@@ -131,7 +130,7 @@ class Family(_core.FamilySizes, Generic[E]):
         """True if a call of this size is to run unfused, without compilation."""
         if self.typical.stale:
             return False
-        return self.is_new(rows) or (self._count >= PASSING and self._stays_unfused(rows))
+        return self.waits(rows, self._counts) or (self._count >= PASSING and self._stays_unfused(rows))
 
     def compiled(self, rows: int, prepared: E, uniform: bool) -> None:
         """Record that a size has been compiled. uniform: as for `_OfGroup.prepared`."""
@@ -164,7 +163,7 @@ class Family(_core.FamilySizes, Generic[E]):
     def serve(self, rows: int) -> None:
         """Record that the current call, of this size, runs unfused."""
         if self.add(rows):
-            self._count_call(lambda: self.served.pop(rows, None))
+            self._counts.undo_if_refused(lambda: self.served.pop(rows, None))
 
 
 class _OfGroup(Generic[E]):
@@ -176,15 +175,18 @@ class _OfGroup(Generic[E]):
     sequence length without padding. So this class counts, for each problem family, the compiled sizes that have been
     called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
     reached `PASSING` (16), a new size first runs unfused, without compilation and without the agreement of a first
-    call. Only its second call compiles it. CPU ranks still compare the call in the rendezvous of its collective. On CPU
-    no call compiles a size if it would run unfused anyway (`Family.takes`).
+    call. A later call compiles it if compilations take a small share of the time (`weft.symm.compilations`). CPU ranks
+    still compare the call in the rendezvous of its collective. On CPU no call compiles a size if it would run unfused
+    anyway (`Family.takes`).
 
-    All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So after each
-    count, this class passes `count_call` a function that undoes the count. The function runs if ranks refuse the call.
+    All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So with each
+    count, this class gives `counts` a function that undoes the count. The function runs if ranks refuse the call.
+
+    counts: the record of the group's calls.
     """
 
-    def __init__(self, count_call: Callable[[Callable[[], None]], None] = lambda undo: None) -> None:
-        self._count_call = count_call
+    def __init__(self, counts: GroupCalls) -> None:
+        self._counts = counts
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
@@ -213,6 +215,15 @@ class _OfGroup(Generic[E]):
         known.serve(rows)
         return known.typical
 
+    def latest(self, family: Hashable) -> E | None:
+        """Return the latest compiled operator of a problem family; None if there is none that can be used."""
+        known = self._families.get(family)
+        return None if known is None or known.typical.stale else known.typical
+
+    def recurs(self, family: Hashable, rows: int) -> bool:
+        """True if this size of a problem family is not compiled, and has run unfused before."""
+        return family in self._families and rows in self._families[family].served
+
     def family(self, family: Hashable) -> Family[E]:
         """Return the record of the sizes of a problem family. At least one of these sizes must have been compiled."""
         return self._families[family]
@@ -224,7 +235,7 @@ class _OfGroup(Generic[E]):
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             self._came_back(prepared, True)
-            self._count_call(lambda: self._came_back(prepared, False))
+            self._counts.undo_if_refused(lambda: self._came_back(prepared, False))
         return prepared
 
     def _came_back(self, prepared: E, came_back: bool) -> None:
@@ -239,7 +250,7 @@ class _OfGroup(Generic[E]):
         uniform: True if a size between two sizes with the serial schedule need not be compiled. False on GPUs, because captures
             need a compiled size, and if gradients are wanted, because native code repeats such calls only of compiled sizes.
         """
-        known = self._families.setdefault(family, Family(prepared, self._count_call))
+        known = self._families.setdefault(family, Family(prepared, self._counts))
         prepared.family, prepared.came_back = family, rows in known.served
         known.served.pop(rows, None)
         known.once += not prepared.came_back
@@ -345,7 +356,7 @@ class Table(Generic[E]):
     def of_group(self, group: dist.ProcessGroup) -> _OfGroup[E]:
         here = self._of_group.get(id(group))
         if here is None:
-            here = self._of_group[id(group)] = _OfGroup(calls_of(group).undo_if_refused)
+            here = self._of_group[id(group)] = _OfGroup(calls_of(group))
             weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
         return here
 

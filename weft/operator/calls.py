@@ -9,6 +9,7 @@ operator runs the chosen schedule (`weft.operator.select`), or torch's collectiv
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -39,6 +40,7 @@ from weft.runtime.layouts import READER
 from weft.runtime.meeting import UNKNOWN, in_backward, published_on
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import Turn
+from weft.symm.calls import calls_of
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import joined, kind
@@ -281,7 +283,7 @@ def prepared_for(
         equal on all ranks, which compare it in forward. None in backward, where it is not compared again.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
-    table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
+    table, device, given, began_s = TABLES[op.name], _device_of(op, call), op.given(call), time.monotonic()
     # Ranks that synchronise before every call agree per key, so the key includes everything that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
@@ -299,11 +301,11 @@ def prepared_for(
             if typical is not None:
                 return typical.for_one_call(p, rows, call, wanted)
 
-    def check() -> tuple[str, str, int]:
-        """Return (short description, full description, number), as `weft.operator.agreement.Check`.
+    def check() -> tuple[str, str, tuple[int, int]]:
+        """Return (short description, full description, numbers), as `weft.operator.agreement.Check`.
 
-        The number encodes two values that may differ between ranks. It is twice the size of the call (`Operator.size`),
-        plus 1 if this rank has cached times for the problem.
+        The numbers may differ between ranks. The first is twice the size of the call (`Operator.size`), plus 1 if this rank has
+        cached times for the problem. The second is the number of calls that must come before the next compilation.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
@@ -312,15 +314,25 @@ def prepared_for(
             select.check_name(pinned, p)
         texts[:] = p.text if said == str(p) else said.partition("\n")[0], select.wanted_schedule(pinned, p)
         remembered = pinned is None and world > 1 and select.remembers(p, device)
-        return joined(texts[0], given, texts[1], op.described(wanted)), said, 2 * size + remembered
+        return (
+            joined(texts[0], given, texts[1], op.described(wanted)),
+            said,
+            (2 * size + remembered, compilations.calls_to_wait()),
+        )
 
     texts: list[str] = []
+    compilations = calls_of(group).compilations
     numbers = agree(op.title, group, device, check, deadline_s, op.hint)
     said, (shown, wanted_schedule) = op.said(call, world), texts
     if prepared is None:
-        p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
+        like = table.of_group(group).latest(family)
+        if like and table.of_group(group).recurs(family, rows) and (calls := max(wait for _, wait in numbers)):
+            compilations.wait(calls)
+            return like.for_one_call(op.problem(call, world, 0), rows, call, wanted)
+        sizes = [number for number, _ in numbers]
+        p, remembered = op.problem(call, world, max(sizes) // 2), any(number % 2 for number in sizes)
         compared = joined(said, given, wanted_schedule)
-        made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given))
+        made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given), began_s, like)
         prepared = table.keep(group, key, made)
         if family is not None:
             table.of_group(group).prepared(family, rows, prepared, device.type == "cpu" and True not in wanted)

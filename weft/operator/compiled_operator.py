@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
+import time
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -30,7 +32,9 @@ from weft.runtime.opaque import opaque
 from weft.runtime.rails import largest_collective_bytes
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
+from weft.schedule import Schedule
 from weft.symm import Communicator
+from weft.symm.calls import calls_of
 from weft.symm.device import synchronize
 from weft.timeline import Timeline
 from weft.words import joined
@@ -65,6 +69,8 @@ class CompiledOperator:
         remembered: bool,
         said: str,
         shown: str,
+        began_s: float,
+        like: CompiledOperator | None = None,
     ) -> None:
         """Prepare calls of the problem `p`. The first call chooses a schedule.
 
@@ -72,7 +78,11 @@ class CompiledOperator:
         remembered: True if any rank has cached times of schedules for exactly this problem.
         said: the full description of the call, which CPU ranks compare at every call.
         shown: a short description of the call, for error texts.
+        began_s: the time when the compilation began (`time.monotonic`).
+        like: the compiled operator of a problem that differs from `p` only in size. The serial schedule is then shared, which saves
+            a part of the compilation.
         """
+        self._began_s = began_s  # 0 once the compilation has ended
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
         self.agreed: set[tuple[str, tuple[bool, ...]]] = set()
@@ -87,12 +97,12 @@ class CompiledOperator:
             self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
         # True if ranks begin unfused calls before they have synchronised.
         self._begins = self._turns is not None and type(op).begun is not Operator.begun
-        self._serial = named(p, "serial").build()
         if self._turns is not None:
             self._turns.reserve(largest_collective_bytes(self._serial))
-        self.results = [b.name for b in self._serial.buffers if b.role == "output"]
-        self._steps: list[Unfused] = []  # at most one, made on demand; shared by the copies of `for_one_call`
-        self._checked = False  # True if the spec's inputs and outputs match the buffers
+        self.results: list[str] = like.results if like else [b.name for b in self._serial.buffers if b.role == "output"]
+        # At most one, made on demand; shared by the copies of `for_one_call`, and by operators that differ only in size.
+        self._steps: list[Unfused] = like._steps if like else []
+        self._checked: bool = like is not None and like._checked  # True if the spec's inputs and outputs match the buffers
         self._ran: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that have run
         self._ready: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that can be captured
         self.key: Any = None  # the key in the table
@@ -100,6 +110,10 @@ class CompiledOperator:
         self.family: Hashable = None  # the problem family, if a new size may run unfused
         self.passes = False  # True if made for a single call
         self.came_back = False  # True if called more than once
+
+    @functools.cached_property
+    def _serial(self) -> Schedule:
+        return named(self.p, "serial").build()
 
     @opaque
     def __call__(
@@ -144,6 +158,9 @@ class CompiledOperator:
             op.finished(call, results, self.rank)
         elif not capturing:
             self._be_ready_for_capture(call, inputs)
+        if self._began_s:
+            calls_of(self.group).compilations.ended(self._began_s)
+            self._began_s = 0.0
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
@@ -260,7 +277,7 @@ class CompiledOperator:
         op, given = self.op, self.op.given(call)
         said, shown = self._described(p, call, given)
         made = copy.copy(self)
-        made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
+        made.p, made.passes, made.chosen, made._shown, made._began_s = p, True, select.Chosen(None, None), shown, 0.0
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
         made.agreed.add((given, wanted))
         if self.comm is not None:
@@ -430,6 +447,7 @@ class CompiledOperator:
         """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
+            self._began_s = time.monotonic()
         if self.chosen is None:
             if capturing:
                 raise ValueError(

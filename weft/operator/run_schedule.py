@@ -192,13 +192,13 @@ def _compiled(
     if found is not None:
         return found
 
-    def check() -> tuple[str, str, int]:
+    def check() -> tuple[str, str, tuple[int, int]]:
         if is_captured(device):
             raise ValueError(
                 f"the first run of {what} sets up memory and kernels, which a CUDA graph cannot capture: run it once before "
                 "capturing it"
             )
-        return what, f"{what}, fingerprint {digest[:16]}", 0
+        return what, f"{what}, fingerprint {digest[:16]}", (0, 0)
 
     agree(_NAME, group, device, check, deadline_s, "pass the same schedule on every rank")
     verify_once(schedule, device)

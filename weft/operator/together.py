@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -41,7 +40,7 @@ from weft import env, symm
 from weft.builders import NotApplicableError
 from weft.caller import caller
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
-from weft.operator.agreement import agreement_on
+from weft.operator.agreement import Check, agreement_on
 from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
 from weft.symm.groups import backend_device, group_of
@@ -203,18 +202,17 @@ def agree(
     operator: str,
     group: dist.ProcessGroup,
     device: torch.device,
-    check: Callable[[], tuple[str, str, int]],
+    check: Check,
     deadline_s: float | None,
     hint: str = "",
-) -> list[int]:
-    """Compare the first call of a shape across ranks. Return, for each rank, the number that its `check` returned. All
+) -> list[tuple[int, int]]:
+    """Compare the first call of a shape across ranks. Return, for each rank, the numbers that its `check` returned. All
     ranks must make this call.
 
     Raise `RefusedError` on every rank if a rank's check raises `ValueError`. Raise `DisagreementError` if the
     descriptions of the calls differ.
 
-    check: a function that checks this rank's call, and returns (short description, full description, number), as
-        `weft.operator.agreement.Check`.
+    check: a function that checks this rank's call, and returns (short description, full description, numbers).
     hint: advice for the error text if only sizes differ.
     """
     if group.size() == 1:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core
+from weft.symm.compilations import Compilations
 from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
@@ -43,6 +44,7 @@ class GroupCalls(_core.CallCounts):
     - running: a lock that a call holds from its beginning to its end.
     - refused_by_peers: the reasons of peers that refused a call, by the number of the call.
     - unanswered: the number of peers that have not answered this rank's last refusal.
+    - compile_from: the number of the first call that may compile a size that recurs (`weft.symm.compilations`).
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class GroupCalls(_core.CallCounts):
         """
         self.prefetches = False  # True once a module has prefetched a batch, for advice in error texts
         self.made = MadeCalls()
+        self.compilations = Compilations(self)
         self.layers = Layers(self)
         """The options of layers, which ranks compare with the next call."""
         self._here: set[int] = set()
