@@ -8,8 +8,8 @@ The steps:
 2. Time `--calls` calls, each with a synchronisation. A call with a new M is a first call. A few rows and columns of each result
    are compared with the product in float64.
 3. Repeat the last M, for the time of a steady call.
-4. Time `--sizes` different M in `--passes` passes, alternating with NCCL's all-gather and torch.mm called by hand. For every other M
-   the call by hand comes first, because the first GEMM of a size may load a kernel of cuBLAS.
+4. Time `--sizes` different M in `--passes` passes, alternating with NCCL's all-gather and torch.mm called by hand. For every other
+   M the call by hand comes first, because the first GEMM of a size may load a kernel of cuBLAS.
 
 It appends one JSON object to FILE.
 """

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.compile_at_once import at_once
 from support.on_ranks import error_of, own_group
 from support.slow import mostly
 from test_replay import long_ways
@@ -261,6 +262,7 @@ def test_ranks_that_disagree_name_their_calls(pool: Pool, how: str) -> None:
         assert "matmul_all_reduce" in text
 
 
+@at_once
 def refuses(group: dist.ProcessGroup, how: str) -> None:
     """Let rank 1 refuse calls in which its peers are already waiting. All ranks must count alike afterwards."""
     own, world = own_group(group), group.size()

@@ -102,7 +102,9 @@ class CompiledOperator:
         self.results: list[str] = like.results if like else [b.name for b in self._serial.buffers if b.role == "output"]
         # At most one, made on demand; shared by the copies of `for_one_call`, and by operators that differ only in size.
         self._steps: list[Unfused] = like._steps if like else []
-        self._checked: bool = like is not None and like._checked  # True if the spec's inputs and outputs match the buffers
+        self._checked: bool = (
+            like is not None and like._checked
+        )  # True if the spec's inputs and outputs match the buffers
         self._ran: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that have run
         self._ready: set[tuple[int, Hashable]] = set()  # pairs (id of executor, layout) that can be captured
         self.key: Any = None  # the key in the table
