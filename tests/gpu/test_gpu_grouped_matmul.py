@@ -15,11 +15,13 @@ from weft.runtime.cuda.grouped_matmul import launch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 NAN = float("nan")
-ROWS = ([264, 257], [300, 20], [1, 0], [330, 272], [600, 64])
+ROWS = ([264, 257], [300, 20], [1, 0], [9, 16], [330, 272], [600, 64])
 """For each of two experts, the number of rows from both ranks."""
 CONFIGS = {
     "parts": replace(grouped_config.CONFIGS[1], parts=2, splits=8, rounds=2),
     "parts of small tiles": replace(grouped_config.CONFIGS[4], parts=2, splits=4, rounds=2),
+    "transposed products": grouped_config.CONFIGS[-1],
+    "parts of transposed products": replace(grouped_config.CONFIGS[-1], splits=4),
 }
 
 

@@ -26,12 +26,14 @@ class Case:
     splits: int = 1  # the most programs that share a tile of the last round, of 2 * per_sm programs
     per_sm: int = 1
     rounds: int = 1  # of their parts
+    swap: bool = False
 
     @property
     def config(self) -> Any:
         from weft.runtime.cuda import grouped_matmul
 
-        return grouped_matmul.Config(16, self.block_n, 16, 2, 4, 2, self.parts, self.per_sm, self.splits, self.rounds)
+        shared = self.splits, self.rounds
+        return grouped_matmul.Config(16, self.block_n, 16, 2, 4, 2, self.parts, self.per_sm, *shared, self.swap)
 
 
 class Rank:

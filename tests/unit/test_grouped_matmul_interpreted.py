@@ -44,6 +44,10 @@ CASES: dict[str, Case] = {
     "no rows": Case(2, 3, rows="none"),
     "tokens with strides": Case(2, 3, tokens="strided"),
     "misaligned tokens": Case(2, 3, tokens="misaligned"),
+    "transposed products": Case(2, 4, swap=True),
+    "transposed products in parts": Case(
+        2, 3, k=200, swap=True, splits=3, per_sm=5, transposed=True, dtype=torch.bfloat16
+    ),
     "tiles in parts, in two rounds": Case(1, 1, k=96, rows="four tiles", splits=4, rounds=2, per_sm=3, n=32),
 }
 
@@ -336,7 +340,13 @@ OTHERS = {
     "a group that has failed": play_failed,
 }
 # With `back`, try each value of each parameter only once: the loops over K are the same as without `back`.
-BACK = ("tiles in parts, in two rounds", "stored in halves", "awkward K and N", "no rows")
+BACK = (
+    "tiles in parts, in two rounds",
+    "transposed products in parts",
+    "stored in halves",
+    "awkward K and N",
+    "no rows",
+)
 BACK_SLOW = (
     "two ranks, bf16",
     "one rank", "five ranks", "many experts", "stored in halves, transposed weights", "awkward K and N, transposed weights",

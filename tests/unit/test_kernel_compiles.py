@@ -251,7 +251,8 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
         assert "st.global.v4" in ptx  # 16 bytes at a time
     else:
         assert stores >= by_tensor_map >= 1
-    assert "wgmma.mma_async" in ptx
+    # Launches that add to the result ignore `swap`, and wgmma needs 64 rows.
+    assert ("wgmma.mma_async" in ptx) == (config.block_m >= 64 or "adds" not in key)
     assert ("ld.global.v4" in ptx) == ("adds" in key)  # the stored tile is read 16 bytes at a time
     check_occupancy(config, built, tmp_path)
 
@@ -303,13 +304,14 @@ def test_parts_of_tiles_in_two_rounds_need_no_stack(back: bool, tmp_path: Path) 
 
 
 def test_tiles_are_chosen_by_their_number() -> None:
-    """Choose small tiles if there are few. Cut tiles into thirds if they may occupy 1/2 to 2/3 of the programs."""
+    """Choose small tiles if there are few tiles or rows. Cut tiles into thirds if they may occupy 1/2 to 2/3 of the programs."""
 
     def chosen(rows: float, n: int, k: int, segments: int, merged: bool) -> tuple[int, int, int]:
         config = grouped_matmul.choose_config(2, rows, n, k, segments, 132, merged=merged)
         return config.block_m, config.block_n, config.rounds
 
     assert chosen(98, 576, 1728, 4, True) == (128, 128, 1)
+    assert chosen(3.5, 12032, 26624, 4, True) == (16, 128, 1)
     assert chosen(281, 5696, 4480, 1, True) == (128, 256, 1)
     assert chosen(264, 14848, 25152, 2, True) == (128, 256, 2)
     assert chosen(256.5, 1664, 39680, 4, False) == (128, 256, 2)
@@ -339,7 +341,7 @@ def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict
     built = grouped("sm_90", torch.bfloat16, replace(config, splits=8), tma=True, **key)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", built.asm["ptx"])
     assert loads.count("2") == loads.count("3") == 2 * config.stages
-    is_for_few_tiles = config == grouped_config.CONFIGS[-1]
+    is_for_few_tiles = config == grouped_config.CONFIGS[6]
     check_occupancy(config, built, tmp_path, 32 * (is_for_few_tiles and key == {"back": True, "merged": True}))
 
 

@@ -44,6 +44,10 @@ experts: 172 us instead of 244 us. ROUNDS = 2 is for a last round that occupies 
 the programs. Each of its tiles is cut into three parts, which take two rounds of a third of the time. On an H100, 292
 tokens for each of 2 experts x 3200 x 39064: 329 us instead of 369 us.
 
+Few rows (SWAP). A product of the tensor cores has at least 64 rows and 8 columns. If an expert has few rows, SWAP computes the
+transposed product, in which the weights' columns are the rows. So a tile can have 16 rows of x, which leaves shared memory for
+more weights in flight.
+
 With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. The
 last tile of a segment reads rows of x beyond the segment, but their results are not stored. The map of y is ragged: the
 hardware masks rows outside the segment. Without TMA, masked loads and stores have the same effect.
@@ -95,10 +99,10 @@ def _there(
 @triton.jit
 def _multiply(
     own, slots, w, whole, expert, column, is_own, x_row, acc, first_step, end_step,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BACK: tl.constexpr, W_TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Return acc plus the product of a tile of rows and columns of w, for the steps `first_step` to `end_step` - 1 of the loop
-    over K.
+    over K. With SWAP, both the product and acc are transposed.
 
     own, slots, w, whole: tensor maps, as in `grouped_matmul_kernel`; the rows are read from one of own, slots and whole. A step
         has BLOCK_K elements of K.
@@ -115,8 +119,21 @@ def _multiply(
             b = w.load([expert, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
         else:
             b = w.load([expert, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
-        acc = tl.dot(a, b, acc)
+        if SWAP:
+            acc = tl.dot(b.T, a.T, acc)
+        else:
+            acc = tl.dot(a, b, acc)
     return acc
+
+
+@triton.jit
+def _rows_first(tile, SWAP: tl.constexpr):
+    """Return the tile `[BLOCK_M, BLOCK_N]`. With SWAP, it is given transposed."""
+    if SWAP:
+        made = tl.trans(tile)
+    else:
+        made = tile
+    return made
 
 
 @triton.jit
@@ -150,6 +167,7 @@ def grouped_matmul_kernel(
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr, ROUNDS: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
     """Run the multiplication that the module docstring describes.
 
@@ -175,8 +193,10 @@ def grouped_matmul_kernel(
         each shared tile, the number of programs that have stored their partial sums; zero between launches.
     ADDS: add products to y; never with BACK. MERGED: tiles have rows of all sources, and the launch covers all sources; never
         with ADDS. SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS. ROUNDS: the
-        largest number of rounds of the parts of shared tiles: 1, or 2 if SPLITS is at least 3.
+        largest number of rounds of the parts of shared tiles: 1, or 2 if SPLITS is at least 3. SWAP: compute the transposed
+        product; only with TMA and without ADDS.
     """
+    tl.static_assert(not SWAP or (TMA and not ADDS), "transposed products need TMA, and cannot accumulate")
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
     tl.static_assert(not (MERGED and ADDS), "tiles with rows of all sources cannot accumulate")
     tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "programs can share a tile only with TMA and without ADDS")
@@ -252,23 +272,26 @@ def grouped_matmul_kernel(
             row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
             own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
         )  # fmt: skip
-        if ADDS:
+        if SWAP:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        elif ADDS:
             begin = y_address.to(tl.pointer_type(DTYPE))
             acc = _there(begin, whole_stride, y_row, left, column, N, ALIGN, BLOCK_M, BLOCK_N)
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
             acc = _multiply(
-                own, slots, w, whole, expert, column, is_own, x_row, acc, 0, K_STEPS, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED
+                own, slots, w, whole, expert, column, is_own, x_row, acc, 0, K_STEPS, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED, SWAP
             )  # fmt: skip
+            made = _rows_first(acc, SWAP)
             if MERGED and BACK:
                 store_to_sources(
                     y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
-                    row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
+                    row_ends, places, row_tile * BLOCK_M, left, column, made, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
                 )  # fmt: skip
             else:
                 store_result(
-                    own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
+                    own, slots, whole, is_own, y_row, left, column, made, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
                 )  # fmt: skip
         else:
             in_tile = tl.arange(0, BLOCK_M)
@@ -342,24 +365,26 @@ def grouped_matmul_kernel(
                 row_tile, segment_first, segment_end, by_source, in_whole, left_of, sources, turn, rank,
                 own_rows, slots_rows, whole_rows, slot_rows, BACK, MERGED, BLOCK_M,
             )  # fmt: skip
+            ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+            COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
             acc = _multiply(
-                own, slots, w, whole, expert, column, is_own, x_row, tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
-                part * K_STEPS // sharers, (part + 1) * K_STEPS // sharers, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED,
+                own, slots, w, whole, expert, column, is_own, x_row, tl.zeros([ROWS, COLUMNS], tl.float32),
+                part * K_STEPS // sharers, (part + 1) * K_STEPS // sharers, BLOCK_N, BLOCK_K, BACK, W_TRANSPOSED, SWAP,
             )  # fmt: skip
-            in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            in_tile = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             first_part = partials + shared * (BLOCK_M * BLOCK_N) + in_tile
             stride = shared_tiles * (BLOCK_M * BLOCK_N)
             tl.store(first_part + part * stride, acc)
             tl.debug_barrier()  # all lanes have stored
             if tl.atomic_add(arrived + shared, 1, sem="acq_rel", scope="gpu") == sharers - 1:
                 tl.store(arrived + shared, tl.full([], 0, tl.int32))
-                acc = _sum_of_parts(first_part, sharers, stride)
+                made = _rows_first(_sum_of_parts(first_part, sharers, stride), SWAP)
                 if MERGED and BACK:
                     store_to_sources(
                         y_address, slots_address, own_stride, slots_stride, own_rows, slots_rows, slot_rows, rank, turn, sources,
-                        row_ends, places, row_tile * BLOCK_M, left, column, acc, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
+                        row_ends, places, row_tile * BLOCK_M, left, column, made, N, DTYPE, ALIGN, BLOCK_M, BLOCK_N, PARTS,
                     )  # fmt: skip
                 else:
                     store_result(
-                        own, slots, whole, is_own, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
+                        own, slots, whole, is_own, y_row, left, column, made, BLOCK_M, BLOCK_N, PARTS, DTYPE, BACK
                     )

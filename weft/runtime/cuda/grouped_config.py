@@ -12,6 +12,7 @@ class Config:
     """The tile sizes and other compile-time parameters of the grouped GEMM kernel.
 
     parts: the number of pieces in which a tile is stored, 1 or 2. Two pieces leave more shared memory for pipeline stages.
+    swap: True to compute the transposed product, with weights as the first operand. Then `block_m` may be less than 64.
     """
 
     block_m: int
@@ -24,6 +25,7 @@ class Config:
     per_sm: int = 1  # resident programs per multiprocessor
     splits: int = 1  # the largest number of programs that share a tile of the last round
     rounds: int = 1  # the largest number of rounds that the parts of shared tiles take
+    swap: bool = False
 
 
 MAX_SPLITS = 8
@@ -40,6 +42,9 @@ FEW_ROWS = 192
 """Up to this number of rows in a segment, tiles of 64 rows are faster than larger tiles, and MERGED tiles are faster
 still.
 """
+VERY_FEW_ROWS = 12
+"""Up to this average number of rows of an expert, tiles of 16 rows are faster than larger tiles.
+"""
 LARGE = Config(128, 256, 64, 8, 8, 3)
 # Configurations for 16-bit types that a benchmark compares, sorted from many rows per segment to few.
 CONFIGS = (
@@ -50,8 +55,9 @@ CONFIGS = (
     Config(64, 256, 64, 16, 4, 4),
     Config(64, 128, 64, 16, 4, 4, per_sm=2),
     Config(128, 128, 64, 8, 4, 6, parts=2),
+    Config(16, 128, 64, 16, 4, 5, per_sm=2, swap=True),
 )
-_SHORT_K, _MEDIUM, _SMALL, _NARROW, _FEW = CONFIGS[1], *CONFIGS[3:7]
+_SHORT_K, _MEDIUM, _SMALL, _NARROW, _FEW, _LOW = CONFIGS[1], *CONFIGS[3:8]
 # Without tensor maps, addresses and masks need registers, so tiles are smaller.
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
@@ -78,6 +84,8 @@ def choose_config(
       and more than 64 rows, this took 0.77 times as long on an H100 (geometric mean of 23 shapes; the worst 1.01).
     - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
       H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
+    - If an expert has few rows, the time is that of reading the weights. Tiles of 16 rows leave shared memory for more weights
+      in flight. On an H100, 14 tokens x 12032 x 26624 with 8 experts took 833 us instead of 861, and torch.bmm 840.
     - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
       more stage of operands.
 
@@ -86,7 +94,9 @@ def choose_config(
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
-    if n <= 128:
+    if merged and rows_per_segment <= VERY_FEW_ROWS:
+        best = _LOW
+    elif n <= 128:
         best = _MEDIUM if rows_per_segment > 192 else _NARROW
     elif rows_per_segment <= (_SMALL.block_m if merged else FEW_ROWS):
         tiles = _tiles(_SMALL, rows_per_segment, n, segments)
@@ -96,11 +106,11 @@ def choose_config(
         best = _FEW
     else:
         best = LARGE if k >= 768 and not merged else _SHORT_K
-    best = replace(best, parts=2) if merged and best.parts < 2 else best
+    best = replace(best, parts=2) if merged and best.parts < 2 and not best.swap else best
     rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
     splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
     # the number of rows is an estimate, so a last round that is expected to be a little fuller or emptier may be cut too
-    cut = best is not _FEW and k >= TWO_ROUNDS_K and splits > 2 and 0.35 <= rounds % 1 <= 0.8
+    cut = best is not _FEW and not best.swap and k >= TWO_ROUNDS_K and splits > 2 and 0.35 <= rounds % 1 <= 0.8
     return replace(best, splits=splits, rounds=1 + cut) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
 
 

@@ -68,6 +68,7 @@ class GroupedVariant(NamedTuple):
             "SPLITS": self.splits,
             "MERGED": self.merged,
             "ROUNDS": c.rounds,
+            "SWAP": c.swap and self.tma and not self.adds,
         }
 
     @property
