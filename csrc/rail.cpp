@@ -48,7 +48,9 @@ class RailLink {
     // the exchange has ended. received, room: the message of peer i is received at received + i * room, and has up to `room`
     // bytes.
     void begin(const std::vector<std::pair<uintptr_t, uint64_t>> &sent, uintptr_t received, uint64_t room) {
-        if (sent.size() != peers_.size()) throw std::invalid_argument("sent: pass a message for each peer");
+        if (sent.size() != peers_.size())
+            throw std::invalid_argument("sent has " + std::to_string(sent.size()) + " messages: pass one for each of the " +
+                                        std::to_string(peers_.size()) + " peers");
         ++number_;
         room_ = room;
         for (size_t i = 0; i < peers_.size(); ++i) {

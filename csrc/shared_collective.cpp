@@ -84,7 +84,8 @@ SharedCollective SharedCollective::all_to_all(PayloadExchange &exchange, const c
                                               std::vector<int64_t> received) {
     const size_t ranks = exchange.ranks(), rank = exchange.rank();
     if (sent.size() != ranks || received.size() != ranks || sent[rank] != received[rank])
-        throw std::invalid_argument("an all-to-all needs a size for each of the " + std::to_string(ranks) + " ranks, and equal sizes for this rank");
+        throw std::invalid_argument("pass two sizes for each of the " + std::to_string(ranks) +
+                                    " ranks, sent and received. A rank receives from itself what it sends to itself");
     SharedCollective made = exchange_rows(exchange, from, std::move(sent), 1, false, false);
     made.place(to, size_t(std::accumulate(received.begin(), received.end(), int64_t(0))));
     made.expected_ = std::move(received);
@@ -96,8 +97,8 @@ SharedCollective SharedCollective::exchange_rows(PayloadExchange &exchange, cons
     const size_t ranks = exchange.ranks(), experts = counts.size() / ranks;
     if (counts.empty() || counts.size() % ranks || !has_room(exchange, counts.size()) ||
         std::any_of(counts.begin(), counts.end(), [](int64_t count) { return count < 0; }))
-        throw std::invalid_argument(std::to_string(counts.size()) + " numbers of rows must be a few for each of the " + std::to_string(ranks) +
-                                    " ranks, and not negative");
+        throw std::invalid_argument("there are " + std::to_string(counts.size()) + " numbers of rows for " + std::to_string(ranks) +
+                                    " ranks: pass equally many for each rank, none negative and no more than have room");
     SharedCollective made(exchange, SharedCollective::exchange);
     made.from_ = from;
     made.row_bytes_ = row_bytes;
@@ -218,8 +219,8 @@ bool SharedCollective::take_exchange() {
                                             std::to_string(rank) + ", which expects " + std::to_string(expected_[peer]) + " bytes");
         const size_t total = size_t(std::accumulate(found.begin(), found.end(), int64_t(0))) * row_bytes_;
         if (total != to_bytes_)
-            throw std::invalid_argument("ranks send " + std::to_string(total) + " bytes to rank " + std::to_string(rank) + ", which expects " +
-                                        std::to_string(to_bytes_) + " bytes");
+            throw std::invalid_argument("all ranks together send " + std::to_string(total) + " bytes to rank " + std::to_string(rank) +
+                                        ", which expects " + std::to_string(to_bytes_) + " bytes");
     }
     for (size_t peer = 0; peer < ranks; ++peer) {
         size_t start = starts_[peer];

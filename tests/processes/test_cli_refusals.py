@@ -130,6 +130,9 @@ def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, cap
     ):
         broken.write_text(text)
         assert said in _refused(["reproduce", "t3", "--records", str(broken)], monkeypatch, capsys)
+    broken.write_text("")
+    said = f"{broken}: no records of T3's sub-layers: run weft bench"
+    assert said in _refused(["reproduce", "t3", "--records", str(broken)], monkeypatch, capsys)
     broken.write_text("name = [")
     assert "a.toml cannot be read" in _refused(
         [*GEMM, "8,8,8", "--hw", str(broken.rename(tmp_path / "a.toml"))], monkeypatch, capsys

@@ -252,6 +252,23 @@ def test_tables_that_do_not_agree_leave_the_rows(pool: Pool) -> None:
     pool.run(other_tables, ranks=3, timeout_s=60)
 
 
+def wrong_arguments(group: dist.ProcessGroup) -> None:
+    """Compare the error texts of wrong numbers of rows and sizes, which no rank sends."""
+    exchange, shared, world = turn_of(own_group(group)).native, _core.SharedCollective, group.size()
+    assert exchange is not None
+    for numbers in ([], [1] * (world + 1), [1] * (world - 1) + [-1], [0] * (world * DATA_BYTES)):
+        text = f"there are {len(numbers)} numbers of rows for {world} ranks: pass equally many for each rank"
+        with pytest.raises(ValueError, match=text):
+            shared.exchange_rows(exchange, 0, numbers, 4, False, False)
+    for sent, received in (([4], [4] * world), ([4] * world, [4]), ([4] * world, [5] * world)):
+        with pytest.raises(ValueError, match=f"pass two sizes for each of the {world} ranks, sent and received"):
+            shared.all_to_all(exchange, 0, 0, sent, received)
+
+
+def test_wrong_arguments(pool: Pool) -> None:
+    pool.run(wrong_arguments, ranks=2, timeout_s=60)
+
+
 def other_sizes(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     """Let rank 1 send fewer rows than its peers expect."""
     own, rank, world = own_group(group), group.rank(), group.size()

@@ -63,6 +63,11 @@ def test_messages_of_several_exchanges_arrive_in_order(ends: tuple[End, End]) ->
     assert one.link.bytes_sent == 2 * 16 + len(b"first") + len(b"second")
 
 
+def test_an_exchange_needs_a_message_for_each_peer(ends: tuple[End, End]) -> None:
+    with pytest.raises(ValueError, match="sent has 2 messages: pass one for each of the 1 peers"):
+        ends[0].link.begin([(0, 0)] * 2, 0, ROOM)
+
+
 def test_messages_longer_than_the_kernel_buffers(ends: tuple[End, End]) -> None:
     data = [np.random.default_rng(seed).integers(0, 256, ROOM, np.uint8).tobytes() for seed in (1, 2)]
     outcomes = [0, 0]

@@ -268,9 +268,12 @@ def _reproduce(
             found = simulated(step)
     else:
         found = files.read([records])
-    with files.understood():
-        rows, said = study.rows_of(found), study.notes(found)
-        tables, conclusions = study.tables(rows), study.conclusions(rows)
+    try:
+        with files.understood():
+            rows, said = study.rows_of(found), study.notes(found)
+            tables, conclusions = study.tables(rows), study.conclusions(rows)
+    except ValueError as error:
+        raise error if records is None else ValueError(f"{records}: {error}") from error
     for table in tables:
         print_table(table.title, table.columns, table.cells)
     print("\n".join(["", *conclusions, *said]))
