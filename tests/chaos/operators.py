@@ -9,7 +9,7 @@ from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .sharder import Sharder
 from .training import Training
-from .training_tables import CutTables, Rows, WholeTables
+from .training_tables import CutTables, DistinctRows, Rows, WholeTables
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {
@@ -27,6 +27,7 @@ OPERATORS: dict[str, type[Work]] = {
     "training, whole tables": WholeTables,
     "training, cut tables": CutTables,
     "training, rows": Rows,
+    "training, distinct rows": DistinctRows,
     "training, checkpoints": Checkpoints,
     "training, torchrec": Sharder,
     "training, pipeline": Pipeline,

@@ -107,7 +107,7 @@ class Training(Collection, Differentiable):
     def make(self) -> None:
         self.dims = self._dims()
         self.tables = [
-            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
+            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), self._pooling(i), self.dtype)
             for i, dim in enumerate(self.dims)
         ]
         self.weighted = self.options["is_weighted"]
@@ -135,6 +135,9 @@ class Training(Collection, Differentiable):
 
     def _dims(self) -> tuple[int, ...]:
         return 4, 3, 8, 11 + self.other
+
+    def _pooling(self, i: int) -> Any:
+        return "mean" if i % 2 else "sum"
 
     def _made(self, group: Any, placement: list[Any]) -> Any:
         rule, optimizer = self.options["optimizer"], None

@@ -152,3 +152,38 @@ class Rows(CutTables):
     def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
         grad = self.numbers(5000 + i, rank, n, (len(self._bags(i, rank, n)[0]), self.dims[i]))
         return self._poisoned(grad, rank, n) if i == 3 else grad
+
+
+class DistinctRows(CutTables):
+    """Training of a `ShardedEmbeddingBagCollection` with `dedup=True`, which pools distinct rows on the samples' rank."""
+
+    PLACEMENTS: ClassVar = ("rows", "whole")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        given = Training.drawn.__func__(cls, rng, device)  # type: ignore[attr-defined]
+        return {**given, "prefetch": None, "placement": rng.choice(cls.PLACEMENTS)}
+
+    @classmethod
+    def _other_settings(cls, options: Given) -> list[Given]:
+        of = Training._other_settings.__func__(cls, options)  # type: ignore[attr-defined]
+        return [*of, {"is_weighted": not options["is_weighted"]}]
+
+    @classmethod
+    def _other_placements(cls, world: int, options: Given) -> list[Given]:
+        return [{"placement": name} for name in cls.PLACEMENTS if name != options["placement"]]
+
+    def _dims(self) -> tuple[int, ...]:
+        return (4 + 2 * self.other,) * 4
+
+    def _pooling(self, i: int) -> Any:
+        return "mean"
+
+    def _placement(self) -> list[Any]:
+        return [i % self.world for i in range(4)] if self.options["placement"] == "whole" else super()._placement()
+
+    def _module(self, **options: Any) -> Any:
+        return super()._module(dedup=True, **options)
+
+    def _settings(self) -> Given:
+        return {name: self.options[name] for name in ("bounds_check", "hash") if name in self.options}
