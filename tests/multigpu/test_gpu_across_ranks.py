@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import across_ranks
-from support.on_ranks import error_of
+from support.on_ranks import assert_error, assert_errors, error_of
 
 import weft
 from weft.launch import Pool
@@ -124,16 +124,14 @@ def differ(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str
 
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_of_known_shapes_are_compared_afterwards(pair: Pool, call: Callable[..., Any]) -> None:
-    for kind, text in pair.run(differ, call, timeout_s=60):
-        assert kind == "PoisonedGroupError", text
-        assert "ranks have made different calls" in text
+    assert_errors(pair.run(differ, call, timeout_s=60), "PoisonedGroupError", "ranks have made different calls")
 
 
 @pytest.mark.parametrize("call", LAYERS)
 def test_options_of_layers_are_compared_afterwards(pair: Pool, call: Callable[..., Any]) -> None:
-    for kind, text in pair.run(differ, call, timeout_s=60):
-        assert kind == "PoisonedGroupError", text
-        assert "ranks have called layers with different options" in text
+    assert_errors(
+        pair.run(differ, call, timeout_s=60), "PoisonedGroupError", "ranks have called layers with different options"
+    )
 
 
 def differ_at_first(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
@@ -145,9 +143,9 @@ def differ_at_first(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple
 
 @pytest.mark.parametrize("call", LAYERS)
 def test_options_of_layers_are_compared_at_the_first_call_of_a_shape(pair: Pool, call: Callable[..., Any]) -> None:
-    for kind, text in pair.run(differ_at_first, call, timeout_s=60):
-        assert kind == "DisagreementError", text
-        assert "ranks call layers with different options" in text
+    assert_errors(
+        pair.run(differ_at_first, call, timeout_s=60), "DisagreementError", "ranks call layers with different options"
+    )
 
 
 def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
@@ -184,9 +182,8 @@ def compared(group: dist.ProcessGroup, function: Callable[..., Any], *arguments:
 @pytest.mark.parametrize("schedule", ["serial", "combine[chunks=1,by=store]"])
 def test_tables_that_do_not_fit_a_peers_are_refused_on_demand(pair: Pool, schedule: str, by: int) -> None:
     function = across_ranks.rows_that_nobody_expects
-    for (kind, text), after in pair.run(compared, function, "cuda", schedule, by, True, timeout_s=60):
-        assert kind == "RefusedError"
-        assert across_ranks.said_of_tables(by) in text
+    for error, after in pair.run(compared, function, "cuda", schedule, by, True, timeout_s=60):
+        assert_error(error, "RefusedError", across_ranks.said_of_tables(by))
         assert after, "the group must go on"
 
 
@@ -246,13 +243,13 @@ def has_other_values(group: dist.ProcessGroup, name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["bias", "residual"])
 def test_values_that_must_be_equal_are_compared_on_demand(pair: Pool, name: str) -> None:
-    for kind, text in pair.run(compared, has_other_values, name, timeout_s=60):
-        assert kind == "RefusedError"
-        assert f"{name} must have the same values on all ranks" in text
+    assert_errors(
+        pair.run(compared, has_other_values, name, timeout_s=60),
+        "RefusedError",
+        f"{name} must have the same values on all ranks",
+    )
 
 
 def test_two_threads_in_calls_of_one_group_are_refused(pair: Pool) -> None:
     for found in pair.run(across_ranks.called_by_two_threads, "cuda", False, timeout_s=60):
-        for kind, text in found:
-            assert kind == "PoisonedGroupError", text
-            assert "during a call of another thread on the same group" in text
+        assert_errors(found, "PoisonedGroupError", "during a call of another thread on the same group")

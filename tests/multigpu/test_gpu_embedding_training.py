@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 from support.reference import Problem, assert_close, even, problem, tables_of
 
 import weft
@@ -316,9 +316,7 @@ def goes_back_twice(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_a_second_backward_is_an_error_that_names_it(pair: Pool) -> None:
-    for kind, text in pair.run(goes_back_twice, timeout_s=60):
-        assert kind == "WeftError"
-        assert "second backward" in text
+    assert_errors(pair.run(goes_back_twice, timeout_s=60), "WeftError", "second backward")
 
 
 def straggles(group: dist.ProcessGroup) -> list[Any]:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import descriptors
+from support.on_ranks import assert_errors, descriptors
 
 from weft import symm
 from weft.errors import WeftError
@@ -36,17 +36,12 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
 
 def assert_left(errors: list[tuple[str, str]]) -> None:
     """Check the errors of all ranks except rank 1, which has left the group."""
-    for kind, text in errors[:1] + errors[2:]:
-        assert kind in ("PeerLostError", "PoisonedGroupError")
-        assert "rank 1" in text
-        assert "has left the group" in text
+    assert_errors(errors[:1] + errors[2:], ("PeerLostError", "PoisonedGroupError"), "rank 1", "has left the group")
 
 
 def assert_over(answers: Iterable[tuple[str, str]]) -> None:
     """Check the errors of calls on a group that has failed."""
-    for kind, text in answers:
-        assert kind == "PoisonedGroupError"
-        assert "make a new process group" in text
+    assert_errors(answers, "PoisonedGroupError", "make a new process group")
 
 
 def wait_for_failure(comm: Communicator) -> None:

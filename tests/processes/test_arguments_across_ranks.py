@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, TABLES, Arguments, Change, leaves, mapped, set_to
 from support import across_ranks
-from support.on_ranks import error_of
+from support.on_ranks import assert_error, assert_errors, error_of
 from support.slow import in_turn
 
 import weft
@@ -297,9 +297,8 @@ def has_other_values(group: dist.ProcessGroup, operator: str, name: str) -> tupl
 
 @pytest.mark.parametrize(("operator", "name"), sorted(EQUAL))
 def test_values_that_must_be_equal_are_compared_on_demand(pool: Pool, operator: str, name: str) -> None:
-    for (kind, text), after in pool.run(has_other_values, operator, name, ranks=2):
-        assert kind == "RefusedError"
-        assert f"{name} must have the same values on all ranks" in text
+    for error, after in pool.run(has_other_values, operator, name, ranks=2):
+        assert_error(error, "RefusedError", f"{name} must have the same values on all ranks")
         assert after
 
 
@@ -310,9 +309,8 @@ def test_values_that_must_be_equal_are_compared_on_demand(pool: Pool, operator: 
 @pytest.mark.parametrize("by", [1, -2, 0])
 @pytest.mark.parametrize("schedule", ["serial", "combine[chunks=1,by=dma]", "combine[chunks=1,by=store]"])
 def test_tables_that_do_not_fit_a_peers_are_refused(pool: Pool, schedule: str, by: int, known: bool) -> None:
-    for (kind, text), after in pool.run(across_ranks.rows_that_nobody_expects, "cpu", schedule, by, known, ranks=2):
-        assert kind == "RefusedError"
-        assert across_ranks.said_of_tables(by) in text
+    for error, after in pool.run(across_ranks.rows_that_nobody_expects, "cpu", schedule, by, known, ranks=2):
+        assert_error(error, "RefusedError", across_ranks.said_of_tables(by))
         assert after, "the group must go on"
 
 
@@ -322,9 +320,7 @@ def test_tables_that_do_not_fit_a_peers_are_refused(pool: Pool, schedule: str, b
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 def test_two_threads_in_calls_of_one_group_are_refused(pool: Pool, known: bool) -> None:
     for found in pool.run(across_ranks.called_by_two_threads, "cpu", known, ranks=2):
-        for kind, text in found:
-            assert kind == "PoisonedGroupError", text
-            assert "during a call of another thread on the same group" in text
+        assert_errors(found, "PoisonedGroupError", "during a call of another thread on the same group")
 
 
 def called_in_turn(group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from embedding_ranks import assert_same_bits
 from pool import traces
 from support.measuring_ranks import instead, on_h200s
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 from support.reference import Problem, assert_close, tables_of
 from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
 
@@ -173,9 +173,7 @@ def differ(group: dist.ProcessGroup, p: Problem, sizes: list[tuple[int, ...]]) -
 
 
 def test_ranks_that_divide_the_batch_otherwise_learn_it_when_they_choose(pool: Pool) -> None:
-    for kind, text in pool.run(differ, sized(2, (8, 8)), [(8, 8), (15, 1)], ranks=2):
-        assert kind == "DisagreementError"
-        assert "batch_sizes" in text
+    assert_errors(pool.run(differ, sized(2, (8, 8)), [(8, 8), (15, 1)], ranks=2), "DisagreementError", "batch_sizes")
 
 
 def choices_of(

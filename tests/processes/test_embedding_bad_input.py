@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
-from support.on_ranks import error_of
+from support.on_ranks import assert_error, assert_errors, error_of
 from support.reference import Problem, problem, tables_of
 from support.slow import in_turn
 
@@ -289,9 +289,11 @@ def differ_in_batch(group, p, sizes, known):
 
 def test_ranks_that_divide_the_batch_otherwise(pool: Pool) -> None:
     p = problem(3, batch=12)
-    for kind, text in pool.run(differ_in_batch, p, [(4, 4, 4), (4, 4, 4), (4, 5, 3)], False, ranks=3):
-        assert kind == "DisagreementError"
-        assert "batch_sizes is '(4, 4, 4)' on rank 0 and '(4, 5, 3)' on rank 2" in text
+    assert_errors(
+        pool.run(differ_in_batch, p, [(4, 4, 4), (4, 4, 4), (4, 5, 3)], False, ranks=3),
+        "DisagreementError",
+        "batch_sizes is '(4, 4, 4)' on rank 0 and '(4, 5, 3)' on rank 2",
+    )
     p = problem(3, batch=30)
     answers = pool.run(differ_in_batch, p, [(10, 10, 10), (10, 10, 10), (10, 11, 9)], True, ranks=3)
     for rank, (kind, text) in enumerate(answers):
@@ -316,16 +318,12 @@ def in_no_group(group, p):
 def test_groups_that_are_none_of_this_ranks(pool: Pool) -> None:
     p = problem(1)
     answers = pool.run(in_no_group, p, ranks=2)
-    for _, (kind, text) in answers:
-        assert kind == "ValueError"
-        assert "dist.group.WORLD" in text
+    assert_errors([error for _, error in answers], "ValueError", "dist.group.WORLD")
 
 
 def test_a_rank_outside_the_group(pool: Pool) -> None:
     """torch returns NON_GROUP_MEMBER to a rank that is not in a new group. `call` first asks this object for its rank."""
-    kind, text = pool.run(outside, problem(1), ranks=2)[1]
-    assert kind == "ValueError"
-    assert "this rank is not a member of the group" in text
+    assert_error(pool.run(outside, problem(1), ranks=2)[1], "ValueError", "this rank is not a member of the group")
 
 
 def outside(group, p):
@@ -351,8 +349,6 @@ def test_a_result_for_which_there_is_no_memory(pool: Pool) -> None:
     tables = (weft.EmbeddingBagConfig(1, 1 << 20, "wide", ("f",)),)
     small, large = (Problem(tables, (0,), sizes, longest=1) for sizes in [(2, 3), (1 << 20, 1 << 19)])
     answers = pool.run(too_large, small, large, ranks=2)
-    for (kind, text), _ in answers:
-        assert kind == "OutOfSharedMemoryError"
-        assert "smaller batches" in text
+    assert_errors([error for error, _ in answers], "OutOfSharedMemoryError", "smaller batches")
     for number in range(4):
         assert_same_bits([outputs[number] for _, outputs in answers], small)

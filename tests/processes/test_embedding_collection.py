@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.embedding_collection import KEYS, batch, check, columns, placements, tables_of, train
 from support.embedding_partition import full_weights, named_parts, whole
-from support.on_ranks import error_of, told
+from support.on_ranks import assert_errors, error_of, told
 from support.slow import in_turn
 from torch import nn
 
@@ -262,9 +262,7 @@ def refused(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(pool: Pool, options: dict[str, Any], text: str) -> None:
-    for kind, said in pool.run(refused, options, ranks=2):
-        assert kind == "RefusedError"
-        assert text in said
+    assert_errors(pool.run(refused, options, ranks=2), "RefusedError", text)
 
 
 def bad(group: dist.ProcessGroup, how: str, placement: str) -> tuple[str, bool]:

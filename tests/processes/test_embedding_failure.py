@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
 from pool import assert_deadline, assert_left, failure_of, misbehave, wait_for_failure
-from support.on_ranks import error_of
+from support.on_ranks import assert_error, assert_errors, error_of
 from support.reference import Problem, problem, tables_of
 
 from weft import _core, symm
@@ -66,9 +66,7 @@ def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
 
 def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> None:
     """Check that the next call on the failed group raises on every rank, and that a new group works."""
-    for _, (kind, text), _ in answers:
-        assert kind == "PoisonedGroupError"
-        assert "make a new process group" in text
+    assert_errors([error for _, error, _ in answers], "PoisonedGroupError", "make a new process group")
     assert_same_bits([output for *_, output in answers], PROBLEM)
 
 
@@ -111,9 +109,11 @@ def test_a_rank_that_raises_inside_a_call(pool: Pool, transport: str) -> None:
     answers = pool.run(stuck, PROBLEM, {"transport": transport}, "raise", ranks=3)
     assert answers[BAD_RANK][0] == ("ArithmeticError", "on purpose")
     for rank in (0, 2):
-        kind, text = answers[rank][0]
-        assert kind == "PoisonedGroupError"
-        assert re.search(r"rank 1: embedding_all_to_all.*: ArithmeticError\('on purpose'\)", text)
+        assert_error(
+            answers[rank][0],
+            "PoisonedGroupError",
+            match=r"rank 1: embedding_all_to_all.*: ArithmeticError\('on purpose'\)",
+        )
     assert_over(answers)
 
 

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from pool import traces
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 
 from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import Pool
@@ -149,6 +149,4 @@ def different(group) -> tuple[str, str]:
 
 
 def test_ranks_that_close_different_modules_learn_it(pool: Pool) -> None:
-    for kind, text in pool.run(different, ranks=2):
-        assert kind == "DisagreementError"
-        assert "close the same modules in the same order" in text
+    assert_errors(pool.run(different, ranks=2), "DisagreementError", "close the same modules in the same order")

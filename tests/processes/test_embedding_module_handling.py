@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 from support.slow import slow
 
 import weft
@@ -289,9 +289,7 @@ def converted_by_one(group) -> tuple[str, str]:
 
 
 def test_a_conversion_on_one_rank_alone_is_a_disagreement(pool):
-    for kind, text in pool.run(converted_by_one, ranks=2):
-        assert kind == "DisagreementError"
-        assert "torch.float16" in text
+    assert_errors(pool.run(converted_by_one, ranks=2), "DisagreementError", "torch.float16")
 
 
 def on_meta(group, placement, given, only) -> tuple:

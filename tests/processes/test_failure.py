@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import select
 import signal as signals
@@ -25,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier, traces
-from support.on_ranks import error_of, own_group
+from support.on_ranks import assert_error, assert_errors, error_of, own_group
 
 import weft
 from weft import symm
@@ -85,13 +84,8 @@ def test_a_killed_rank_is_named_by_all_and_survivors_go_on(how: str) -> None:
         results = pool.run(wait_for_the_dead, how, return_exceptions=True)
     assert isinstance(results.pop(1), RankDiedError)
     for first, later, left in results:
-        assert first[0] == "PeerLostError", first
-        assert f"rank 1 (pid {pids[1]}) died" in first[1]
-        assert "was waiting for" in first[1]
-        assert "new process group" in first[1]
-        for kind, text in later:
-            assert kind == "PoisonedGroupError"
-            assert "rank 1 " in text
+        assert_error(first, "PeerLostError", f"rank 1 (pid {pids[1]}) died", "was waiting for", "new process group")
+        assert_errors(later, "PoisonedGroupError", "rank 1 ")
         assert not any(left.values()), left
 
 
@@ -147,10 +141,7 @@ def test_a_rank_that_raises_makes_the_others_meet_a_named_deadline() -> None:
 def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
     with Pool(3) as pool:
         errors = pool.run(raise_instead_of_arriving, True)[:2]
-    for kind, text in errors:
-        assert kind == "PeerLostError"
-        assert "rank 2 " in text
-        assert "has left the group" in text
+    assert_errors(errors, "PeerLostError", "rank 2 ", "has left the group")
     # The first rank to notice names its wait; the other may be notified before it begins to wait.
     assert any("the agreement" in text for _, text in errors)
 
@@ -182,10 +173,8 @@ def leave_early(group):
 def test_leaving_in_order_is_no_failure_until_somebody_waits() -> None:
     with Pool(3) as pool:
         first, _, last = pool.run(leave_early)
-    assert first[0] == "PeerLostError"
-    assert "rank 1 " in first[1]
-    assert last[0] == "PeerLostError"
-    assert "rank 1 " in last[1]
+    assert_error(first, "PeerLostError", "rank 1 ")
+    assert_error(last, "PeerLostError", "rank 1 ")
 
 
 def poison_by_hand(group, poisoner):
@@ -216,9 +205,7 @@ def test_poison_reaches_everybody_and_runs_the_callbacks(size: int) -> None:
     for seen, *errors in results:
         assert [name.startswith("weft-watchdog") for name in seen] == [True, False]
         assert seen[1] == "at once"
-        for kind, text in errors:
-            assert kind == "PoisonedGroupError"
-            assert f"rank {poisoner}: the table is on fire" in text
+        assert_errors(errors, "PoisonedGroupError", f"rank {poisoner}: the table is on fire")
 
 
 def miss_the_set_up(group):
@@ -239,9 +226,7 @@ def test_a_rank_that_never_comes_to_the_set_up_is_named_and_may_come_later() -> 
     for first, left in results:
         assert not any(left.values()), left
         if first is not None:
-            assert first[0] == "DeadlineError"
-            assert "ranks [2]" in first[1]
-            assert "wanted 3 ranks, found 2" in first[1]
+            assert_error(first, "DeadlineError", "ranks [2]", "wanted 3 ranks, found 2")
 
 
 def die_during_set_up(group, where):
@@ -265,9 +250,10 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
     dead = results.pop(1)
     assert isinstance(dead, RankDiedError) if where == "kill" else dead[0][1] == "struck by lightning"
     for error, left in results:
-        assert error[0] == "PeerLostError", error
-        assert re.search(
-            r"rank 1 \(pid \d+\) died" if where == "kill" else "rank 1 gave up .* struck by lightning", error[1]
+        assert_error(
+            error,
+            "PeerLostError",
+            match=r"rank 1 \(pid \d+\) died" if where == "kill" else "rank 1 gave up .* struck by lightning",
         )
         assert not any(left.values()), left
 
@@ -344,9 +330,7 @@ def interrupt(group):
 
 def test_ctrl_c_ends_a_wait_and_the_partner_learns_of_it() -> None:
     with Pool(2) as pool:
-        for kind, text in pool.run(interrupt):
-            assert kind == "PoisonedGroupError"
-            assert "rank 0: interrupted in exchange" in text
+        assert_errors(pool.run(interrupt), "PoisonedGroupError", "rank 0: interrupted in exchange")
 
 
 def stop_in_a_forked_child(group):
@@ -424,9 +408,9 @@ def test_ctrl_c_at_the_start_of_a_repeated_call_fails_the_group(pool: Pool) -> N
     """Otherwise the rank would skip this call, and all later calls would pair with others."""
     found = pool.run(interrupted_before_it_is_counted, ranks=2, timeout_s=40)
     assert [interrupted for interrupted, _ in found] == [False, True]
-    for _, (kind, text) in found:
-        assert kind == "PoisonedGroupError"
-        assert "rank 1: matmul_reduce_scatter: KeyboardInterrupt()" in text
+    assert_errors(
+        [error for _, error in found], "PoisonedGroupError", "rank 1: matmul_reduce_scatter: KeyboardInterrupt()"
+    )
 
 
 def fails_second_hand(group):

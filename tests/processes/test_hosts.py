@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline
-from support.on_ranks import error_of, own_group, told
+from support.on_ranks import assert_errors, error_of, own_group, told
 from support.operators import suite
 from support.operators.cases import ROWS
 from support.operators.gemms import Following, Gathered, Gemm
@@ -123,10 +123,7 @@ def pinned_apart(group):
 
 
 def test_ranks_that_pin_different_schedules_disagree_although_serial_runs(pool: Pool) -> None:
-    for kind, text in pool.run(pinned_apart, ranks=2):
-        assert kind == "DisagreementError"
-        assert "schedule scatter" in text
-        assert "schedule serial" in text
+    assert_errors(pool.run(pinned_apart, ranks=2), "DisagreementError", "schedule scatter", "schedule serial")
 
 
 def measured_again(group):

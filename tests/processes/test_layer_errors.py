@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.on_ranks import error_of
+from support.on_ranks import assert_error, error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -475,8 +475,7 @@ def test_ctrl_c_and_errors_behind_the_last_collective_end_the_group(
             assert first[0] == kind
         else:
             assert first[0] in ("PoisonedGroupError", "" if what != "Ctrl-C" else "PoisonedGroupError")
-        assert second[0] == "PoisonedGroupError"
-        assert text in second[1]
+        assert_error(second, "PoisonedGroupError", text)
 
 
 # --- no peers ---

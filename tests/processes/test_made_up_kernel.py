@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.made_up import require_runnable_on_gpus
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
@@ -125,9 +125,11 @@ def derived(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_an_entry_of_a_base_class_is_not_used(pool: Pool) -> None:
-    for kind, text in pool.run(derived, ranks=2):
-        assert kind == "ScheduleError"
-        assert "only the base class rotated of kernel rotated up has an implementation on CPUs: register" in text
+    assert_errors(
+        pool.run(derived, ranks=2),
+        "ScheduleError",
+        "only the base class rotated of kernel rotated up has an implementation on CPUs: register",
+    )
     with pytest.raises(ScheduleError, match=r"the GPU executor has no kernel rotated up"):
         require_runnable_on_gpus(turned(2, RotatedUp("x", "y", RANK + 1)), 1)
 

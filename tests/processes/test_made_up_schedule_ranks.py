@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import made_up
-from support.on_ranks import error_of
+from support.on_ranks import assert_errors, error_of
 from support.operators import suite
 from support.operators.gemms import Gathered
 
@@ -83,9 +83,9 @@ def test_a_run_keeps_the_order_of_its_lanes(pool: Pool) -> None:
 
 
 def test_without_its_registration_the_name_is_unknown(pool: Pool) -> None:
-    for kind, text in pool.run(unknown, ranks=2, timeout_s=60):
-        assert kind == "RefusedError"
-        assert "no schedule 'ring[by=dma]' for all_gather_matmul" in text
+    assert_errors(
+        pool.run(unknown, ranks=2, timeout_s=60), "RefusedError", "no schedule 'ring[by=dma]' for all_gather_matmul"
+    )
 
 
 def test_a_rank_that_registered_it_alone_is_told(pool: Pool) -> None:

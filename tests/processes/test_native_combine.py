@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.on_ranks import error_of, own_group, told
+from support.on_ranks import assert_error, assert_errors, error_of, own_group, told
 from support.slow import mostly
 from test_native_cpu_calls import native_only
 
@@ -109,9 +108,7 @@ def test_results_of_new_sizes(pool: Pool, experts: int, columns: int, ranks: int
 
 
 def require_refused(call: Callable[[], object], text: str) -> None:
-    kind, found = told(call).partition(": ")[::2]
-    assert kind == "RefusedError", found
-    assert re.search(text, found), found
+    assert_error(told(call).partition(": ")[::2], "RefusedError", match=text)
 
 
 def with_rows(group: dist.ProcessGroup) -> None:
@@ -175,10 +172,9 @@ def differs(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_another_operator_is_named(pool: Pool) -> None:
-    for kind, text in pool.run(differs, ranks=2, timeout_s=60):
-        assert kind == "DisagreementError"
-        assert "matmul_all_to_all" in text
-        assert "matmul_all_reduce" in text
+    assert_errors(
+        pool.run(differs, ranks=2, timeout_s=60), "DisagreementError", "matmul_all_to_all", "matmul_all_reduce"
+    )
 
 
 def without_rank_1(group: dist.ProcessGroup, sent: int) -> list[tuple[str, str]]:

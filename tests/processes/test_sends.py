@@ -14,7 +14,7 @@ import pytest
 import torch
 from pool import assert_deadline, assert_over, failure_of, misbehave
 from schedule_cpu_ranks import intercept
-from support.on_ranks import error_of, own_group, told
+from support.on_ranks import assert_error, error_of, own_group, told
 from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
@@ -199,8 +199,7 @@ def test_a_rank_that_raises(pool: Pool, step: str) -> None:
     for error, took_s, again in answers:
         assert took_s < LONG_S / 2
         if error[0] not in ("", "ArithmeticError"):  # a rank that has all its data may not be told
-            assert error[0] == "PoisonedGroupError"
-            assert re.search(r"rank 2: schedule shifted, lane .*on purpose", error[1])
+            assert_error(error, "PoisonedGroupError", match=r"rank 2: schedule shifted, lane .*on purpose")
         assert_over([again])
 
 

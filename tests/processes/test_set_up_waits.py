@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline, failure_of, traces
-from support.on_ranks import error_of, own_group
+from support.on_ranks import assert_error, error_of, own_group
 from support.slow import slow
 
 import weft
@@ -179,9 +179,7 @@ def wait_by_default(group, what):
 
 @pytest.mark.parametrize("what", ["communicator", "all_gather", "allocate"])
 def test_set_up_has_a_deadline_of_its_own(pool: Pool, what: str) -> None:
-    kind, text = pool.run(wait_by_default, what, ranks=2)[0]
-    assert kind == "DeadlineError"
-    assert "rank 0 waited 0.5 s for" in text
+    assert_error(pool.run(wait_by_default, what, ranks=2)[0], "DeadlineError", "rank 0 waited 0.5 s for")
 
 
 def embed(group: dist.ProcessGroup, deadline_s: float | None) -> None:
@@ -439,7 +437,6 @@ def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
     assert found[BAD_RANK][-1] == {0, 2}
     for first, second, left, _ in found:
         assert "can't start new thread" in first[1]
-        assert second[0] == "PoisonedGroupError"
-        assert "rank 1 cannot start its watchdog thread: RuntimeError" in second[1]
+        assert_error(second, "PoisonedGroupError", "rank 1 cannot start its watchdog thread: RuntimeError")
         assert max(first[2], second[2]) < PROMPT_S
         assert not left

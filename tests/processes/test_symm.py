@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier, traces
-from support.on_ranks import descriptors, error_of
+from support.on_ranks import assert_error, assert_errors, descriptors, error_of
 from torch.distributed import distributed_c10d
 
 from weft import symm
@@ -173,12 +173,9 @@ def test_a_missed_deadline_is_named_everywhere_and_spoils_the_group(pool: Pool) 
     for part in ["rank 1 waited 0.2 s", "signal 1", "from rank 2", "wanted 5, found 0"]:
         assert part in text
     for rank in (0, 2):
-        assert results[rank][0][0] == "PoisonedGroupError"
-        assert text in results[rank][0][1]
+        assert_error(results[rank][0], "PoisonedGroupError", text)
     for rank in (0, 1, 2):
-        for kind, again in results[rank][1:]:
-            assert kind == "PoisonedGroupError"
-            assert text in again
+        assert_errors(results[rank][1:], "PoisonedGroupError", text)
 
 
 def two_groups(group):
@@ -217,9 +214,7 @@ def test_groups_at_once_and_overlapping_keep_apart(pool: Pool) -> None:
     refused = pool.run(two_groups, ranks=4)
     assert [len(errors) for errors in refused] == [1, 1, 1, 2]
     for rank, errors in enumerate(refused):
-        for kind, text in errors:
-            assert kind == "ValueError"
-            assert f"rank {rank} is not in this group" in text
+        assert_errors(errors, "ValueError", f"rank {rank} is not in this group")
 
 
 def same_ranks_twice(group):

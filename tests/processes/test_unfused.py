@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline, assert_over, failure_of, misbehave, wait_for_failure
-from support.on_ranks import error_of, own_group, waits_end_after
+from support.on_ranks import assert_errors, error_of, own_group, waits_end_after
 
 import weft
 from weft import symm
@@ -104,10 +104,12 @@ def other_rows(group: dist.ProcessGroup) -> tuple[str, str]:
 
 def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
     """gloo alone would abort one rank, and give the other a wrong result."""
-    for kind, text in pool.run(other_rows, ranks=2):
-        assert kind == "DisagreementError"
-        assert "rank 0: all_gather A_shard -> A of all_gather_matmul, [12, 16] gathered from 2 ranks" in text
-        assert "rank 1: all_gather A_shard -> A of all_gather_matmul, [20, 16] gathered from 2 ranks" in text
+    assert_errors(
+        pool.run(other_rows, ranks=2),
+        "DisagreementError",
+        "rank 0: all_gather A_shard -> A of all_gather_matmul, [12, 16] gathered from 2 ranks",
+        "rank 1: all_gather A_shard -> A of all_gather_matmul, [20, 16] gathered from 2 ranks",
+    )
 
 
 def empty_and_not(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -125,9 +127,11 @@ def empty_and_not(group: dist.ProcessGroup) -> tuple[str, str]:
 
 def test_an_empty_call_meets_the_peers_call(pool: Pool) -> None:
     """An empty call has no collective. Without a rendezvous, the rank's next call would be paired with this one."""
-    for kind, text in pool.run(empty_and_not, ranks=3, timeout_s=60):
-        assert kind == "DisagreementError"
-        assert "rank 2: an empty call of matmul_reduce_scatter" in text
+    assert_errors(
+        pool.run(empty_and_not, ranks=3, timeout_s=60),
+        "DisagreementError",
+        "rank 2: an empty call of matmul_reduce_scatter",
+    )
 
 
 def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -142,10 +146,12 @@ def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_known_parts_of_as_many_rows_in_all(pool: Pool) -> None:
-    for kind, text in pool.run(other_parts, ranks=2):
-        assert kind == "DisagreementError"
-        assert "[6, 16] gathered from 2 ranks (2, 4 rows)" in text
-        assert "[6, 16] gathered from 2 ranks (4, 2 rows)" in text
+    assert_errors(
+        pool.run(other_parts, ranks=2),
+        "DisagreementError",
+        "[6, 16] gathered from 2 ranks (2, 4 rows)",
+        "[6, 16] gathered from 2 ranks (4, 2 rows)",
+    )
 
 
 def same_now_and_then_late(group: dist.ProcessGroup, calls: int) -> None:
@@ -206,9 +212,9 @@ def other_schedule(group: dist.ProcessGroup, operator: str, schedule: str) -> tu
 )
 def test_known_schedules_that_differ(pool: Pool, operator: str, schedule: str) -> None:
     answers = pool.run(other_schedule, operator, schedule, ranks=2)
-    for (kind, text), _ in answers:
-        assert kind == "DisagreementError"
-        assert f"schedule '{schedule.split('[')[0]} of {operator}'" in text
+    assert_errors(
+        [error for error, _ in answers], "DisagreementError", f"schedule '{schedule.split('[')[0]} of {operator}'"
+    )
     assert_over([last for _, last in answers])
 
 
@@ -227,10 +233,12 @@ def known_here_alone(group: dist.ProcessGroup) -> tuple[tuple[str, str], tuple[s
 
 def test_a_shape_that_one_rank_does_not_know(pool: Pool) -> None:
     answers = pool.run(known_here_alone, ranks=2)
-    for (kind, text), _ in answers:
-        assert kind == "DisagreementError"
-        assert "rank 0: exchange splits -> received of all_to_all_matmul" in text
-        assert "rank 1: all_to_all_matmul of a shape that is new here: tokens [T, 16]" in text
+    assert_errors(
+        [error for error, _ in answers],
+        "DisagreementError",
+        "rank 0: exchange splits -> received of all_to_all_matmul",
+        "rank 1: all_to_all_matmul of a shape that is new here: tokens [T, 16]",
+    )
     assert_over([last for _, last in answers])
 
 
@@ -357,9 +365,7 @@ def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
         assert_deadline(errors, r"rank [02] waited 2 s for all_gather A_shard -> A of all_gather_matmul")
     else:
         assert answers[BAD_RANK][0][0] == {"raise": "ArithmeticError", "interrupt": "KeyboardInterrupt"}[doing]
-        for kind, text in errors:
-            assert kind == "PoisonedGroupError"
-            assert "rank 1: all_gather A_shard -> A of all_gather_matmul" in text
+        assert_errors(errors, "PoisonedGroupError", "rank 1: all_gather A_shard -> A of all_gather_matmul")
     assert_over([last for _, last in answers])
 
 

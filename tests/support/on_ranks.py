@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -68,6 +69,22 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     kind, _, text = told(call).partition(": ")
     assert kind != "nothing", "nothing was raised"
     return kind, text
+
+
+def assert_error(error: tuple[str, str], kind: str | Collection[str], *said: str, match: str = "") -> None:
+    """Assert that an error (its type and its text) is of this kind, or of one of these kinds. Its text must contain each of
+    `said`, and a match of the regular expression `match`.
+    """
+    assert error[0] in ([kind] if isinstance(kind, str) else kind), f"{error} is no {kind}"
+    for words in said:
+        assert words in error[1], f"{words!r} is not in {error[1]!r}"
+    assert re.search(match, error[1]), f"{match!r} is not in {error[1]!r}"
+
+
+def assert_errors(errors: Iterable[tuple[str, str]], kind: str | Collection[str], *said: str, match: str = "") -> None:
+    """Assert the same of all `errors`."""
+    for error in errors:
+        assert_error(error, kind, *said, match=match)
 
 
 def descriptors() -> set[tuple[str, str]]:
