@@ -8,7 +8,6 @@ their bits differ.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
-from support.on_ranks import assert_errors, error_of
 from support.reference import Problem, assert_close, even, problem, tables_of
 
 import weft
@@ -306,32 +304,9 @@ def test_a_module_learns_as_on_cpus(pair: Pool) -> None:
             torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 
-def goes_back_twice(group: dist.ProcessGroup) -> tuple[str, str]:
-    p, rank = problem(2, (8, 4), 6), group.rank()
-    weights = ranks.here(p.local_weights(rank))
-    update = FusedUpdate(weft.SGD(lr=0.1), weights)
-    y = weft.embedding_all_to_all(weights, tuple(ranks.here(p.tupled(rank))), p.sharding, group=group, update=update)
-    y.sum().backward(retain_graph=True)
-    return error_of(lambda: y.sum().backward())
-
-
 def test_a_second_backward_is_an_error_that_names_it(pair: Pool) -> None:
-    assert_errors(pair.run(goes_back_twice, timeout_s=60), "WeftError", "second backward")
-
-
-def straggles(group: dist.ProcessGroup) -> list[Any]:
-    p, rank = problem(2, (8, 4), 6), group.rank()
-    weights = ranks.here(p.local_weights(rank))
-    update = FusedUpdate(weft.SGD(lr=0.1), weights)
-    y = weft.embedding_all_to_all(weights, tuple(ranks.here(p.tupled(rank))), p.sharding, group=group, update=update)
-    time.sleep(0.5 * rank)
-    y.sum().backward()
-    return [weight.cpu() for weight in weights]
+    training.assert_backward_once(pair)
 
 
 def test_a_straggler_is_waited_for(pair: Pool) -> None:
-    p = problem(2, (8, 4), 6)
-    ones = torch.ones(6, p.sharding.total_dim)
-    found = of_tables(p, pair.run(straggles, timeout_s=60))
-    for weight, before, grad in zip(found, p.weights, gradients_by_torch(p, ones, list(p.weights)), strict=True):
-        torch.testing.assert_close(weight, before - 0.1 * grad)
+    training.assert_straggler_awaited(pair)

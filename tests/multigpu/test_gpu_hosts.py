@@ -6,7 +6,6 @@ The ranks' control connections are TCP on loopback, and no memory is mapped. Onl
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import gpu_ranks
 import pytest
@@ -24,15 +23,8 @@ pytestmark = gpu_ranks.MARKS
 
 
 def every_way(group, operator):
-    row = ROWS[operator]
     with on_two_hosts(group) as own:
-        for name, case in [*row.results.items()][:3]:
-            try:
-                suite.results(own, operator, replace(case, schedule=None), 3)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-        for case, wanted in row.gradients[:1]:
-            suite.gradients(own, operator, replace(case, schedule=None), wanted, False, None)
+        suite.both_ways(own, operator, ROWS[operator], 3)
         comm = symm.communicator(own, gpu_ranks.device())
         return comm.hosts, comm.mapped
 

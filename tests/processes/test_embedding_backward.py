@@ -318,22 +318,8 @@ def test_nonfinite_gradients_and_ids_out_of_range(pool: Pool) -> None:
 # --- autograd ---
 
 
-def goes_back_twice(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    p, rank, found = problem(2, (8, 4), 6), group.rank(), []
-    weights = [weight.clone() for weight in p.local_weights(rank)]
-    update = FusedUpdate(weft.SGD(lr=0.1), weights)
-    for retain in (True, False):
-        y = weft.embedding_all_to_all(weights, p.tupled(rank), p.sharding, group=group, update=update)
-        y.sum().backward(retain_graph=retain)
-        after = [weight.clone() for weight in weights]
-        found.append(error_of(lambda y=y: y.sum().backward()))
-        assert all(torch.equal(one, two) for one, two in zip(weights, after, strict=True))
-    return found
-
-
 def test_a_second_backward_of_an_update_is_an_error_that_names_it(pool: Pool) -> None:
-    for errors in pool.run(goes_back_twice, ranks=2):
-        assert_errors(errors, "WeftError", "second backward of the same call of embedding_all_to_all", "Sum the losses")
+    training.assert_backward_once(pool)
 
 
 def accumulates(group: dist.ProcessGroup) -> bool:
@@ -468,19 +454,5 @@ def test_a_rank_that_dies_in_backward_is_named() -> None:
     assert_error(found[0], ("PeerLostError", "PoisonedGroupError"), "rank 1")
 
 
-def straggles(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    p, rank = problem(2, (8, 4), 6), group.rank()
-    weights = [weight.clone() for weight in p.local_weights(rank)]
-    update = FusedUpdate(weft.SGD(lr=0.1), weights)
-    y = weft.embedding_all_to_all(weights, p.tupled(rank), p.sharding, group=group, update=update)
-    time.sleep(0.5 * rank)
-    y.sum().backward()
-    return weights
-
-
 def test_a_straggler_is_waited_for(pool: Pool) -> None:
-    p = problem(2, (8, 4), 6)
-    found = of_tables(p, pool.run(straggles, ranks=2))
-    ones = torch.ones(6, p.sharding.total_dim)
-    for weight, before, grad in zip(found, p.weights, gradients_by_torch(p, ones, list(p.weights)), strict=True):
-        torch.testing.assert_close(weight, before - 0.1 * grad)
+    training.assert_straggler_awaited(pool)

@@ -49,15 +49,8 @@ PROMPT_S = 10.0
 
 
 def every_way(group, operator):
-    row = ROWS[operator]
     with on_two_hosts(group) as own:
-        for name, case in [*row.results.items()][:2]:
-            try:
-                suite.results(own, operator, replace(case, schedule=None), 2)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-        for case, wanted in row.gradients[:1]:
-            suite.gradients(own, operator, replace(case, schedule=None), wanted, False, None)
+        suite.both_ways(own, operator, ROWS[operator], 2)
         assert symm.communicator(own, "cpu").hosts == ("alpha", "alpha", "beta")
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.reference import Problem, _pooled
+from support.on_ranks import assert_errors, error_of
+from support.reference import Problem, _pooled, problem
 
 import weft
 from weft.embedding import EmbeddingOptimizer, FusedUpdate
+from weft.launch import Pool
 
 OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
     weft.SGD(lr=0.1),
@@ -92,6 +94,48 @@ def trained(
         [weight.cpu(), *(s.cpu() for s in states.values())]
         for weight, states in zip(weights, update.states, strict=True)
     ]
+
+
+def _call(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Make a small call whose backward updates tables. Return (this rank's tables, result)."""
+    p, rank, device = problem(2, (8, 4), 6), group.rank(), device_of(group)
+    weights = [weight.clone() for weight in on(device, p.local_weights(rank))]
+    update = FusedUpdate(weft.SGD(lr=0.1), weights)
+    features = tuple(on(device, p.tupled(rank)))
+    return weights, weft.embedding_all_to_all(weights, features, p.sharding, group=group, update=update)
+
+
+def goes_back_twice(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    found = []
+    for retain in (True, False):
+        weights, y = _call(group)
+        y.sum().backward(retain_graph=retain)
+        after = [weight.clone() for weight in weights]
+        found.append(error_of(lambda y=y: y.sum().backward()))
+        assert all(torch.equal(one, two) for one, two in zip(weights, after, strict=True))
+    return found
+
+
+def assert_backward_once(pool: Pool) -> None:
+    """Assert that a second backward of a call is an error that names the call."""
+    for errors in pool.run(goes_back_twice, ranks=2, timeout_s=60):
+        assert_errors(errors, "WeftError", "second backward of the same call of embedding_all_to_all", "Sum the losses")
+
+
+def straggles(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    weights, y = _call(group)
+    time.sleep(0.5 * group.rank())
+    y.sum().backward()
+    return [weight.cpu() for weight in weights]
+
+
+def assert_straggler_awaited(pool: Pool) -> None:
+    """Assert that updates contain the gradients of a rank that comes late."""
+    p = problem(2, (8, 4), 6)
+    found = of_tables(p, pool.run(straggles, ranks=2, timeout_s=60))
+    ones = torch.ones(6, p.sharding.total_dim)
+    for weight, before, grad in zip(found, p.weights, gradients_by_torch(p, ones, list(p.weights)), strict=True):
+        torch.testing.assert_close(weight, before - 0.1 * grad)
 
 
 def rounded_on_the_way(

@@ -22,6 +22,7 @@ from support.on_ranks import FP8, applicable, data, device, each_option, late, o
 from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
 from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
+from support.operators.row import Row
 from support.operators.scaled import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -59,6 +60,17 @@ def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> 
         expected = call.expected(group)
         call.check(group, ys, _with_twice_the_error(expected) if by_library else expected)
     assert case.schedule is None or _repeats(made[0], case.schedule, found)
+
+
+def both_ways(group: dist.ProcessGroup, operator: str, row: Row, most: int) -> None:
+    """Compare results of the row's first `most` cases, and gradients of its first case, with schedules that weft selects."""
+    for name, case in [*row.results.items()][:most]:
+        try:
+            results(group, operator, replace(case, schedule=None), most)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    for case, wanted in row.gradients[:1]:
+        gradients(group, operator, replace(case, schedule=None), wanted, False, None)
 
 
 def _repeats(call: Call, schedule: str, found: Sequence[Tensors]) -> bool:
