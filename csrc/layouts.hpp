@@ -49,7 +49,7 @@ class LayoutReader {
     }
     // Returns None if an object is not a plain tensor or parameter. Also returns None if gradients are enabled and a
     // tensor requires a gradient.
-    nb::object read(nb::list tensors, bool gradients) {
+    nb::object read(nb::list tensors, bool gradients) const {
         Words words;
         words.reserve(8 * nb::len(tensors));
         for (nb::handle object : tensors) {
@@ -107,6 +107,17 @@ class LayoutReader {
             return -1;
         }
         return first.ndim == 2 && first.shape[0] > 0 ? first.shape[0] : -1;
+    }
+    // Returns true for a plain tensor or parameter whose storage holds all of its elements, and that is no negated view. Without
+    // `gradients`, also returns false if it requires a gradient.
+    bool is_usable(nb::handle object, bool gradients) const {
+        if (!is_plain(object) || (!gradients && nb::cast<bool>(nb::getattr(object, requires_grad_)))) return false;
+        TensorView tensor{};
+        if (api_->tensor_of(object.ptr(), &tensor)) {
+            PyErr_Clear();
+            return false;
+        }
+        return has_memory(object, tensor) && !is_true(call_method(object, is_neg_));
     }
     // Returns the sizes and the address of a tensor.
     TensorView view(nb::handle tensor) const {

@@ -69,7 +69,8 @@ class KnownCall {
           health_(nb::cast<const Health *>(health_object_)), steps_(nb::isinstance<PlainSteps>(steps) ? nb::cast<const PlainSteps *>(steps) : nullptr),
           combine_(nb::isinstance<CombineSteps>(steps) ? nb::cast<const CombineSteps *>(steps) : nullptr),
           fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
-          differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
+          differentiated_(nb::cast<bool>(of.attr("differentiated"))),
+          ignores_autocast_(nb::cast<bool>(of.attr("ignores_autocast"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
         if (any_rows_ && native_[0] && steps_) any_size_.emplace(of);
@@ -87,7 +88,7 @@ class KnownCall {
         if (group.is_none() || !contains(surroundings_.groups, group)) return {};
         if (!attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
-        if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
+        if (!ignores_autocast_ && is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
         const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
         if (!on_gpu_ && !turns_) {
@@ -247,7 +248,7 @@ class KnownCall {
     const PlainSteps *steps_;
     const CombineSteps *combine_;
     uint64_t fingerprint_;
-    bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
+    bool any_rows_, differentiated_, ignores_autocast_, notes_, on_gpu_, came_back_ = false;
     bool native_[2];  // for calls outside of captures, and inside
     std::optional<AnySize> any_size_;
     std::optional<CpuTurns> turns_;  // set if native code makes the call on CPU
@@ -336,7 +337,14 @@ void register_replay(nb::module_ &m) {
     nb::class_<KnownCall>(m, "KnownCall", "A recorded call, to be repeated with other tensors.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, nb::object, bool, bool>(), nb::arg("of"),
              nb::arg("surroundings"), nb::arg("inputs").none(), nb::arg("steps").none(), nb::arg("results"), nb::arg("returned"),
-             nb::kw_only(), nb::arg("usual"), nb::arg("captured"));
+             nb::kw_only(), nb::arg("usual"), nb::arg("captured"))
+        .def(
+            "repeat",
+            [](KnownCall &self, nb::object positional, nb::dict named) {
+                nb::object result = self.repeat({positional, named}, -1);
+                return result.is_valid() ? result : nb::none();
+            },
+            nb::arg("positional"), nb::arg("named"));
     nb::class_<UnknownCall>(m, "UnknownCall", "A call that has not been recorded.")
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);

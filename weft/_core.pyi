@@ -461,6 +461,37 @@ class KnownCall:
         usual: bool,
         captured: bool,
     ) -> None: ...
+    def repeat(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Make the call with other arguments. Return None if the call must take the slow path.
+
+        positional, named: the arguments, whose likeness to the recorded call the caller has checked.
+        """
+
+# csrc/pooled_call.cpp
+class SlotLease:
+    """The owner of a buffer that is lent as a tensor. When it is deleted, it appends `slot` to the list `free`.
+
+    memory: an object that keeps the buffer mapped. slot: the number of the buffer.
+    """
+
+    def __init__(self, memory: object, free: list[int], slot: int) -> None: ...
+
+class PooledCall:
+    """The launch of a call of embedding_all_to_all that differs from a recorded call only in its ids.
+
+    of: the recorded call, by name (`weft.runtime.cuda.embedding_steady`).
+    """
+
+    def __init__(self, of: dict[str, Any]) -> None: ...
+    def read(self, features: object, tables: dict[str, Any], gradients: bool) -> Any:
+        """Return `features` as a `JaggedInput` if the call is like the recorded call. Otherwise return None.
+
+        tables: the modules of the tables, by name. gradients: True if gradients are enabled; then no tensor may require
+            a gradient.
+        """
+
+    def launch(self, jagged: object) -> Any:
+        """Launch the kernel for an input that `read` has returned. Return the result."""
 
 class UnknownCall:
     """A call that cannot be replayed yet.

@@ -101,6 +101,7 @@ class Recorded:
     """The Python part of a call."""
 
     kind, chosen, what, fingerprint, any_rows, differentiated, notes = "cuda", "serial", "op", 7, False, False, False
+    ignores_autocast = False
 
     def __init__(self, group: Group, **changes: Any) -> None:
         self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()

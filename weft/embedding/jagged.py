@@ -316,6 +316,13 @@ class KeyedTensor:
         return f"KeyedTensor({list(self._values.shape)} of {self._values.dtype}, columns {{{columns}}})"
 
 
+def keyed_of(keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> KeyedTensor:
+    """Return a KeyedTensor without checks of its arguments, which have been checked for another tensor of columns."""
+    made = KeyedTensor.__new__(KeyedTensor)
+    made._keys, made._length_per_key, made._values = list(keys), list(length_per_key), values
+    return made
+
+
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     """Return int64 offsets [n + 1] for lengths [n]."""
     offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)

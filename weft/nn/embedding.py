@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.arguments import checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
-from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged, keyed_of
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, OutputDtype, Transport
 from weft.embedding.partition import TableSharding, is_cut
@@ -38,6 +38,8 @@ from weft.nn.prefetching import Prefetched
 from weft.nn.table_parts import check_full
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
+from weft.operator.replay import watching
+from weft.operator.steady import SteadyCalls
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in
 from weft.ops.embedding_release import buffer_bytes, release
@@ -112,7 +114,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     """
 
     _container, _name = "embedding_bags", "ShardedEmbeddingBagCollection"
-    _of_one_module: ClassVar[dict[str, Any]] = {**TrainedTables._of_one_module, "_prefetched": None}
+    _of_one_module: ClassVar[dict[str, Any]] = {**TrainedTables._of_one_module, "_prefetched": None, "_steady": None}
     embedding_bags: nn.ModuleDict
     _of_parts: ClassVar[type[Any] | None] = None
     """The subclass for column-wise, row-wise and data-parallel tables. `weft.nn.partitioned_embedding` imports this module
@@ -151,6 +153,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         self._is_weighted, self._deterministic = is_weighted, deterministic
         self._batches = BatchesInFlight()
         self._prefetched: Prefetched | None = None
+        self._steady = SteadyCalls()
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
@@ -314,18 +317,27 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return ShardedEmbeddingBagCollection.forward(self, features, batch_sizes=batch_sizes)
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
-        called = []
+        called, gradients = [], torch.is_grad_enabled()
 
         def form(group: dist.ProcessGroup | str | None) -> Any:
-            own, training = self._own_features(features), self._training()
-            if training is not NOT_TRAINED:
-                called.append(own)
-            return form_of(self._form, self._weights(), own, self.rank, batch_sizes, training)
+            called.append(self._own_features(features))
+            return form_of(self._form, self._weights(), called[0], self.rank, batch_sizes, self._training())
 
-        (values,) = made(OPERATOR, self.group, self._exchange_device, form, deadline_s=self.deadline_s)
-        if called and not torch.compiler.is_compiling():
-            self._batches.note(called[0], len(called[0].keys or self._own))
-        return KeyedTensor(self._keys, self._length_per_key, values)
+        call = OPERATOR, self.group, self._exchange_device, form
+        if torch.compiler.is_compiling():
+            (values,) = made(*call, deadline_s=self.deadline_s)
+            return KeyedTensor(self._keys, self._length_per_key, values)
+        is_trained, tables = gradients and not self._is_frozen, cast(nn.ModuleDict, self._modules["embedding_bags"])
+        kind = is_trained and self._update is not None, batch_sizes
+        found = self._steady.again(features, kind, tables._modules, gradients)
+        if found is None:
+            with watching(self.device.type == "cuda") as watched:
+                (values,) = made(*call, deadline_s=self.deadline_s)
+            found = called[0], values
+            self._steady.learn(watched, called[0], kind)
+        if is_trained:
+            self._batches.note(found[0], len(found[0].keys or self._own))
+        return keyed_of(self._keys, self._length_per_key, found[1])
 
     def _collecting(self) -> AbstractContextManager[list[Any]]:
         return collecting(cast(FusedUpdate, self._update))
@@ -426,6 +438,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     def _mark_tables(self) -> None:
         """Mark the tables. Also make the optimizer's states, or move them to the tables' device."""
         super()._mark_tables()
+        self._steady = SteadyCalls()
         if self._optimizer is None:
             return
         if self._update is None:
@@ -477,7 +490,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
     def __copy__(self) -> Self:
         copied = self.__new__(type(self))
-        copied.__dict__.update(self.__dict__, _prefetched=None)
+        copied.__dict__.update(self.__dict__, _prefetched=None, _steady=SteadyCalls())
         return copied
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -64,7 +64,7 @@ class Recorded:
     and calls its methods.
     """
 
-    any_rows = differentiated = notes = False
+    any_rows = differentiated = notes = ignores_autocast = False
     fingerprint, what = 0, ""
 
     def __init__(self, seen: Seen) -> None:

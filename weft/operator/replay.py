@@ -22,7 +22,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -50,12 +50,12 @@ R = TypeVar("R")
 KEPT = 8192  # recorded calls per function; when reached, the older half is dropped
 _FAMILIES = 256
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
-_UNUSUAL: tuple[Callable[[], object], ...] = (
+_TRANSFORMED: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._are_functorch_transforms_active,
     looks_at_frames,
-    plan.pinned_around,
 )
+_UNUSUAL = (*_TRANSFORMED, plan.pinned_around)
 """Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or
 under a pinned schedule. Another case is that Dynamo would compile the functions that the call runs.
 """
@@ -68,6 +68,26 @@ def seen(*what: Any) -> None:
     """Record a call for replay, if its public function is decorated with `replayed`. what: the fields of `Seen`."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
+
+
+@contextlib.contextmanager
+def watching(records: bool) -> Iterator[list[Seen]]:
+    """Yield a list to which the operator calls in this context are appended, for a caller that replays them itself.
+
+    records: False to append nothing.
+    """
+    watched: list[Seen] = []
+    token = _watching.set(watched if records else None)
+    try:
+        yield watched
+    finally:
+        _watching.reset(token)
+
+
+def is_unusual() -> bool:
+    """True if a call must take the slow path: inside a dispatch mode or a transform of torch, or while Dynamo looks at frames."""
+    has_modes, transforms, looks = _TRANSFORMED
+    return bool(forward_ad._current_level >= 0 or has_modes() or transforms() or looks())
 
 
 class _Known:

@@ -21,26 +21,13 @@ from typing import Any
 
 import torch
 
+from weft import _core
 from weft.errors import WeftError
 from weft.runtime.executor import Executor
 from weft.symm import Communicator, set_up_within
 from weft.symm.memory import lent
 
 _GRANULE = 1 << 16
-
-
-class _Lease:
-    """The owner of the storage of a result that was lent to the user. This object keeps the memory mapped. It is deleted when
-    torch frees the storage, and then appends `slot`, the index of the result's buffer, to the list `free`.
-    """
-
-    __slots__ = ("free", "memory", "slot")
-
-    def __init__(self, memory: Any, free: list[int], slot: int) -> None:
-        self.memory, self.free, self.slot = memory, free, slot
-
-    def __del__(self) -> None:
-        self.free.append(self.slot)
 
 
 class OutputPool:
@@ -136,7 +123,7 @@ class OutputPool:
                 free = self._dropped
         # The lease refers to the memory, not to the region, because the communicator may close the region. The lease also
         # refers to the current list of free buffers: after the pool has grown, the list of the old buffers is unused.
-        lease = _Lease(region.owner(rank), free, slot)
+        lease = _core.SlotLease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._comm.device, lease)
         del lease

@@ -180,6 +180,10 @@ class KernelTables:
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
+        return self._work_of(checked, size, slot)
+
+    def _work_of(self, checked: CheckedInput, size: int, slot: int | None) -> Work:
+        """Return the units of work of a launch whose units pool `size` features each. slot: as for `_work`."""
         sizes = None if _is_even(checked.batch_sizes, checked.global_batch) else checked.batch_sizes
         key = sizes, size, slot
         work = self._works.get(key)
