@@ -2,14 +2,16 @@
 
     torchrun --nproc-per-node 2 benchmarks/embedding_prefetch.py [--json FILE] [--quick]
 
-Every rank trains an embedding module and a dense layer, cycling through twenty batches. Three variants alternate:
+Every rank trains an embedding module and a dense layer, cycling through twenty batches. Five variants alternate:
 
     plain        the module distributes a batch's ids in its call
     prefetch     the module starts to distribute a batch's ids in the preceding step
+    bounded      plain, with `max_ids` and `batch_size`, so that the CPU waits for nothing
+    ahead        prefetch, with `max_ids` and `batch_size`
     distributed  the lower bound: every rank already has its tables' ids of the global batch
 
-exposed = plain - distributed; hidden = (plain - prefetch) / exposed. Times are milliseconds per step, the slowest rank's median
-over rounds. All variants must leave equal tables. On CPU, shapes are small.
+exposed = plain - distributed; hidden = (plain - prefetch) / exposed; "ahead hidden" likewise. Times are milliseconds per step, the
+slowest rank's median over rounds. All variants must leave equal tables. On CPU, shapes are small.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
     placement = [i % world for i in range(tables)]
     group: Any = dist.group.WORLD
 
-    def made(given: Any) -> ShardedEmbeddingBagCollection:
+    def made(given: Any, **options: Any) -> ShardedEmbeddingBagCollection:
         torch.manual_seed(1)
         return ShardedEmbeddingBagCollection(
             configs,
@@ -70,9 +72,9 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
             placement=placement,
             optimizer=weft.SGD(lr=0.01),
             input=given,
+            **options,
         )
 
-    modules = {"plain": made("local_batch"), "prefetch": made("local_batch"), "distributed": made("global_batch")}
     local = batches_of(case, rank, device)
     of_all = [batches_of(case, source, device) for source in range(world)]
     own = [i for i in range(tables) if placement[i] == rank]
@@ -93,14 +95,21 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
         return KeyedJaggedTensor([names[i] for i in own], torch.cat(ids), lengths=torch.cat(lengths))
 
     ready = [joined(which) for which in range(BATCHES)]
+    most = torch.tensor([max(one.values().numel() for one in ready)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control)
+    bound = {"max_ids": int(1.1 * most), "batch_size": batch}
+    modules = {
+        "plain": made("local_batch"), "prefetch": made("local_batch"), "bounded": made("local_batch", **bound),
+        "ahead": made("local_batch", **bound), "distributed": made("global_batch"),
+    }  # fmt: skip
     layer = torch.nn.Sequential(torch.nn.Linear(tables * dim, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1)).to(device)
 
-    def plain(count: int) -> None:
+    def plain(count: int, name: str = "plain") -> None:
         for step in range(count):
-            layer(modules["plain"](keyed(step)).values()).sum().backward()
+            layer(modules[name](keyed(step)).values()).sum().backward()
 
-    def prefetch(count: int) -> None:
-        module, following = modules["prefetch"], keyed(0)
+    def prefetch(count: int, name: str = "prefetch") -> None:
+        module, following = modules[name], keyed(0)
         module.prefetch(following)
         for step in range(count):
             one = following
@@ -114,7 +123,10 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
         for step in range(count):
             layer(modules["distributed"](ready[step % BATCHES]).values()).sum().backward()
 
-    ways: dict[str, Callable[[int], None]] = {"plain": plain, "prefetch": prefetch, "distributed": distributed}
+    ways: dict[str, Callable[[int], None]] = {
+        "plain": plain, "prefetch": prefetch, "bounded": lambda count: plain(count, "bounded"),
+        "ahead": lambda count: prefetch(count, "ahead"), "distributed": distributed,
+    }  # fmt: skip
     ms = timed(ways, device, control, calls)
     first, *others = ([weight.detach() for weight in module.parameters()] for module in modules.values())
     for other in others:
@@ -124,7 +136,11 @@ def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: i
     exposed = ms["plain"] - ms["distributed"]
     for module in modules.values():
         module.close()
-    return ms | {"exposed": exposed, "hidden": (ms["plain"] - ms["prefetch"]) / exposed if exposed > 0 else 0.0}
+    hidden = {
+        name: (ms["plain"] - ms[way]) / exposed if exposed > 0 else 0.0
+        for name, way in (("hidden", "prefetch"), ("ahead hidden", "ahead"))
+    }
+    return ms | {"exposed": exposed} | hidden
 
 
 def timed(ways: dict[str, Callable[[int], None]], device: torch.device, control: Any, calls: int) -> dict[str, float]:

@@ -84,7 +84,7 @@ def both(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[bool, int, 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"input": "global_batch"}, {"is_weighted": True}, {"transport": "put", "slice_size": 2}, {"outputs": 1}],
+    [{}, {"input": "global_batch"}, {"is_weighted": True}, {"transport": "put", "slice_size": 2}, {"outputs": 3}],
     ids=str,
 )
 def test_steady_calls_give_the_bits_of_the_slow_path(pair: Pool, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ and the module stays usable.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from support.slow import in_turn
 from torch import nn
 
 import weft
-from weft.embedding import ColumnWise, DataParallel, RowWise
+from weft.embedding import ColumnWise, DataParallel, KeyedJaggedTensor, RowWise
 from weft.launch import Pool
 
 CPU, WIDTH = torch.device("cpu"), sum(len(t.feature_names) * t.embedding_dim for t in TABLES)
@@ -237,3 +238,34 @@ def test_errors_on_every_rank(pool: Pool) -> None:
 def test_a_loop_of_other_objects_is_refused(batches: Any, features_of: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         weft.nn.prefetched(batches, features_of)
+
+
+def unused_ids(group: dist.ProcessGroup) -> list[Any]:
+    """Compare a module with `batch_size`, whose batches end with unused ids, with a module without. Return also the errors of a
+    batch of another size, of weights that require gradients, and of lengths beyond the values.
+    """
+    plain, fixed, found = module_on(group, CPU), module_on(group, CPU, max_ids=1000, batch_size=9), list[Any]()
+    for step in range(3):
+        one = batch(step, group.rank(), CPU, 9 - group.rank())
+        ids, weights = one.values(), one.weights().detach()
+        wide = KeyedJaggedTensor(
+            one.keys(), torch.cat([ids, ids.new_full((4,), -1)]), torch.cat([weights, weights.new_full((4,), math.nan)]),
+            lengths=one.lengths(),
+        )  # fmt: skip
+        narrow = KeyedJaggedTensor(one.keys(), ids, weights, lengths=one.lengths())
+        found.append(torch.equal(fixed(wide).values(), plain(narrow).values()))
+    return [
+        *found,
+        told(lambda: fixed(batch(1, group.rank(), CPU, 5))),
+        told(lambda: fixed(batch(1, group.rank(), CPU, 9 - group.rank()))),
+        told(lambda: fixed(KeyedJaggedTensor(one.keys(), ids[:-1], weights[:-1], lengths=one.lengths()))),
+    ]
+
+
+def test_batches_of_a_known_size(pool: Pool) -> None:
+    for *equal, size, gradients, beyond in pool.run(unused_ids, ranks=2, timeout_s=60):
+        assert equal == [True] * 3
+        assert "RefusedError" in size
+        assert "the module was made with batch_size=9" in size
+        assert "per-sample weights require gradients" in gradients
+        assert "lengths sum to" in beyond

@@ -126,3 +126,23 @@ def test_kernels_that_exchange_compile(target: str) -> None:
             input_code.exchange_kernel.warmup(I64, I64, I64, I64, I64, I64, 1024, 10**10, BLOCK=256, WAIT=True, **of_world),
         ]  # fmt: skip
     assert all(kernel.asm[_binary(target)] for kernel in found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("is_boxed", [False, True])
+def test_kernels_of_the_input_distribution_compile(target: str, is_boxed: bool) -> None:
+    options = {"WEIGHTED": True, "BOXED": is_boxed, "BLOCK": 1024, "grid": (1, 1)}
+    with compiling_for(TARGETS[target]):
+        found = [
+            input_code.header_kernel.warmup(
+                I64, I64, I64, I64, I64, 26, 100, 64, 512, 9999, KEYS=32, GIVEN=True, PADDED=is_boxed, BLOCK=1024, grid=(1,)
+            ),
+            input_code.pack_kernel.warmup(
+                I64, I32, F32, I64, I64, I64, I32, I64, 26, 26, 512, 2, 9999, PIECES=32, KEYS=32, ID_WORDS=2, **options
+            ),
+            input_code.unpack_kernel.warmup(
+                I64 if is_boxed else I32, I64, I64, F32, I64, I64, I64, 2, 13, 9999, 512, 9999, RANK=1, PIECES=32, ID_WORDS=2,
+                BAGS=1024, SUM=8192, **options,
+            ),
+        ]  # fmt: skip
+    assert all(kernel.asm[_binary(target)] for kernel in found)

@@ -65,6 +65,38 @@ class Exchanged:
     poisoned: int | None = None
 
 
+@dataclass(frozen=True)
+class Boxed:
+    """A case of messages in boxes. room: how many more ids than it receives a rank has room for. unused: ids at the end of every
+    input that are in no bag. wrong: the reason for which batches must be dropped, as a name in `weft.kernels.input_dist`.
+    """
+
+    features: tuple[tuple[int, ...], ...] = ((0, 2), (1,))
+    batch: int = 4
+    weighted: bool = False
+    ids: torch.dtype = torch.int64
+    longest: int = 5
+    room: int = 3
+    unused: int = 0
+    calls: int = 3
+    wrong: str = ""
+    sizes: tuple[int, int, int] = (1024, 8192, 4096)
+
+
+BOXES = {
+    "boxes of two ranks": Boxed(),
+    "boxes without room to spare, weights": Boxed(room=0, weighted=True),
+    "boxes of int32 ids, unused ids at the end": Boxed(((1, 0), (2,), (0,)), ids=torch.int32, unused=5, weighted=True),
+    "boxes of several blocks": Boxed(((1,), (0, 2)), batch=70, sizes=(16, 32, 64)),
+    "boxes of no ids": Boxed(longest=0, unused=2),
+    "boxes of a rank without features": Boxed(((), (2, 0)), batch=3),
+    "boxes for too many ids": Boxed(room=-1, wrong="TOO_MANY", longest=9),
+    "boxes of a refused batch": Boxed(wrong="REFUSED"),
+    "boxes of another batch size": Boxed(wrong="OTHER_BATCH"),
+    "boxes of other ids": Boxed(wrong="OTHER_BITS"),
+}
+
+
 EXCHANGES = {
     "headers of two ranks": Exchanged((5, 3), calls=3),
     "headers of three ranks": Exchanged((3, 300, 7), calls=4),
@@ -75,7 +107,7 @@ EXCHANGES = {
 
 def test_input_distribution() -> None:
     """Run all cases in one test, because starting a process takes longer than most cases."""
-    assert wrong_in(__file__, CASES | EXCHANGES) == {}
+    assert wrong_in(__file__, CASES | EXCHANGES | BOXES) == {}
 
 
 def play(case: Case) -> None:
@@ -143,6 +175,73 @@ def play(case: Case) -> None:
             torch.testing.assert_close(weights, torch.cat([torch.empty(0), *of_bags]), rtol=0, atol=0)
 
 
+def play_boxes(case: Boxed) -> None:
+    from weft.kernels import input_dist as device_code
+    from weft.kernels.signals import R_PEER, R_STATUS, R_WANTED, RECORD_WORDS
+    from weft.runtime.cuda import input_dist
+    from weft.runtime.cuda.input_dist import Boxes, Pieces, header, pack, unpack
+
+    input_dist._PROGRAMS = 8
+    input_dist._BAGS, input_dist._SUM, input_dist._COUNT = case.sizes
+    head, world = device_code.HEAD, len(case.features)
+    keys = 1 + max(key for own in case.features for key in own)
+    flat = [key for own in case.features for key in own]
+    pieces = Pieces(*torch.tensor([flat, [rank for rank, own in enumerate(case.features) for _ in own]]))
+    index = torch.tensor([word for own in case.features for word in (0, 1, 2, *(head + key for key in own))])
+    none = torch.empty(0, dtype=case.ids)
+    words = case.ids.itemsize // 4 + case.weighted
+    box = keys * case.batch * (case.longest * words + 1)
+    own_boxes = [torch.full((2 * world * box + 1,), PATTERN, dtype=torch.int32) for _ in range(world)]
+    addresses = torch.tensor([one.data_ptr() for one in own_boxes])
+    records = torch.zeros(world, RECORD_WORDS, dtype=torch.int64)
+    for number in range(case.calls):
+        bags, of_weights, headers, owns = [], [], [], []
+        state = torch.full((1,), number)
+        boxes = [Boxes(own_boxes[rank], addresses, state, records[rank], box, rank) for rank in range(world)]
+        for rank in range(world):
+            is_wrong = case.wrong if rank == 1 else ""
+            batch = case.batch - (is_wrong == "OTHER_BATCH")
+            ids_of = torch.int32 if is_wrong == "OTHER_BITS" else case.ids
+            sizes = torch.randint(case.longest + 1, (keys, batch))
+            bags.append([[torch.randint(1 << 30, (int(n),), dtype=case.ids) for n in row] for row in sizes])
+            of_weights.append([[torch.randn(len(bag)) for bag in row] for row in bags[-1]])
+            ids = [bag for row in bags[-1] for bag in row]
+            values = torch.cat([none, *ids, none.new_full((case.unused,), PATTERN)]).to(ids_of)
+            weights = torch.cat([torch.empty(0), *(w for row in of_weights[-1] for w in row), torch.zeros(case.unused)])
+            lengths = sizes.flatten().to(torch.int32)
+            if is_wrong == "REFUSED":
+                lengths[0] = -1
+            own = torch.full((head + keys + 1,), PATTERN)
+            headers.append(header(lengths, None, keys, batch, values, index, own, True))
+            pack(values, lengths, weights if case.weighted else None, own, pieces, batch, 0, boxes[rank])
+            owns.append(own)
+        state.fill_(number + 1)
+        of_headers = [one.split([head + len(own) for own in case.features]) for one in headers]
+        for rank, features in enumerate(case.features):
+            if not features:
+                continue
+            rows = [[bags[source][key] for source in range(world)] for key in features]
+            ids = torch.cat([none, *(bag for row in rows for one in row for bag in one)])
+            ends = torch.tensor([0, *(len(bag) for row in rows for one in row for bag in one)]).cumsum(0)
+            room = max(0, len(ids) + case.room)
+            arrived = torch.stack([one[rank] for one in of_headers])
+            sizes_in = world, len(features), room, world * len(features) * case.batch
+            values, offsets, weights = unpack(none, arrived, *sizes_in, case.ids, case.weighted, boxes[rank])
+            if case.wrong:
+                assert not offsets.any()
+                reason = getattr(device_code, case.wrong)
+                assert (int(records[rank, R_STATUS]), int(records[rank, R_WANTED])) == (device_code.BAD_BATCH, reason)
+                assert case.wrong == "TOO_MANY" or int(records[rank, R_PEER]) == 1
+                continue
+            assert not records.any()
+            assert values[: len(ids)].tolist() == ids.tolist()
+            assert offsets.tolist() == ends.tolist()
+            if weights is not None:
+                of_bags = [w for key in features for source in range(world) for w in of_weights[source][key]]
+                assert torch.equal(weights[: len(ids)], torch.cat([torch.empty(0), *of_bags]))
+    assert all(int(one[-1]) == PATTERN for one in own_boxes)
+
+
 def play_exchange(case: Exchanged) -> None:
     from weft.kernels.signals import POISON, R_PEER, R_STATUS, RECORD_WORDS
     from weft.runtime.cuda.headers import launch_exchange
@@ -176,4 +275,5 @@ def play_exchange(case: Exchanged) -> None:
 
 if __name__ == "__main__":
     distributions = {name: lambda case=case: play(case) for name, case in CASES.items()}
-    play_all(distributions | {name: lambda case=case: play_exchange(case) for name, case in EXCHANGES.items()})
+    exchanges = {name: lambda case=case: play_exchange(case) for name, case in EXCHANGES.items()}
+    play_all(distributions | exchanges | {name: lambda case=case: play_boxes(case) for name, case in BOXES.items()})

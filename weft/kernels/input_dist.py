@@ -9,13 +9,19 @@ A rank has the bags of all features (keys) for its own samples. A destination ra
     count_ids_kernel   lengths -> the number of ids of each key
     header_kernel      counts  -> this rank's header, and a header for each destination
     exchange_kernel    headers -> the headers that all ranks sent to this rank
-    pack_kernel        values, lengths, weights -> the messages, one after the other
+    pack_kernel        values, lengths, weights -> the messages, one after the other, or in boxes
     unpack_kernel      the messages of all sources -> ids, offsets and weights by feature, with samples in rank order
 
 A header tells a destination the number of ids of each piece. Before these counts there are `HEAD` words. The first is 1
 if the source rank refuses its input, else 0. The second is the number of bits of an id, the third the batch size.
 Headers are in device memory. Kernels compute all positions in messages from them, so the CPU need not know the
 positions.
+
+Boxes. If the CPU knows a bound on the ids that a rank receives, it need not know how many there are (`BOXED`). A rank then packs
+its messages into boxes of a fixed size in its own symmetric memory: two sets, with a box for each destination. After the exchange
+of headers, `unpack_kernel` of the destination reads its boxes in the memory of all sources. Exchange number `epoch` uses set
+`epoch % 2`. A source overwrites a set two exchanges later. By then it has the destination's header of the exchange in between,
+which the destination sent after it had read the set.
 
 Exchange of headers. Each rank has a region of symmetric memory: a signal word for each rank, then two sets of boxes
 with a box for each rank. In call number `epoch`, a rank stores its header for a destination in the destination's box
@@ -31,11 +37,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.signals import store_release, wait_or_record, words
+from weft.kernels.signals import (
+    _R_EPOCH,
+    _R_FOUND,
+    _R_PEER,
+    _R_STATUS,
+    _R_WANTED,
+    store_release,
+    wait_or_record,
+    words,
+)
 
 HEAD = 3
 
+REFUSED, OTHER_BITS, OTHER_BATCH, TOO_MANY = range(1, 5)
+"""The reasons for which `unpack_kernel` drops a batch, in the word R_WANTED of the record."""
+BAD_BATCH = 2
+"""The word R_STATUS of the record after `unpack_kernel` has dropped a batch."""
+
 _HEAD = tl.constexpr(HEAD)
+_FAILED = tl.constexpr(2)  # in place of a header's first word, if headers have not arrived
+_REFUSED, _OTHER_BITS = tl.constexpr(REFUSED), tl.constexpr(OTHER_BITS)
+_OTHER_BATCH, _TOO_MANY = tl.constexpr(OTHER_BATCH), tl.constexpr(TOO_MANY)
+_BAD_BATCH = tl.constexpr(BAD_BATCH)
 _BATCH = tl.constexpr(2)
 
 
@@ -60,7 +84,7 @@ def count_ids_kernel(lengths, counts, batch, most, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["keys", "words", "bits", "batch", "most"])
 def header_kernel(
     counts, offsets, header_index, own, headers, keys, words, bits, batch, most,
-    KEYS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, GIVEN: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's own header (its numbers of ids, see the module) and a header for each destination. Grid: one
     program.
@@ -69,7 +93,7 @@ def header_kernel(
         first id in `values`.
     headers `[words]`: the headers of all destinations. Word i is a copy of word `header_index[i]` of the own header.
     most: the number of ids in `values`, to which the counts must sum. GIVEN: True if the caller gave offsets, which must begin
-        at 0 and end at `most`.
+        at 0 and end at `most`. PADDED: True if the counts may also sum to less, because `values` may end with unused ids.
     KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
@@ -80,9 +104,8 @@ def header_kernel(
     if GIVEN:
         begin = tl.load(offsets).to(tl.int64)
         end = tl.load(offsets + keys * tl.cast(batch, tl.int64)).to(tl.int64)
-        refused |= (begin != 0) | (end != most) | (end - begin != total)
-    else:
-        refused |= total != most
+        refused |= (begin != 0) | (end - begin != total)
+    refused |= (total > most) if PADDED else (total != most)
     refused_word = refused.to(tl.int64)
     tl.store(own, refused_word)
     tl.store(own + 1, tl.cast(bits, tl.int64))
@@ -127,15 +150,17 @@ def exchange_kernel(
     mine = tl.load(regions + RANK)
     theirs = tl.load(regions + tl.where(is_rank, ranks, RANK))  # lanes without a rank repeat this rank's own signal
     store_release(words(theirs + 8 * RANK), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
+    failed = tl.full([], 0, tl.int32)
     if WAIT:
         signals = mine + 8 * tl.where(is_rank, ranks, RANK)
-        wait_or_record(record, signals, epoch, epoch, deadline_ns, 1, PTX)
+        failed = wait_or_record(record, signals, epoch, epoch, deadline_ns, 1, PTX)
     tl.debug_barrier()
     size = tl.load(starts + RANK + 1) - tl.load(starts + RANK)
     for rank in range(WORLD):
         box = words(mine + boxes + rank * most * 8)
         for at in range(0, size, BLOCK):
             word = tl.load(box + at + lanes, mask=at + lanes < size, volatile=True)
+            word = tl.where((failed != 0) & (at + lanes == 0), _FAILED, word)
             tl.store(arrived + rank * size + at + lanes, word, mask=at + lanes < size)
     tl.store(state, epoch)
 
@@ -151,16 +176,20 @@ def _copy(source, target, words, BLOCK: tl.constexpr):
         tl.store(target + at, word.to(target.dtype.element_ty), mask=at < words)
 
 
-@triton.jit(do_not_specialize=["pieces", "keys", "batch"])
+@triton.jit(do_not_specialize=["pieces", "keys", "batch", "world", "box"])
 def pack_kernel(
-    values, lengths, weights, own, key_of_piece, rank_of_piece, messages, pieces, keys, batch,
-    PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    values, lengths, weights, own, key_of_piece, rank_of_piece, messages, state, pieces, keys, batch, world, box,
+    PIECES: tl.constexpr, KEYS: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BOXED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the messages that send this rank's ids to all destination ranks. A piece is the bags of one feature for one
     destination. Pieces are sorted by destination. Grid: (pieces, programs that share a piece).
 
     values, weights: this rank's ids and per-sample weights. The first bag begins at index `own[HEAD + keys]` of both.
     PIECES, KEYS: powers of two, at least `pieces` and `keys`. ID_WORDS: the number of 4-byte words of an id.
+    BOXED: True if `messages` are two sets of boxes (see the module), with a box of `box` words for each of `world` ranks. A message
+        that does not fit is not written; its destination finds that in the header. state `[1]`: the number of exchanges so
+        far.
     """
     piece, every = tl.program_id(0), tl.arange(0, PIECES)
     is_piece = every < pieces
@@ -171,11 +200,18 @@ def pack_kernel(
     count = tl.load(own + _HEAD + key)
 
     words_of_id: tl.constexpr = ID_WORDS + (1 if WEIGHTED else 0)
-    is_before = is_piece & (ranks < rank)
-    message = messages + tl.sum(tl.where(is_before, counts * words_of_id + batch, 0), 0)
     of_message = ranks == rank
     ids = tl.sum(tl.where(of_message, counts, 0), 0)
     bags = tl.sum(of_message.to(tl.int64), 0) * batch
+    if BOXED:
+        message = messages + (((tl.load(state) + 1) % 2) * world + rank) * box
+        fits = (tl.min(counts, 0) >= 0) & (tl.load(own) == 0) & (ids * words_of_id + bags <= box)
+        count = tl.where(fits, count, 0)
+        batch_to_copy = tl.where(fits, batch, 0)
+    else:
+        is_before = is_piece & (ranks < rank)
+        message = messages + tl.sum(tl.where(is_before, counts * words_of_id + batch, 0), 0)
+        batch_to_copy = batch
     is_before = of_message & (every < piece)
     ids_before = tl.sum(tl.where(is_before, counts, 0), 0)
     bags_before = tl.sum(is_before.to(tl.int64), 0) * batch
@@ -185,10 +221,18 @@ def pack_kernel(
     first += tl.load(own + _HEAD + keys)
     id_words = values.to(tl.pointer_type(tl.int32))
     _copy(id_words + first * ID_WORDS, message + ids_before * ID_WORDS, count * ID_WORDS, BLOCK)
-    _copy(lengths + key * batch, message + ids * ID_WORDS + bags_before, batch, BLOCK)
+    _copy(lengths + key * batch, message + ids * ID_WORDS + bags_before, batch_to_copy, BLOCK)
     if WEIGHTED:
         weight_words = weights.to(tl.pointer_type(tl.int32))
         _copy(weight_words + first, message + ids * ID_WORDS + bags + ids_before, count, BLOCK)
+
+
+@triton.jit
+def _zero(target, words, BLOCK: tl.constexpr):
+    """Store zeros to `words` words from `target` on. Programs with the same index in grid dimension 0 share this work."""
+    for begin in range(tl.program_id(1) * BLOCK, words, tl.num_programs(1) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.zeros([BLOCK], tl.int64), mask=at < words)
 
 
 @triton.jit
@@ -214,11 +258,43 @@ def _write_offsets(lengths, offsets, first, bags, BAGS: tl.constexpr, SUM: tl.co
             first += tl.max(ends, axis=0)
 
 
-@triton.jit(do_not_specialize=["sources", "features"])
+@triton.jit
+def _reason(
+    header, counts, batches, sources_of, is_piece, features, samples, most, record, call, ID_WORDS: tl.constexpr
+):
+    """Return the reason for which a batch must be dropped, or 0. The first program writes the reason to `record`.
+
+    header, counts, batches, sources_of, is_piece: the values of `unpack_kernel`, for all pieces. samples: the number of samples
+        that each source must have. most: the largest number of ids of all sources together.
+    """
+    refused = tl.load(header, mask=is_piece, other=0)
+    bits = tl.load(header + 1, mask=is_piece, other=32 * ID_WORDS)
+    total = tl.sum(tl.where(is_piece, counts, 0), 0)
+    too_many = is_piece & ((total > most) | (counts < 0) | (counts > most))
+    reasons = tl.where(too_many, _TOO_MANY, 0)
+    reasons = tl.where(is_piece & (batches != samples), _OTHER_BATCH, reasons)
+    reasons = tl.where(bits != 32 * ID_WORDS, _OTHER_BITS, reasons)
+    reasons = tl.where(refused != 0, _REFUSED, reasons)
+    # The first reason of any source, and the first source that has it.
+    reason = tl.min(tl.where(reasons > 0, reasons, _TOO_MANY + 1), 0)
+    reason = tl.where(reason > _TOO_MANY, 0, reason)
+    has_arrived = tl.max(refused, 0) < 2
+    if (reason > 0) & has_arrived & (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        source = tl.min(tl.where(reasons == reason, sources_of, 1 << 30), 0)
+        found = tl.where(reason == _TOO_MANY, total, tl.max(tl.where(sources_of == source, batches, 0), 0))
+        tl.store(record + _R_EPOCH, call)
+        tl.store(record + _R_PEER, source.to(tl.int64))
+        tl.store(record + _R_WANTED, reason.to(tl.int64))
+        tl.store(record + _R_FOUND, found)
+        tl.store(record + _R_STATUS, _BAD_BATCH)
+    return reason
+
+
+@triton.jit(do_not_specialize=["sources", "features", "box", "samples", "most"])
 def unpack_kernel(
-    messages, headers, values, weights, offsets, sources, features,
-    PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, BAGS: tl.constexpr,
-    SUM: tl.constexpr,
+    messages, headers, values, weights, offsets, state, record, sources, features, box, samples, most,
+    RANK: tl.constexpr, PIECES: tl.constexpr, ID_WORDS: tl.constexpr, WEIGHTED: tl.constexpr, BOXED: tl.constexpr,
+    BLOCK: tl.constexpr, BAGS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Write ids, offsets and weights from the messages of all source ranks, ordered by feature, then by source. Grid: (sources
     * features, programs that share the data of one source and feature).
@@ -226,6 +302,11 @@ def unpack_kernel(
     headers `[sources, HEAD + features]`: the header that each source has sent.
     PIECES: a power of two, at least `sources * features`.
     BAGS, SUM: how many lengths a program loads at a time: BAGS for prefix sums, SUM for sums.
+    BOXED: True if `messages` are the addresses of every rank's boxes, as mapped on this device, int64 [sources]. The kernel then
+        reads the messages for this rank, RANK, in the memory of their sources. The CPU knows no sizes: `values` has room for
+        `most` ids, and each source must have `samples` samples. A batch that breaks these bounds, or that a rank has refused,
+        is replaced by empty bags, and `record` says why (`_reason`). state `[1]`: the number of exchanges so far. box: the size
+        of a box in 4-byte words.
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)
@@ -238,7 +319,15 @@ def unpack_kernel(
     count, batch = tl.load(own_header + _HEAD + feature), tl.load(own_header + _BATCH)
 
     words_of_id: tl.constexpr = ID_WORDS + (1 if WEIGHTED else 0)
-    message = messages + tl.sum(tl.where(sources_of < source, counts * words_of_id + batches, 0), 0)
+    if BOXED:
+        call = tl.load(state)
+        reason = _reason(header, counts, batches, sources_of, is_piece, features, samples, most, record, call, ID_WORDS)
+        counts, batches = tl.where(reason > 0, 0, counts), tl.where(is_piece, tl.cast(samples, tl.int64), 0)
+        count, batch = tl.where(reason > 0, 0, count), tl.cast(samples, tl.int64)
+        boxes = tl.load(messages + source).to(tl.pointer_type(tl.int32))
+        message = boxes + ((call % 2) * sources + RANK) * box
+    else:
+        message = messages + tl.sum(tl.where(sources_of < source, counts * words_of_id + batches, 0), 0)
     of_message = is_piece & (sources_of == source)
     ids = tl.sum(tl.where(of_message, counts, 0), 0)
     ids_before = tl.sum(tl.where(of_message & (features_of < feature), counts, 0), 0)
@@ -252,6 +341,12 @@ def unpack_kernel(
     if WEIGHTED:
         weight_words = weights.to(tl.pointer_type(tl.int32))
         _copy(message + features * batch + ids_before, weight_words + to_id, count, BLOCK)
-    _write_offsets(message + feature * batch, offsets + 1 + to_bag, to_id, batch, BAGS, SUM)
+    if BOXED:
+        if reason > 0:
+            _zero(offsets + 1 + to_bag, batch, BLOCK)
+        else:
+            _write_offsets(message + feature * batch, offsets + 1 + to_bag, to_id, batch, BAGS, SUM)
+    else:
+        _write_offsets(message + feature * batch, offsets + 1 + to_bag, to_id, batch, BAGS, SUM)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(offsets, tl.zeros([], tl.int64))

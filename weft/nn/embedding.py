@@ -29,12 +29,13 @@ from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import NOT_TRAINED, Training, check_module_options, training_of
 from weft.embedding.update import FusedUpdate
 from weft.nn import local_batch
+from weft.nn.boxed_ids import IdBound
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, first_values, weights_of
-from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, check_table_names, device_for, fill_together
 from weft.nn.prefetching import Prefetched
+from weft.nn.prefetching_tables import PrefetchingTables
 from weft.nn.table_parts import check_full
 from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
@@ -47,7 +48,7 @@ from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
 
 
-class ShardedEmbeddingBagCollection(TrainedTables):
+class ShardedEmbeddingBagCollection(PrefetchingTables):
     """Embedding tables that are sharded over `group`. On each rank, a call returns the pooled vectors of that rank's
     samples.
 
@@ -107,6 +108,10 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).
         If any rank would receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are
         sent. With a limit, each call first exchanges the numbers of ids.
+    batch_size: the number of samples of each rank in every call, with `max_ids` (default: any number). On GPUs of one host, the
+        CPU then waits for no device from the second call on. Kernels send the ids through memory of a fixed size, and calls can
+        be captured in a CUDA graph. `values` may end with unused ids. The device finds bad lengths and too many ids. The call
+        then pools empty bags, a later call raises the error, and the group has failed.
     transport, order, slice_size, bounds_check, hash, outputs, output_dtype, deadline_s: as for
         `weft.embedding_all_to_all`. `output_dtype` is refused if a table is column-wise, row-wise or data-parallel.
         `deadline_s` also limits the input distribution's wait for the numbers of ids: on CPU, and from the second batch on
@@ -146,6 +151,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         output_dtype: OutputDtype = "table",
         dedup: bool = False,
         max_ids: int | None = None,
+        batch_size: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         super().__init__(group, optimizer, sparse)
@@ -157,7 +163,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            check_input_options(input, is_weighted, max_ids)
+            check_input_options(input, is_weighted, max_ids, batch_size)
             check_module_options(optimizer, sparse, gradients, deterministic)
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
@@ -168,12 +174,13 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
-        said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
-        said |= {"deterministic": deterministic, "dedup": dedup}
+        said |= {"max_ids": max_ids, "batch_size": batch_size, "deterministic": deterministic, "dedup": dedup}
+        said |= {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
         sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, self._name)
         self._options, self._max_ids = cast(EmbeddingOptions, options), max_ids
+        self._bound = None if batch_size is None else IdBound(cast(int, max_ids), batch_size)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
@@ -233,84 +240,6 @@ class ShardedEmbeddingBagCollection(TrainedTables):
                 return self._pooled(*self._taken(features))
             self._require_bound(features)
             return self._pooled(*self._input_dist(features, refusal))
-
-    def prefetch(self, features: Any) -> None:
-        """Begin to distribute the ids of the next batch while earlier work runs. Every rank must call `prefetch`, and
-        pass its prefetched batch to its next call of the module. In a loop, use `weft.nn.prefetched`.
-
-            module.prefetch(batches[0])
-            for batch, following in zip(batches, batches[1:]):
-                pooled = module(batch)
-                module.prefetch(following)
-                loss(pooled).backward()
-
-        On GPUs a separate stream exchanges the numbers of ids, after the work that is already enqueued. At the next
-        call of the module, the CPU waits only for this exchange, and then sends the ids. It does not wait for work that
-        you enqueue after `prefetch`, such as backward, so this work overlaps with the sending. Do not change the
-        tensors of the batch before the call. Errors about bad input are raised by the call. With row-wise or
-        data-parallel tables, `prefetch` waits for the GPU.
-
-        features: the object that you pass to the next call.
-
-        Raises `ValueError` with input="global_batch", or if another prefetched batch has not been passed to the module
-        yet.
-        """
-        with together(f"prefetch of {self._name}", self.group, self._exchange_device, self.deadline_s):
-            if self.input != "local_batch":
-                raise ValueError(
-                    f"prefetch has no effect with input={self.input!r}, because ranks exchange no ids: "
-                    "remove the call to prefetch"
-                )
-            if self.device.type == "meta":
-                raise ValueError(no_tables_on(self.device))
-            if self._prefetched is not None:
-                raise ValueError(
-                    "prefetch: another batch is already prefetched: first call the module with that batch, or call "
-                    "cancel_prefetch()"
-                )
-            self._begin_ahead(features, None)
-
-    def _begin_ahead(self, features: Any, refusal: Exception | None) -> None:
-        """Begin to send the ids of a batch to the ranks of their tables, for `prefetch`.
-
-        refusal: an error that the caller has found in the batch. The next call of the module raises this error on all
-            ranks.
-        """
-        self._prefetched = Prefetched(self._input_dist, features, refusal)
-
-    def cancel_prefetch(self) -> None:
-        """Discard the prefetched batch, if there is one. If one rank makes this call, all ranks must make this call.
-        Ranks do not wait for each other.
-        """
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None:
-            prefetched.discard()
-
-    def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
-        """Finish the distribution of ids of the prefetched batch. Return (the features of this rank's tables for all samples,
-        the batch sizes of all ranks). All ranks must make this call.
-        """
-        prefetched = cast(Prefetched, self._prefetched)
-        self._require_prefetched(features)
-        self._prefetched = None
-        return prefetched.arrived(lambda: self._require_bound(features))
-
-    def _require_prefetched(self, features: Any) -> None:
-        """Raise `ValueError` unless `features` is the prefetched batch."""
-        if features is not cast(Prefetched, self._prefetched).features:
-            raise ValueError(
-                "the module is called with a batch other than the prefetched batch: pass the same object to prefetch and to the "
-                "next call, or call cancel_prefetch()"
-            )
-
-    def _require_bound(self, features: Any) -> None:
-        """Raise `RefusedError` on every rank if any rank would receive more than `max_ids` ids. Without `max_ids`, do
-        nothing. All ranks must make this call.
-        """
-        if (bound := self._max_ids) is not None:
-            of_ranks = self._input_dist.features_of_rank
-            totals = totals_of_ranks(features, of_ranks, self.group, self._exchange_device(), self.deadline_s)
-            require_bound(totals, bound, "")
 
     @opaque
     def _called(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
@@ -458,7 +387,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks whose tables are on meta still communicate, to report that they refuse the call.
         speaks_on = device_for(self.group, None) if device.type == "meta" else device
-        self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
+        of_input = sharding, self.group, speaks_on, self._is_weighted, self.deadline_s
+        self._input_dist = input_dist_of(*of_input, self._bound)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert and move parameters. `half()`, `to(...)`, `cuda()` and similar methods of `nn.Module` call it."""

@@ -32,6 +32,7 @@ from weft.embedding.check import missing_feature
 from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_range
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.nn.boxed_ids import BoxedBatch, BoxedIds, IdBound
 from weft.nn.id_batches import HEAD, BegunBatch, Exchange, Layout, LocalBatch, Route, SentBatch
 from weft.nn.number_exchange import NumberExchange
 from weft.operator.derivatives import once
@@ -61,6 +62,7 @@ class InputDist:
         *,
         is_weighted: bool,
         deadline_s: float | None = None,
+        bound: IdBound | None = None,
     ) -> None:
         self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
         self.deadline_s = checked_deadline(deadline_s)
@@ -78,6 +80,10 @@ class InputDist:
         self._words = [HEAD + len(features) for features in self.features_of_rank]
         """The number of words of the header for each rank."""
         self._by_kernel = NumberExchange(group, device, self._words, self.deadline_s)
+        self._bound = bound
+        self._boxed: BoxedIds | None = None
+        if bound is not None and self._is_packed:
+            self._boxed = BoxedIds(group, device, self.features_of_rank, is_weighted, bound, self._by_kernel)
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
@@ -93,10 +99,21 @@ class InputDist:
         """
         return self.arrive(self.send(self.begin(features, refusal)))
 
-    def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
+    @property
+    def needs_no_cpu(self) -> bool:
+        """True if the next batch will be exchanged without the CPU (`BoxedIds`), so that its numbers of ids need no check."""
+        return self._boxed is not None and self._boxed.is_ready
+
+    def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch | BoxedBatch:
         """Begin the exchange of batch sizes and numbers of ids. `send` raises errors about the input, and `refusal`
         (see `__call__`).
+
+        If the next batch needs no CPU, exchange its ids too, and raise errors here.
         """
+        if self._boxed is not None and self._boxed.is_ready:
+            if refusal is not None:
+                raise refusal
+            return self._boxed.run(self._read(features))
         local = None
         try:
             local = self._read(features) if refusal is None else None
@@ -104,8 +121,10 @@ class InputDist:
             refusal = error
         return BegunBatch(local, refusal, *self._begin_headers(local))
 
-    def send(self, begun: BegunBatch) -> SentBatch:
+    def send(self, begun: BegunBatch | BoxedBatch) -> SentBatch | BoxedBatch:
         """Wait for the headers (batch sizes and numbers of ids) from all ranks, and begin to exchange the ids."""
+        if isinstance(begun, BoxedBatch):
+            return begun
         local, refusal = begun.local, begun.refusal
         heads, own = self._end_headers(begun)
         if any(head[0] for head in heads):
@@ -120,8 +139,10 @@ class InputDist:
         assert local is not None
         return self._begin_features(local, begun.numbers, heads, own)
 
-    def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
+    def arrive(self, sent: SentBatch | BoxedBatch) -> tuple[JaggedInput, tuple[int, ...]]:
         """Wait for the ids from all ranks. Return the results that `__call__` documents."""
+        if isinstance(sent, BoxedBatch):
+            return sent
         jagged, weights = self._end_features(sent), sent.local.weights
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
@@ -188,6 +209,8 @@ class InputDist:
             raise ValueError(
                 f"the batch has {values.numel()} ids, but at most 2**31 - 1 are allowed on a rank: use a smaller batch"
             )
+        if self._bound is not None:
+            self._bound.check(batch_size, weights)
         if weights is not None:
             weights = weights.resolve_neg()  # exchanges copy the memory, which holds the negated values of such a view
         return LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
@@ -226,17 +249,18 @@ class InputDist:
             from weft.runtime.cuda.input_dist import header
 
             of_keys = len(local.layout.keys), local.batch_size
-            send = header(local.lengths, local.offsets, *of_keys, local.values, local.layout.header_index, own)
+            index, is_padded = local.layout.header_index, self._bound is not None
+            send = header(local.lengths, local.offsets, *of_keys, local.values, index, own, is_padded)
         else:
             counts = local.lengths.view(len(local.layout.keys), local.batch_size).sum(1, dtype=torch.int64)
             count = local.values.numel()
             known = [local.values.dtype.itemsize * 8, local.batch_size, 0]
             sizes, begin = torch.tensor(known, device=self.device).split(2)
-            if local.offsets is None:
-                wrong = counts.sum() != count
-            else:
+            total = counts.sum()
+            wrong = total != count if self._bound is None else total > count
+            if local.offsets is not None:
                 begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
-                wrong = (begin != 0) | (end != count) | (end - begin != counts.sum())
+                wrong = (begin != 0) | wrong | (end - begin != total)
             # A length greater than the number of values would overflow sums and int32.
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin], out=own)
@@ -402,13 +426,16 @@ _made: weakref.WeakValueDictionary[tuple[Any, ...], InputDist] = weakref.WeakVal
 
 
 def input_dist_of(
-    sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, is_weighted: bool, deadline_s: float | None
+    sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, is_weighted: bool, deadline_s: float | None,
+    bound: IdBound | None = None,
 ) -> InputDist:  # fmt: skip
     """Return the input distribution for these arguments. All modules with equal arguments share it."""
-    key = sharding.written, group.group_name, device, is_weighted, deadline_s
+    key = sharding.written, group.group_name, device, is_weighted, deadline_s, bound
     made = _made.get(key)
     if made is None or made.group is not group:
-        made = _made[key] = InputDist(sharding, group, device, is_weighted=is_weighted, deadline_s=deadline_s)
+        made = _made[key] = InputDist(
+            sharding, group, device, is_weighted=is_weighted, deadline_s=deadline_s, bound=bound
+        )
     return made
 
 

@@ -49,7 +49,7 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
     return device
 
 
-def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
+def check_input_options(input: Any, is_weighted: Any, max_ids: Any, batch_size: Any = None) -> None:
     """Raise `ValueError` for invalid or contradictory options of a module's input."""
     if input not in ("local_batch", "global_batch"):
         raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
@@ -61,6 +61,13 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
             f"max_ids={max_ids} works only with input='local_batch', because no ids are sent for a "
             "global batch: do not pass max_ids"
         )
+    if batch_size is not None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r} must be at least 1, or None for any number of samples")
+        if max_ids is None:
+            raise ValueError(
+                f"batch_size={batch_size} works only with max_ids, the largest number of ids that a rank receives: pass both"
+            )
 
 
 def check_table_names(tables: Iterable[EmbeddingBagConfig]) -> None:

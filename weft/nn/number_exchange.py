@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
@@ -28,8 +29,9 @@ class NumberExchange:
         self.group, self.device, self.words, self.deadline_s = group, device, list(words), deadline_s
         self._may_be_ready = device.type == "cuda" and group.size() > 1
 
-    def _known(self) -> Any:
-        """Return the exchange of this group, or None. All ranks make it at the same call, whichever module makes the call."""
+    @property
+    def known(self) -> Any:
+        """The exchange of this group, or None. All ranks make it at the same call, whichever module makes the call."""
         if not self._may_be_ready:
             return None
         from weft.runtime.cuda.headers import known_headers
@@ -39,7 +41,7 @@ class NumberExchange:
     @property
     def is_ready(self) -> bool:
         """False until `arrived` has been called once for this group. Until then NCCL must exchange the messages."""
-        return self._known() is not None
+        return self.known is not None
 
     @cached_property
     def _patience_s(self) -> float:
@@ -58,13 +60,22 @@ class NumberExchange:
 
         send: int64, the messages to all ranks, one after the other. into: int64, receives the messages from all ranks.
         """
-        self._known().run(send, self._starts, max(self.words), into, self._patience_s)
+        self.known.run(send, self._starts, max(self.words), into, self._patience_s)
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Order the work that is enqueued in this context after the last exchange, and before the next exchange of any stream."""
+        known = self.known
+        known.check()
+        known.follow_last()
+        yield
+        known.note_last()
 
     def arrived(self) -> None:
         """Raise `DeadlineError` if messages have not arrived. Call this method when the CPU has waited for an exchange, by this
         object or by NCCL.
         """
-        known = self._known()
+        known = self.known
         if known is not None:
             known.check()
         elif self._may_be_ready and (comm := symm.communicator(self.group, self.device)).all_mapped:

@@ -66,6 +66,10 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
         try:
             self.deadline_s = checked_deadline(deadline_s)
             check_input_options(input, is_weighted, max_ids)
+            if options.pop("batch_size", None) is not None:
+                raise ValueError(
+                    "batch_size supports only whole tables: do not pass it, or place each table on one rank by its number"
+                )
             check_module_options(optimizer, sparse, gradients, deterministic)
             device = device_for(group, device)
             partition = partition_tables(

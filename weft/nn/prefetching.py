@@ -15,6 +15,7 @@ from torch import nn
 
 from weft.embedding.jagged import JaggedInput
 from weft.errors import WeftError
+from weft.nn.boxed_ids import BoxedBatch
 from weft.nn.input_dist import InputDist
 from weft.runtime.opaque import opaque
 from weft.symm.calls import calls_of
@@ -51,7 +52,8 @@ class Prefetched:
         before_ids_leave: a function that is called before the ids are sent, for checks. If it raises, it raises on all ranks.
         """
         with self._aside():
-            before_ids_leave()
+            if not isinstance(self._begun, BoxedBatch):
+                before_ids_leave()
             sent = self._distribution.send(self._begun)
         if self._side is not None:
             here = torch.cuda.current_stream(self._distribution.device)
@@ -66,6 +68,8 @@ class Prefetched:
         """
         if self._side is not None:
             torch.cuda.current_stream(self._distribution.device).wait_stream(self._side)
+        if isinstance(self._begun, BoxedBatch):
+            return
         with contextlib.suppress(WeftError):  # the group has failed, which the next call reports
             self._begun.headers.wait()
 

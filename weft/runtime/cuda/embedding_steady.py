@@ -15,12 +15,13 @@ from weft import _core
 from weft.embedding import JaggedInput, KeyedJaggedTensor
 from weft.embedding.check import CheckedInput
 from weft.kernels import embedding_all_to_all as device_code
+from weft.kernels.signals import R_STATUS
 from weft.runtime.cuda import embedding_kernel, embedding_tables
 from weft.runtime.cuda.embedding import EmbeddingAllToAllCuda
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, VariantKey, first_sample
 from weft.runtime.layouts import READER
 
-_WATCHED = (device_code.R_STATUS, device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS)
+_WATCHED = (R_STATUS, device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS)
 """The words of the kernel's record that Python must read if they are not 0."""
 _as_jagged = functools.partial(tuple.__new__, JaggedInput)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.kernels import input_dist as device_code
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 from weft.runtime.cuda.peer_exchange import PeerExchange
@@ -51,7 +52,7 @@ class HeaderExchange(PeerExchange):
     """The exchange of headers between the GPUs of a group. All ranks must construct this object, and make the same calls."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._state = lasting(comm.device, lambda: torch.zeros(1, dtype=torch.int64, device=comm.device))
+        self.state = lasting(comm.device, lambda: torch.zeros(1, dtype=torch.int64, device=comm.device))
         self._most = _FEWEST
         self._region = self._allocate(comm)
         super().__init__(comm, comm.world_size)
@@ -64,6 +65,26 @@ class HeaderExchange(PeerExchange):
         return (
             f"input distribution {epoch} of embeddings waited for the numbers of ids of rank {peer}, and missed its deadline: "
             "check that all ranks have equally many batches, and called the module or prefetched a batch"
+        )
+
+    def failure(self, status: int, epoch: int, peer: int, wanted: int, found: int) -> WeftError:
+        if status != device_code.BAD_BATCH:
+            return super().failure(status, epoch, peer, wanted, found)
+        of_batch = f"rank {self.comm.rank} dropped the ids of input distribution {epoch} of embeddings: "
+        if wanted == device_code.OTHER_BITS:
+            return DisagreementError(f"{of_batch}ids have another dtype on rank {peer}: use one dtype on all ranks")
+        if wanted == device_code.OTHER_BATCH:
+            return DisagreementError(
+                f"{of_batch}rank {peer} has {found} samples: all ranks must have batch_size samples"
+            )
+        if wanted == device_code.TOO_MANY:
+            return RefusedError(
+                f"{of_batch}it would receive {found} ids, more than max_ids: use a smaller batch, a larger max_ids, or place "
+                "tables on other ranks"
+            )
+        return RefusedError(
+            f"{of_batch}lengths on rank {peer} are negative, or do not match the values: lengths must be 0 or more, and sum to at "
+            "most the number of values"
         )
 
     def run(
@@ -79,7 +100,7 @@ class HeaderExchange(PeerExchange):
         self._reserve(most)
         self.follow_last()
         launch_exchange(
-            headers, starts, self._regions_at, self._state, self.record, arrived, self._most, deadline_s, self.comm.rank,
+            headers, starts, self._regions_at, self.state, self.record, arrived, self._most, deadline_s, self.comm.rank,
             self.comm.world_size,
         )  # fmt: skip
         self.note_last()

@@ -55,6 +55,12 @@ class PeerExchange(OwnDeadlines):
         """
         raise NotImplementedError
 
+    def failure(self, status: int, epoch: int, peer: int, wanted: int, found: int) -> WeftError:
+        """Return the error of a call. The arguments are the words of the record."""
+        return DeadlineError(
+            f"rank {self.comm.rank}: {self.missed(status, epoch, peer)} (wanted {wanted}, found {found})"
+        )
+
     def follow_last(self) -> None:
         """Make the current stream wait for the last call, which may have been enqueued on another stream."""
         here = current_stream(self.comm.device)
@@ -85,9 +91,8 @@ class PeerExchange(OwnDeadlines):
             if not status or self.comm.failed:
                 return
             epoch, peer, wanted, found = self._record[R_EPOCH : R_FOUND + 1]
-            text = f"rank {self.comm.rank}: {self.missed(status, epoch, peer)} (wanted {wanted}, found {found})"
-            self._failure = DeadlineError(text)
-            self.comm.poison(text)
+            self._failure = self.failure(status, epoch, peer, wanted, found)
+            self.comm.poison(str(self._failure))
 
     def close(self) -> None:
         """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""
