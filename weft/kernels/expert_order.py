@@ -2,7 +2,7 @@
 
 A stable counting sort of the experts that tokens have chosen, so that equal calls give equal bits:
 
-    rank_kernel      each choice's rank among the choices of the same expert in its block, and each block's count of every expert
+    rank_kernel      the number of earlier choices of the same expert in a choice's block, and each block's count of every expert
     offset_kernel    the rows before each block, for every expert; the number of rows of each expert
     place_kernel     the row of each choice, and the choice of each row
 

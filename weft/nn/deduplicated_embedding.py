@@ -83,7 +83,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
         for name, value in self._given.items():
             if value != getattr(EmbeddingOptions(), name):
                 raise ValueError(
-                    f"{name}={value!r} has no effect with dedup=True, where this rank pools: do not pass it"
+                    f"{name}={value!r} has no effect with dedup=True, because each rank pools its own bags: do not pass it"
                 )
         if self.input != "local_batch":
             raise ValueError(
@@ -193,9 +193,7 @@ class _RowsOnDevice:
 
 
 class _Pooled(torch.autograd.Function):
-    """The pooling of distinct rows, and its gradients: of each distinct row, and of per-sample weights. Ranks do not
-    communicate.
-    """
+    """The pooling of distinct rows, with the gradients of the rows and of per-sample weights. Ranks do not communicate."""
 
     @staticmethod
     def forward(  # type: ignore[override]

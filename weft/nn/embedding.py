@@ -102,7 +102,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
         on GPUs, `weft.SGD` then uses atomics instead of sorting ids, which is faster for some inputs.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel and
         TorchRec do. "sum" does not.
-    dedup: True to send each distinct id of a rank once, to pool its row on the samples' rank, and to send one summed gradient
+    dedup: True to send each distinct id of a rank once. The rank receives the id's row, pools it, and sends one summed gradient
         for it. This is faster if bags share most of their ids. All tables need the same `embedding_dim` and pooling, and are
         row-wise or on one rank. Sums of gradients are rounded to the tables' dtype before they are sent.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch" (default: no limit).

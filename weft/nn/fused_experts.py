@@ -1,8 +1,8 @@
 """The forward and the backward of a gated MoE layer on GPUs as one autograd function.
 
-It calls the same operators as `weft.nn.experts`, so peers may run the layer in the other way. But it replaces the functions
-between them, and their nodes in the autograd graph, by kernels that read and write each row once (`weft.kernels.expert_rows`). In
-small layers, the CPU time of these functions exceeds the time of the GPU's work.
+It calls the same operators as `weft.nn.experts`, so some ranks may run this function while others run `weft.nn.experts`. Kernels
+that read and write each row once (`weft.kernels.expert_rows`) replace the functions between the operators, and their nodes in
+the autograd graph. In small layers, the CPU time of these functions exceeds the time of the GPU's work.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from weft import _core
 
 MOST_SHARE = 0.05
 LEAST_CALLS = 16
-"""After a compilation, at least this many calls of the group precede the exchange about the next."""
+"""After a compilation, at least this many calls of the group precede the next exchange of `calls_to_wait`."""
 
 
 class Compilations:

@@ -277,7 +277,7 @@ The limit is enough for all batch sizes of a decoder, which are called first and
 _GROWTH = 1.125
 """The size of a memory that replaces an outgrown one, as a multiple of what its first schedule needs.
 
-Without this reserve, sizes that vary at random would outgrow the memory often, and each time rebuild all executors.
+Without this reserve, sizes that vary at random would outgrow the memory often. Each time, weft would rebuild all executors.
 """
 _outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
 

@@ -1,7 +1,7 @@
 """The signals of one rank's compiled schedule.
 
-A signal between lanes of one rank is an event. A lane need not wait for a signal of the previous run from its own rank: a run
-begins after the previous run of its rank has ended.
+A signal between lanes of one rank is an event. A lane need not wait for its own rank's signals of the previous run, because a
+run begins after the previous run of its rank has ended.
 
 A signal between ranks is a flag that one stream writes, and for which another stream waits. These operations are the same
 in every run (`weft.runtime.cuda.flags`), so that a CUDA graph can capture them. A kernel that copies includes the signals
