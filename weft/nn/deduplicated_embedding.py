@@ -27,6 +27,7 @@ from weft.embedding.partition import ColumnWise, DataParallel, Partition, TableS
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
+from weft.nn.autocast import no_autocast
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.making import check_input_options
@@ -108,7 +109,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
 
     @opaque
     def _pooled_rows(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
-        with together(self._name, self.group, lambda: self.device, self.deadline_s):
+        with together(self._name, self.group, lambda: self.device, self.deadline_s), no_autocast(self.device):
             if batch_sizes is not None:
                 raise ValueError(
                     f"batch_sizes={batch_sizes} works only with input='global_batch': do not pass it, because ranks "

@@ -33,6 +33,7 @@ from weft.embedding.tables import EmbeddingBagConfig
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
+from weft.nn.autocast import no_autocast
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of, rows_workspace
 from weft.nn.embedding_table import Table, filler_of
 from weft.nn.id_bound import check_max_ids
@@ -200,7 +201,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
 
     @opaque
     def _called(self, features: Any) -> dict[str, JaggedTensor]:
-        with together(self._name, self.group, lambda: self.device, self.deadline_s):
+        with together(self._name, self.group, lambda: self.device, self.deadline_s), no_autocast(self.device):
             ids, trains = self._ids(features)
             rows, of_replicated = self._rows(ids, trains), None
             if self._replicated is not None:
@@ -408,7 +409,7 @@ class _Rows(torch.autograd.Function):
         module: ShardedEmbeddingCollection = ctx.module
         found: list[Any] = [None] * len(module._own)
         of_backward = together(f"backward of {module._name}", module.group, grad, module.deadline_s)
-        with of_backward, in_backward(module._compared_on, ctx.number):
+        with of_backward, in_backward(module._compared_on, ctx.number), no_autocast(grad.device):
             if ctx.is_done:
                 raise WeftError(
                     f"second backward of the same call of {module._name}: the first backward has already updated the "

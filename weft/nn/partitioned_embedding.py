@@ -30,6 +30,7 @@ from weft.embedding.partition import Partition, RowWise, TablePart, partition_ta
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
+from weft.nn.autocast import no_autocast
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_memory import EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, filler_of
@@ -168,7 +169,7 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
         if torch.compiler.is_compiling():
             return self._opaque(features, batch_sizes)  # the graph breaks here
         parts = self._parts
-        with together(self._name, self.group, self._exchange_device, self.deadline_s):
+        with together(self._name, self.group, self._exchange_device, self.deadline_s), no_autocast(self.device):
             if self._replicated is not None:
                 self._replicated.count(self._trains)
             if self.device.type == "meta":

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.update import FusedUpdate
+from weft.nn.autocast import no_autocast
 from weft.nn.embedding_table import Table
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import rank_in
@@ -91,7 +92,8 @@ class TrainedTables(nn.Module):
             return
         with self._collecting() as collected:
             yield
-        with together(f"accumulate() of {self._name}", self.group, self._exchange_device, self.deadline_s):
+        ends = together(f"accumulate() of {self._name}", self.group, self._exchange_device, self.deadline_s)
+        with ends, no_autocast(self._exchange_device()):
             self._update_collected(collected)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
