@@ -70,6 +70,7 @@ def test_what_one_rank_cannot_route_is_refused_on_every_rank(pool: Pool) -> None
             "negative": "top_k_index contains -4: pass expert numbers from 0 to 3",
             "of floats": "top_k_index is torch.float32: use torch.int64",
             "fewer": "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens",
+            "none": "top_k_index has shape (6, 0): choose at least one expert for each token",
             "wide": "x has shape (6, 5): pass [..., 8]",
             "nothing": "x is a NoneType: pass a torch.Tensor",
         }.items():

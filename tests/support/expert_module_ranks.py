@@ -228,6 +228,7 @@ def misrouted(group: dist.ProcessGroup) -> dict[str, str]:
         "negative": (x, index - experts, by),
         "of floats": (x, index.float(), by),
         "fewer": (x, index[:3], by),
+        "none": (x, index[:, :0], by[:, :0]),
         "wide": (x[:, :5], index, by),
         "nothing": (None, index, by),
     }.items():

@@ -241,6 +241,8 @@ class ExpertParallelMLP(nn.Module):
                 f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be "
                 f"[{tokens}, top_k], as x has {tokens} tokens"
             )
+        if not top_k_index.shape[1]:
+            return f"top_k_index has shape {tuple(top_k_index.shape)}: choose at least one expert for each token"
         if top_k_index.dtype not in _INTEGERS:
             return f"top_k_index is {top_k_index.dtype}: use torch.int64"
         if not top_k_weights.is_floating_point():
