@@ -58,7 +58,7 @@ def test_the_first_screen_says_what_for_whom_how_fast_and_where_weft_loses() -> 
     box = " ".join(line.removeprefix(">") for line in screen.splitlines() if line.startswith(">"))
     loses = box[box.index("**Where weft loses.**") : box.index("**Random shapes.**")]
     factors = re.findall(r" - <!-- gain:[^>]*-->(\d+\.\d\d)x<!--", loses)
-    assert len(factors) == 4
+    assert len(factors) == 3
     assert all(float(factor) < 1 for factor in factors), "weft loses there no more: take it out"
     assert "float64" in box
     assert len(README.splitlines()) <= 250
