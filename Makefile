@@ -124,6 +124,7 @@ docs: setup  ## Update the generated documents and pictures (CONTRIBUTING.md lis
 	$(BIN)/python docs/reproduction.py
 	$(BIN)/python docs/hosts_page.py
 	$(BIN)/python docs/torchrec_page.py
+	$(BIN)/python docs/training_page.py
 
 release: setup  ## Build manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build

@@ -132,7 +132,8 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")):
         return
     if given.json is not None:
-        given.json.write_text(json.dumps({"ranks": given.ranks, **environment(kind), "records": records}, indent=1))
+        written = {"ranks": given.ranks, "rate": given.rate, **environment(kind), "records": records}
+        given.json.write_text(json.dumps(written, indent=1) + "\n")
     rows = [
         (
             f"{r['tables']} x D {r['columns']}, {r['samples']} samples, {r['length']} ids a bag", r["ids"],

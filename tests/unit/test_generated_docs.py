@@ -126,6 +126,16 @@ def test_the_page_follows_from_the_records() -> None:
             assert all(f"{record['ms'][speedup]:.2f}x" in script.body(name) for record in records)
 
 
+def test_the_page_on_training_follows_from_the_records() -> None:
+    script = load(DOCS / "training_page.py")
+    text = script.PAGE.read_text()
+    assert script.written() == text, "out of date: python docs/training_page.py"
+    assert set(re.findall(r"<!-- training:(\w+) -->", text)) == set(script.TABLES)
+    for record in script.read("h100-row-wise-dedup")["records"]:
+        gains = [float(gain) for gain in re.findall(r"([\d.]+)x", script.dedup().splitlines()[-1])]
+        assert min(gains) - 0.005 <= record["sums_ms"] / record["dedup_ms"] <= max(gains) + 0.005
+
+
 def test_a_speedup_is_a_geometric_mean_or_the_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load(DOCS / "torchrec_page.py")
     lines = [{"ms": {"forward, speedup": gain, "step, speedup": gain / 2}} for gain in (2.0, 4.5)]
