@@ -259,6 +259,14 @@ def _recorded() -> list[dict[str, Any]]:
     return [*rows, _row(0.5, op="matmul_all_gather", noise=0.01), _changing(1.02, 2.2)]
 
 
+def test_operators_that_changing_sizes_slow_down_are_listed() -> None:
+    document = "With: <!-- never-slower-says:a changing -->of before<!-- /never-slower-says -->."
+    for mean, said in ((1.02, "none"), (1.05, "matmul_all_reduce 1.05x")):
+        assert rewrite(document, {"a": [_changing(mean, 2.2)]}) == document.replace("of before", said)
+    with pytest.raises(ValueError, match="no row of calls with changing sizes: measure with --modes changing"):
+        rewrite(document, {"a": [_row(1.0)]})
+
+
 def test_a_table_for_each_operator_and_a_sentence() -> None:
     document = (
         "<!-- never-slower:a -->\n(the last record)\n<!-- /never-slower -->\n"

@@ -12,7 +12,8 @@ without ".jsonl".
 - `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of a study, for simulated or measured records.
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of `weft bench never-slower`, one line for each
   operator.
-- `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same result in a sentence.
+- `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same result in a sentence. With ` changing` after
+  NAME: the operators that are slower than serial if each call has another size.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speedup of a variant over a baseline, as the
   geometric mean over configurations. `BASELINE worst` shows the smallest speedup of any configuration instead.
 
@@ -48,7 +49,9 @@ _MARKED = re.compile(
     r"(?P<close><!-- /(?:results|never-slower|study) -->)",
     re.DOTALL,
 )
-_SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
+_SAYS = re.compile(
+    r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+)(?P<changing> changing)? -->)(?P<body>[^<]*)<!-- /never-slower-says -->"
+)
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 """{operator: study that simulates it (`weft reproduce`)}. The study's tables show simulated records; the operator's
@@ -188,7 +191,8 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
     def says(found: re.Match[str]) -> str:
         if found["name"] not in results and not found["body"].strip():
             return found[0]
-        return f"{found['open']}{page.sentence(given(found['name']))}<!-- /never-slower-says -->"
+        text = page.slower_with_changing_sizes if found["changing"] else page.sentence
+        return f"{found['open']}{text(given(found['name']))}<!-- /never-slower-says -->"
 
     def factor(found: re.Match[str]) -> str:
         which = (found["mode"], found["dtype"], found["variant"], found["baseline"])

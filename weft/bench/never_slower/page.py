@@ -9,6 +9,7 @@ from weft.bench.core.console import print_table
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, times
 from weft.bench.never_slower.judge import (
     ADDED_US,
+    CHANGING_MEAN,
     GAINS_BELOW,
     OVERLAPPED_SHARE,
     Verdict,
@@ -189,3 +190,14 @@ def sentence(rows: Sequence[Record]) -> str:
         f"{times(geomean([*map(speed, judged)]))}, the worst {times(min(map(speed, judged)))}. {found} ran below "
         f"{NEVER_BELOW}x, as {' or as '.join(modes)}."
     )
+
+
+def slower_with_changing_sizes(rows: Sequence[Record]) -> str:
+    """Return the operators whose mean time in mode `changing` exceeds the limit, each with its time divided by serial's;
+    "none" if there is none. Raise `ValueError` for rows without calls of changing sizes.
+    """
+    changing = Verdict(rows).changing
+    if not changing:
+        raise ValueError("never-slower: no row of calls with changing sizes: measure with --modes changing")
+    means = [(row["op"], changing_ratios(row)[0]) for row in changing]
+    return ", ".join(f"{op} {times(mean)}" for op, mean in means if mean > CHANGING_MEAN) or "none"
