@@ -63,7 +63,7 @@ def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_short_campaign_has_every_kind_and_every_operator(device: str) -> None:
     kinds = {name for name, kind in KINDS.items() if device in kind.devices}
-    drawn = [draw(6, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
+    drawn = [draw(7, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
     assert {one.kind for one in drawn} == kinds
     wanted = {name for name, work in OPERATORS.items() if device in work.devices and name not in ON_DEMAND}
     assert {one.operator for one in drawn} == wanted

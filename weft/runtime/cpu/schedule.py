@@ -62,6 +62,7 @@ class CpuSchedule(Executor):
         run = Run(schedule.name, what, comm)
         self._program: Program | None = Program(schedule, checked, run)
         self._receiving = checked.receiving
+        self._inputs = {b.name: (b.rows, b.cols) for b in schedule.buffers_of_rank(comm.rank) if b.role == "input"}
         places, n_workers = self._program.places, len(self._program.lanes) - 1
         what = f"buffers of schedule {schedule.name}"
         self._program.map(self._memory.reserve(places.layout, places.scratch_bytes, n_workers, what))
@@ -96,9 +97,7 @@ class CpuSchedule(Executor):
             self.comm.check()
             raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
         run = program.run
-        tensors = {
-            name: t if getattr(t, "ndim", 2) == 2 else t.contiguous().flatten(0, 1) for name, t in tensors.items()
-        }
+        tensors = self._with_rows_of_experts(tensors)
         with run.meeting.lock:
             self.comm.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
@@ -134,6 +133,18 @@ class CpuSchedule(Executor):
                     timeline.extend(recorded or ())
             run.end()
             return program.made()
+
+    def _with_rows_of_experts(self, tensors: Tensors) -> Tensors:
+        """Return `tensors`, with each input [experts, rows, columns] of a buffer [experts * rows, columns] as two dimensions."""
+        if not isinstance(tensors, Mapping):
+            return tensors  # `bind` refuses it on all ranks
+        rows = {
+            name: t.contiguous().flatten(0, 1)
+            for name, t in tensors.items()
+            if isinstance(t, torch.Tensor) and t.ndim == 3
+            if self._inputs.get(name) == (t.shape[0] * t.shape[1], t.shape[2])
+        }
+        return {**tensors, **rows} if rows else tensors
 
     @property
     def read(self) -> Mapping[str, Sequence[int]]:
