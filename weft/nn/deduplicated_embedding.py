@@ -130,7 +130,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
             offsets = torch.cat([ids.offsets[0][:1], *ends])
             jagged = JaggedInput(None, ids.route.to_sent, offsets, weights)
             call = _call(self.partition.tables[0], slots, samples, len(rows))
-            values = _Pooled.apply(self._on_device, call, jagged, rows, weights)  # type: ignore[no-untyped-call]
+            values = _Pooled.apply(self._on_device, call, jagged, rows, weights, self.group)  # type: ignore[no-untyped-call]
             return KeyedTensor(self._keys, self._length_per_key, values)
 
     def prefetch(self, features: Any) -> NoReturn:
@@ -204,9 +204,10 @@ class _Pooled(torch.autograd.Function):
         jagged: JaggedInput,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         kept = (rows,) if ctx.needs_input_grad[4] else ()  # only gradients of per-sample weights read the rows
-        ctx.of, ctx.count = of, len(rows)
+        ctx.of, ctx.count, ctx.group = of, len(rows), group
         ctx.save_for_backward(jagged.values, jagged.offsets, weights, *kept)
         sharding = of.plan.sharding
         out = torch.empty(of.checked.global_batch, sharding.total_dim, dtype=rows.dtype, device=rows.device)
@@ -215,7 +216,7 @@ class _Pooled(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once(_NAME)
+    @once(_NAME, lambda ctx: ctx.group)
     def backward(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         values, offsets, weights, *rows = saved
         of, grad, device = ctx.of, grad.contiguous(), device_code(grad.device)
@@ -226,7 +227,7 @@ class _Pooled(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             (of_rows,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grad)
             of_rows = of_rows[: ctx.count]
-        return None, None, None, of_rows, of_weights
+        return None, None, None, of_rows, of_weights, None
 
 
 ShardedEmbeddingBagCollection._of_rows = DeduplicatedEmbeddingBagCollection

@@ -404,7 +404,7 @@ class _Rows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once(NAME)
+    @once(NAME, lambda ctx: ctx.module.group)
     def backward(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         module: ShardedEmbeddingCollection = ctx.module
         found: list[Any] = [None] * len(module._own)

@@ -100,7 +100,7 @@ class _Experts(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once(_LAYER)
+    @once(_LAYER, lambda ctx: ctx.prepared[0].group)
     def backward(ctx: Any, saved: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weights, first, down, rows, h, a, y = saved
         _, _, wants_tokens, _, wants_first, wants_down = ctx.needs_input_grad

@@ -414,7 +414,7 @@ class _Arrived(torch.autograd.Function):
         return arrived.view_as(arrived)
 
     @staticmethod
-    @once("ShardedEmbeddingBagCollection")
+    @once("ShardedEmbeddingBagCollection", lambda ctx: ctx.distribution.group)
     def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         distribution, like = ctx.distribution, saved[0]
         what = "backward of ShardedEmbeddingBagCollection"

@@ -226,7 +226,7 @@ class _Pooled(torch.autograd.Function):
         return None if parts is None else parts.view_as(parts), out
 
     @staticmethod
-    @once("ShardedEmbeddingBagCollection")
+    @once("ShardedEmbeddingBagCollection", lambda ctx: ctx.tables.group)
     def backward(ctx: Any, saved: Sequence[Any], of_parts: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         tables, of = ctx.tables, ctx.of
         values, offsets, per_sample, *kept = saved
@@ -261,7 +261,7 @@ class _Rows(torch.autograd.Function):
         return None if parts is None else parts.view_as(parts), torch.cat(rows)
 
     @staticmethod
-    @once("ShardedEmbeddingCollection")
+    @once("ShardedEmbeddingCollection", lambda ctx: ctx.tables.group)
     def backward(ctx: Any, saved: Sequence[Any], of_parts: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         tables, of = ctx.tables, ctx.of
         sharding = of.plan.sharding

@@ -10,24 +10,30 @@ backward raises.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 
+from weft.operator.together import tell
 
-def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
+
+def once(
+    operator: str, group: Callable[[Any], dist.ProcessGroup]
+) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
     """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`.
     Differentiating the decorated function's result raises `NotImplementedError`.
 
+    group: a function that returns the group of a call from its `ctx`.
     saved: the saved tensors of `ctx`.
     """
 
     def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         @functools.wraps(backward)
         def call(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            saved = ctx.saved_tensors
+            saved = saved_of(ctx, operator, group, grads)
             with torch.no_grad():
                 found = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():  # without create_graph=True there is no second backward
@@ -37,6 +43,23 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
         return call
 
     return decorated
+
+
+def saved_of(
+    ctx: Any, operator: str, group: Callable[[Any], dist.ProcessGroup], grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """Return the saved tensors of `ctx`. Notify peers if torch raises an error instead, because they run backward too.
+
+    torch raises an error if a tensor was changed in place after forward, or if an earlier backward has freed the graph.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except BaseException as error:
+        # Read outside `together`: hooks for saved tensors may call operators, such as those of activation checkpointing.
+        is_misuse = type(error) is RuntimeError  # no subclass, such as an error of weft or of the device
+        told = ValueError(str(error)) if is_misuse else error
+        tell(told, f"backward of {operator}", group(ctx), next((g for g in grads if g is not None), None))
+        raise
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:

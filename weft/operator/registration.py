@@ -27,7 +27,7 @@ from weft.operator.calls import (
     require_device,
 )
 from weft.operator.compiled_operator import CompiledOperator
-from weft.operator.derivatives import once, refuse_transforms, refused, require_no_tangents
+from weft.operator.derivatives import once, refuse_transforms, refused, require_no_tangents, saved_of
 from weft.operator.flops import register_formulas
 from weft.operator.spec import Operator
 from weft.operator.together import together
@@ -47,7 +47,7 @@ def registered(op: O) -> O:
             f"{{field: its argument name in the public function}}"
         )
     OPERATORS[op.name], TABLES[op.name] = op, Table()
-    BACKWARDS[op.name] = once(op.name)(backward_of_call)
+    BACKWARDS[op.name] = once(op.name, lambda ctx: ctx.prepared.group)(backward_of_call)
     fields, options = op.fields, "str group, str schedule, float deadline_s"
     _library.define(f"{op.name}({fields}, {options}) -> Tensor[]", tags=op.tags)
 
@@ -178,7 +178,8 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ]
 
     def backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-        both, wanted = ctx.saved_tensors, op.flat(ctx.needs_input_grad)
+        both = saved_of(ctx, op.name, lambda ctx: group_of(ctx.rest[0]), grads)
+        wanted = op.flat(ctx.needs_input_grad)
         saved, call = list(both[: ctx.count]), in_fields(ctx, both[ctx.count :], ctx.plain)
         made = iter(getattr(torch.ops.weft, name)(saved, list(grads), *call, *ctx.rest, wanted))
         flat = [next(made) if want else None for want in wanted]

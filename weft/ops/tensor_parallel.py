@@ -86,7 +86,7 @@ class _Columns(torch.autograd.Function):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once(_COLUMNS)
+    @once(_COLUMNS, lambda ctx: group_of(ctx.group))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, *weights), count = saved, ctx.count
         x_wanted, _, _, *wanted = ctx.needs_input_grad
@@ -105,6 +105,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *following: Any) -> Any:  # type: ignore[override]
         bias, residual, norm, ctx.eps, group = following
+        ctx.group = group
         require_kept_by(ctx, _ROW, group, x, weight, bias, residual, norm)
         if norm is None:
             ctx.save_for_backward(x, weight)
@@ -114,7 +115,7 @@ class _Row(torch.autograd.Function):
         return normed, y
 
     @staticmethod
-    @once(_ROW)
+    @once(_ROW, lambda ctx: group_of(ctx.group))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, weight, *normed), grad, of_norm = saved, grads[-1], None
         x_wanted, w_wanted, b_wanted, residual_wanted, norm_wanted, _, _ = ctx.needs_input_grad
@@ -136,7 +137,7 @@ class _GatheredColumns(torch.autograd.Function):
         return matmul_all_gather(x, weight.t(), -1, group)
 
     @staticmethod
-    @once(_COLUMNS)
+    @once(_COLUMNS, lambda ctx: group_of(ctx.group))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
         (x, weight), (x_wanted, w_wanted, _) = saved, ctx.needs_input_grad
         rank, own = group_of(ctx.group).rank(), weight.shape[0]

@@ -103,7 +103,7 @@ class AllGatherLinear(torch.autograd.Function):
         return _biased("AllGatherLinear", group_name, y, bias)
 
     @staticmethod
-    @once("AllGatherLinear")
+    @once("AllGatherLinear", lambda ctx: group_of(ctx.group_name))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
         return (*_gradients(ctx, saved, [grad]), grad.sum(0) if ctx.needs_input_grad[2] else None, None, None)
 
@@ -120,7 +120,7 @@ class AllGatherLinearMulti(torch.autograd.Function):
         return a, b
 
     @staticmethod
-    @once("AllGatherLinearMulti")
+    @once("AllGatherLinearMulti", lambda ctx: group_of(ctx.group_name))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
         return (*_gradients(ctx, saved, grads), None, None)
 
@@ -145,7 +145,7 @@ class LinearReduceScatter(torch.autograd.Function):
         return _biased("LinearReduceScatter", group_name, y, bias)
 
     @staticmethod
-    @once("LinearReduceScatter")
+    @once("LinearReduceScatter", lambda ctx: group_of(ctx.group_name))
     def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
         x, w = saved
         _, w_wanted, bias_wanted, *_ = ctx.needs_input_grad
