@@ -57,7 +57,8 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
         optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, deterministic: bool = True,
         gradients: Literal["mean", "sum"] = "mean", transport: Transport = "auto", order: Order = "remote_first",
         slice_size: int | None = None, bounds_check: BoundsCheck = "warning", hash: bool = False, outputs: int = 2,
-        output_dtype: OutputDtype = "table", dedup: bool = True, max_ids: int | None = None, deadline_s: float | None = None,
+        output_dtype: OutputDtype = "table", dedup: bool = True, max_ids: int | None = None,
+        batch_size: int | None = None, deadline_s: float | None = None,
     ) -> None:  # fmt: skip
         self.input, self._is_weighted, self._prefetched = input, is_weighted, None
         self._deterministic = deterministic
@@ -67,7 +68,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
             "slice_size": slice_size,
             "outputs": outputs,
         }
-        self._given["output_dtype"] = output_dtype
+        self._given["output_dtype"], self._batch_size = output_dtype, batch_size
         self._said = {"input": input, "is_weighted": is_weighted, "deterministic": deterministic}
         ShardedEmbeddingCollection.__init__(
             self, tables, group=group, device=device, placement=placement, rows_read=rows_read, optimizer=optimizer,
@@ -80,6 +81,8 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
     def _check(self, partition: Partition) -> None:
         super()._check(partition)
         check_input_options(self.input, self._is_weighted, None)
+        if self._batch_size is not None:
+            raise ValueError(f"batch_size={self._batch_size!r} does not work with dedup=True: do not pass it")
         check_module_options(self._optimizer, self._sparse, "mean", self._deterministic)
         for name, value in self._given.items():
             if value != getattr(EmbeddingOptions(), name):

@@ -62,11 +62,18 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any, batch_size: 
             "global batch: do not pass max_ids"
         )
     if batch_size is not None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r} must be at least 1, or None for any number of samples")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size < 2**31:
+            raise ValueError(
+                f"batch_size={batch_size!r} must be at least 1 and less than 2**31, or None for any number of samples"
+            )
         if max_ids is None:
             raise ValueError(
                 f"batch_size={batch_size} works only with max_ids, the largest number of ids that a rank receives: pass both"
+            )
+        if max_ids >= 2**31:
+            raise ValueError(
+                f"max_ids={max_ids} must be less than 2**31 with batch_size, because each rank allocates memory for max_ids "
+                "ids: pass the largest number of ids that a rank receives"
             )
 
 
