@@ -41,6 +41,10 @@ BOUNDS = {
 IN_ONE_LANE, SINCE = "combine_by_expert[chunks=1,by=kernel]", "2026-11-27T17:30"
 """This schedule has had three launches since this time. Older records of it are left out."""
 
+ONE_KERNEL_SINCE = "2026-11-27T20:02"
+"""Since this time, one kernel has sorted the rows of unfused combines. Older records of `serial` are left out: torch's functions
+needed 13 launches, and copied at 0.42 times this rate."""
+
 
 @cache
 def _model(machine: str) -> Model:
@@ -107,19 +111,13 @@ def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100:
         assert statistics.fmean(map(abs, errors)) < most, machine
 
 
-@pytest.mark.parametrize(("machine", "most"), [("h100", 0.10), ("h200", 0.12)])
-def test_serial_combines_take_about_as_long_as_predicted(machine: str, most: float) -> None:
-    """Limit the mean error of queued calls. The CPU knows the sizes, so it does not wait.
-
-    On the H200, shapes with one expert per rank are left out, because these records are older than the rule that gives
-    one expert a cuBLAS GEMM.
-    """
-    model, errors = _model(machine), []
-    for record in _records(machine):
-        older = machine == "h200" and "-e2-" in record["config"]
-        if (record["op"], record["mode"]) == ("matmul_all_to_all", "queued") and not older:
-            problems = _problems(machine, record)
+def test_serial_combines_take_about_as_long_as_predicted() -> None:
+    """Limit the mean error of queued calls. The CPU knows the sizes, so it does not wait."""
+    model, errors = _model("h100"), []
+    for record in _records("h100"):
+        if (record["op"], record["mode"]) == ("matmul_all_to_all", "queued") and record["date"] >= ONE_KERNEL_SINCE:
+            problems = _problems("h100", record)
             us = [predict(named(p, "serial").build(), model, "queued", least_us(p, model)) for p in problems]
             errors.append(statistics.fmean(us) / (1e3 * statistics.median(record["serial_ms"])) - 1)
     assert len(errors) >= 12
-    assert statistics.fmean(map(abs, errors)) < most
+    assert statistics.fmean(map(abs, errors)) < 0.10

@@ -71,7 +71,7 @@ def serial(p: MatmulAllToAll) -> Schedule:
             rows, target = d.received(source, expert, 1), begin + d.received(source, 0, expert)
             computed = made.part(rows=(d.first_in_h(source, expert), rows))
             copy = Copy(computed, ordered.part(rows=(target, rows)), "kernel")
-            lane.tiles(Permute(by_torch=True), _TILE, p.experts, copy)
+            lane.tiles(Permute(), _TILE, p.experts, copy)
             begin = begin + d.received(source)
     to_each, from_each = ([of(rank) for rank in range(world)] for of in (d.received, d.given))
     lane.exchange(ordered.part(rows=(0, d.came)), d.y.part(), to_each, from_each, known=p.exact)

@@ -230,13 +230,9 @@ class Permute(TileKernel):
     expert.
 
     On GPUs all copies of one step may read at most two buffers, and must write the same buffer.
-
-    by_torch: for the simulator, True if an unfused call runs this step by torch's `index_copy_`, after torch kernels have
-        computed the order of rows (`weft.runtime.unfused.permutation`).
     """
 
     kind: ClassVar[str] = "permute"
-    by_torch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

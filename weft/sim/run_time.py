@@ -7,7 +7,6 @@
 The added costs are:
 
     tile_signal_us    for each signal that tiles set
-    2 launch_us       for each kernel that computes the order of rows, if torch sorts the rows
     lanes_run_us      for the synchronisation of the caller's stream with several lanes
     graph_run_us      for this synchronisation in a CUDA graph, in addition to lanes_run_us
     CPU times         in runs in which the CPU reads sizes
@@ -19,7 +18,7 @@ import math
 from typing import Literal, TypeAlias
 
 from weft.schedule import Schedule, Tiles
-from weft.schedule.kernels import Permute, TileKernel
+from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import depends, of_kind, substitute, walk
 from weft.sim.engine import simulate
 from weft.sim.model import Model
@@ -36,11 +35,6 @@ _STEPS_OF_PERMUTATION = 2
 """The number of dynamic steps of an unfused permutation: one computes the order of all rows, and one copies them."""
 
 
-_KERNELS_OF_ORDER = 13
-"""The number of torch kernels that compute the order of rows for an unfused permutation
-(`weft.runtime.unfused.permutation.expert_order`)."""
-
-
 def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.inf) -> float:
     """Return the time of one run in microseconds; infinite if the first simulated run takes longer than `most_us`.
 
@@ -51,10 +45,6 @@ def run_us(schedule: Schedule, model: Model, mode: Mode, most_us: float = math.i
     else:
         us = simulate(schedule, model, mode=mode, runs=2, trusted=True, most_us=most_us).per_run_us
     us += _signals_of_tiles(schedule) * model.tile_signal_us
-    if any(isinstance(step.tile_kernel, Permute) and step.tile_kernel.by_torch for step in schedule.walk()):
-        us += (
-            2 * _KERNELS_OF_ORDER * model.launch_us
-        )  # these short kernels take a launch each, and run one after the other
     if len(schedule.lanes) > 1:
         us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
     return max(us, reading_host_us(schedule, model))

@@ -16,7 +16,6 @@ from weft.schedule.kernels import (
     FEW_ROWS,
     LibraryGroupedMatmul,
     OnlyExpertMatmul,
-    Permute,
     PooledBags,
     PooledSlices,
     ReturningMatmul,
@@ -34,11 +33,6 @@ without a measurement, for addends that tiles read from peers."""
 _FIRST_TILE_US = 3.0
 """The time from the start of a tracked GEMM to its first products, in which it reads tables and tensor maps. On an H100, four
 GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles. The launch is 2 us of this difference."""
-
-
-_INDEX_COPY = 0.42
-"""The memory rate of torch's `index_copy_`, divided by that of a copy. On an H100, 1024, 4096 and 16384 rows of 4 KiB took 8.5, 26
-and 107 us."""
 
 
 Part: TypeAlias = "tuple[Copy | Compute, tuple[Operand, ...], int]"
@@ -83,13 +77,6 @@ def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
 @rates.register
 def _of_only_expert(kernel: OnlyExpertMatmul, model: Model) -> Rates:
     return Rates(may_split=True)
-
-
-@rates.register
-def _of_permute(kernel: Permute, model: Model) -> Rates:
-    return Rates(
-        memory=_INDEX_COPY if kernel.by_torch else 1.0, whole=kernel.unit_per_tile, least_part=kernel.least_part
-    )
 
 
 @rates.register
