@@ -129,21 +129,64 @@ def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
     work.done()
 
 
-def memory(group: dist.ProcessGroup) -> float:
-    """Return the largest ratio of the symmetric memory, less a slab of 8 MiB, to the gathered rows of the largest size
-    so far.
+def memory(group: dist.ProcessGroup, schedules: list[str]) -> float:
+    """Call the schedules in turn. Return the largest ratio of the symmetric memory, less a slab of 8 MiB, to the gathered rows of
+    the largest size so far.
     """
     own = dist.new_group(list(range(group.size())))
-    work, draw, most, share, sizes = Work(own, SHARD), random.Random(5), 0, 0.0, set[int]()
+    work, draw, most, share, sizes = Work(own, None), random.Random(5), 0, 0.0, set[tuple[str, int]]()
+    late = random.Random(group.rank())
     for call in range(120):
         rows = draw.randrange(131072, 1 << 20) if call < 40 else draw.randrange(1, 4096)
         most = max(most, rows)
-        sizes.add(rows)
+        work.schedule = schedules[call % len(schedules)]
+        sizes.add((work.schedule, rows))
+        if late.random() < 0.2:  # lets the other rank run ahead
+            torch.cuda._sleep(2_000_000)
         work.call(rows)
         share = max(share, (slab_bytes(symm.communicator(own, device())) - (8 << 20)) / (most * group.size() * K * 4))
     work.done()
     assert len(prepared_calls(OPERATOR, own)) == len(sizes), "sizes that share memory stay known"
     return share
+
+
+def captured_in_turn(group: dist.ProcessGroup) -> None:
+    """Capture a schedule in an arena that another schedule shares, and replay it between calls of both. Then capture a schedule
+    that has its arena for itself: another schedule must not join it.
+    """
+    own = dist.new_group(list(range(group.size())))
+    work, stream, late = Work(own, SHARD), torch.cuda.Stream(), random.Random(group.rank())
+    rows = (1 << 17) + 64
+    x = torch.empty(rows, K, device=device())
+
+    def call(schedule: str) -> torch.Tensor:
+        _, (y,) = weft.all_gather_matmul(x, [work.w], 0, own, return_A=False, schedule=schedule)
+        return y
+
+    def graph_of(schedule: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        with torch.cuda.stream(stream):
+            call(schedule)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = call(schedule)
+        return graph, y
+
+    for first in (SHARD, GATHER):
+        call(first)
+        graph, y = graph_of(SHARD)
+        for turn in range(20):
+            work.schedule = (GATHER, SHARD)[turn % 2]
+            work.call(rows + 64 * (turn % 3))
+            shards = work.shards(rows, 900 + turn)
+            x.copy_(shards[group.rank()])
+            if late.random() < 0.3:
+                torch.cuda._sleep(2_000_000)
+            y.fill_(float("nan"))
+            graph.replay()
+            work.look(y, shards)
+        work.done()
+        own = work.group = dist.new_group(list(range(group.size())))
 
 
 @pytest.mark.parametrize("schedule", [SHARD, GATHER, KERNEL, HALVES, CHUNKS, None])
@@ -162,8 +205,13 @@ def test_calls_on_two_streams(pair: Pool, schedule: str) -> None:
     pair.run(on_streams, schedule, timeout_s=60)
 
 
-def test_memory_is_that_of_the_largest(pair: Pool) -> None:
-    assert all(share <= 1.25 for share in pair.run(memory, timeout_s=90))
+@pytest.mark.parametrize("schedules", [[SHARD], [SHARD, GATHER, KERNEL]])
+def test_memory_is_that_of_the_largest(pair: Pool, schedules: list[str]) -> None:
+    assert all(share <= 1.25 for share in pair.run(memory, schedules, timeout_s=90))
+
+
+def test_graphs_of_several_schedules_in_one_arena(pair: Pool) -> None:
+    pair.run(captured_in_turn, timeout_s=90)
 
 
 @pytest.mark.parametrize("wanted", [False, True])

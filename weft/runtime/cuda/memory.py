@@ -12,10 +12,11 @@ every rank notifies all peers that its previous runs have ended, and waits for t
 captured a run, the barrier precedes every run, because the CPU does not see replays. Schedules that wait for no flag of the
 previous run need no barrier.
 
-If a schedule needs more memory than its `ScheduleMemory` has, a larger one is allocated, with a reserve (`_GROWTH`). Executors in
-the smaller memory remain usable. At their next call they are rebuilt in the larger memory, unless a graph has captured them. When
-the last executor has left the smaller memory, this memory is closed. If all such outgrown memories together hold more than
-`SPARE_BYTES`, the oldest are closed at once, and their executors are rebuilt.
+Large buffers are in an arena (`weft.runtime.cuda.arena`), which all schedules of a problem family share. If a schedule needs
+more memory than its arena has, a larger arena is allocated, with a reserve. Executors in the smaller arena remain usable. At
+their next call they are rebuilt in the larger arena, unless a graph has captured them. When the last executor has left the
+smaller arena, it is closed. If all such outgrown arenas together hold more than `arena.SPARE_BYTES`, the oldest are closed at
+once, and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from weft import _core, env
-from weft.errors import DeadlineError, DisagreementError, OutOfSharedMemoryError
+from weft.errors import DeadlineError, DisagreementError
 from weft.kernels.signals import FLAG, POISONED
+from weft.runtime.cuda.arena import Arena, allocated, arena_for, close
 from weft.runtime.cuda.context import Context, LastRun, RankSchedule, own_buffers, rank_schedule
-from weft.runtime.cuda.flags import AWAITED, missing
+from weft.runtime.cuda.flags import AWAITED, Flag, StepPlace, missing
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.cuda.watch import watch
 from weft.runtime.own_nccl import own_nccl
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule
-from weft.symm import Communicator, Region
-from weft.symm.cuda import allocate_own
+from weft.symm import Communicator
 from weft.symm.cuda_driver import fill
 
 _SPOIL_S = 2.0  # time for which buffers are overwritten after a failure
@@ -52,27 +53,26 @@ class ScheduleMemory:
     must construct this object. The constructor raises `OutOfSharedMemoryError` on every rank if there is not enough
     memory.
 
-    mine: this rank's steps of a schedule. growth: the size of the buffers, as a multiple of what this schedule needs.
+    mine: this rank's steps of a schedule. arena: the memory of its buffers; None to allocate it.
     """
 
-    def __init__(self, mine: RankSchedule, comm: Communicator, growth: float = 1.0) -> None:
+    def __init__(self, mine: RankSchedule, comm: Communicator, arena: Arena | None = None) -> None:
         self.comm, self.rank, self.device = comm, comm.rank, comm.device
         self.name, self.flags, self.lanes = mine.schedule.name, mine.flags, mine.lanes
-        self.nbytes, self._n_words = int(growth * mine.layout.buffer_bytes), mine.standing_word
+        self._n_words = mine.standing_word
         self.deadline_s = env.deadline_s()
         self.run = LastRun()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
-        self.captured = self.outgrown = False
+        self.captured = False
         self._last: object | None = None  # the executor of the last run
-        self._stream: torch.cuda.Stream | None = None  # the stream on which the last run was issued
-        self._handle = -1
         self._closed = False
         self.own_group = None if comm.all_mapped else own_nccl(comm)
-        self.region = self._allocate(self.nbytes, f"buffers of schedule {self.name}")
+        self.arena = arena or Arena(comm, mine.layout.buffer_bytes, f"buffers of schedule {self.name}")
+        self.region, self.nbytes = self.arena.region, self.arena.nbytes
         # The words: flags and the standing word; for changes of executors, another standing word and a word for each
         # peer.
         n_all = self._n_words + 2 + comm.world_size
-        self.words = self._allocate(8 * n_all, f"signals of schedule {self.name}")
+        self.words = allocated(comm, 8 * n_all, f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
@@ -84,7 +84,8 @@ class ScheduleMemory:
         self.begun_word = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self._begun = self.begun_word.numpy()
         first = [flag.word for flag in self.flags[self.rank].values() if flag.previous]
-        self._fence = self._fenced() if first and comm.world_size > 2 else None
+        self._fences_sizes = bool(first) and comm.world_size > 2
+        self._fence = self._fenced() if comm.world_size > 1 and comm.all_mapped else None
         if first:  # so that the first run passes its waits for the previous run
             self._word_view[first] = FLAG
         torch.cuda.synchronize(self.device)
@@ -92,15 +93,12 @@ class ScheduleMemory:
         self._take_back = comm.on_failure(self._release_waiters)
         comm._holders.add(self)
         watch.add(self)
+        self.arena.join(self)
 
-    def _allocate(self, nbytes: int, what: str) -> Region:
-        """Allocate symmetric memory. If the ranks are on several hosts, allocate ordinary memory of this rank instead. The only
-        steps between such ranks are collectives, which need no symmetric memory.
-
-        what: the purpose of the memory, for error texts.
-        """
-        comm = self.comm
-        return comm.allocate(nbytes, what=what) if comm.all_mapped else allocate_own(comm, nbytes)
+    @property
+    def outgrown(self) -> bool:
+        """True if executors that no graph has captured must be rebuilt in larger memory."""
+        return self.arena.outgrown
 
     def context(self, mine: RankSchedule) -> Context:
         own = own_buffers(mine, self.region, self.device)
@@ -117,19 +115,16 @@ class ScheduleMemory:
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
         """Make a run of `executor` on the current stream wait for the previous run, which may be on another stream. Also
-        enqueue a barrier of all ranks if sizes have changed and runs therefore need one (see the top of this file).
-
-        During the capture of a graph, do not wait: a capture cannot depend on work outside of the graph.
+        enqueue a barrier of all ranks if sizes have changed and runs therefore need one (see the top of this file), and in a
+        shared arena.
         """
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle != self._handle and not capturing:
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._stream, self._handle = stream, handle
-        if self._fence is not None and (self.captured or self._last not in (None, executor)):
+        shares = self.arena.enter(capturing)
+        if self._fence is not None and (
+            shares or (self._fences_sizes and (self.captured or self._last not in (None, executor)))
+        ):
             program, bases = self._fence
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
             program.run(0, len(program), bases, [handle])
         self._last, self.name = executor, schedule_name
 
@@ -152,11 +147,8 @@ class ScheduleMemory:
             del kinds[kind]
         watch.remove(self)
         self._take_back()
-        for region in (self.region, self.words):
-            if self.captured:
-                region.close()  # a graph may be replayed at any time
-            else:
-                region.give_back()
+        self.arena.leave(self)
+        close(self.words, self.captured)
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
         """Return the program (a list of stream operations) of the barrier between runs, and the program's base addresses. The
@@ -268,72 +260,45 @@ class ScheduleMemory:
                 time.sleep(0.002)
 
 
-SPARE_BYTES = 64 << 20
-"""The largest number of bytes of a group's outgrown memories, without memories that a graph has captured. A memory is outgrown
-if a larger one has replaced it.
-
-The limit is enough for all batch sizes of a decoder, which are called first and captured later.
-"""
-_GROWTH = 1.125
-"""The size of a memory that replaces an outgrown one, as a multiple of what its first schedule needs.
-
-Without this reserve, sizes that vary at random would outgrow the memory often. Each time, weft would rebuild all executors.
-"""
-_outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
-
-
-def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
-    """Add `outgrown`, a memory that has become too small, to the list of such memories. Close the oldest of them until the
-    others hold at most `SPARE_BYTES` bytes. All ranks must make this call.
-    """
-    known = _outgrown.setdefault(comm, [])
-    known.append(weakref.ref(outgrown))
-    left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
-    known[:] = [weakref.ref(memory) for memory in left]
-    if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
-        return
-    torch.cuda.synchronize(comm.device)
-    comm.all_gather(None, what="memory that was outgrown")  # afterwards no rank uses these memories
-    while sum(memory.nbytes for memory in left) > SPARE_BYTES:
-        left.pop(0).close()
-
-
 _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMemory, RankSchedule]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
+def shared(
+    kind: tuple[Hashable, str], schedule: Schedule, comm: Communicator
+) -> tuple[ScheduleMemory, RankSchedule] | None:
     """Return the memory that schedules of one `kind` share, and this rank's steps of `schedule`. Return None if `schedule`
     differs from the other schedules of its kind in more than sizes.
 
-    kind: identifies schedules that may share memory; any hashable value.
+    kind: the problem family, and the name of the schedule. Problems of a family differ only in size.
 
     If memory must be allocated, ranks compare their schedules, so all ranks must make this call together.
     """
     kinds = _shared.setdefault(comm, {})
     known = kinds.get(kind)
-    mine = rank_schedule(schedule, comm.rank, None if known is None else known[1])
+    mine, before = rank_schedule(schedule, comm.rank, None if known is None else known[1]), None
+    nbytes = mine.layout.buffer_bytes
     if known is not None and not known[0].closed:
         memory = known[0]
         if not memory.serves(mine):
             return None
-        if mine.layout.buffer_bytes <= memory.nbytes:
+        if nbytes <= memory.nbytes and not memory.outgrown:
             return memory, mine
-        memory.outgrown = True
-        _spare(comm, memory)
+        before = memory.arena
     agree_on_schedule(schedule, comm)
     require_runnable_on_gpus(schedule, comm.rank)
-    kinds[kind] = made = (ScheduleMemory(mine, comm) if known is None else _larger(mine, comm)), mine
+    shares = comm.all_mapped and all(map(_waits_for_all, mine.flags, [comm.world_size - 1] * comm.world_size))
+    arena = arena_for(kind[0], nbytes, comm, f"buffers of schedule {schedule.name}", before=before, shares=shares)
+    kinds[kind] = made = ScheduleMemory(mine, comm, arena), mine
     return made
 
 
-def _larger(mine: RankSchedule, comm: Communicator) -> ScheduleMemory:
-    """Make a memory that replaces an outgrown one. All ranks must make this call."""
-    try:
-        return ScheduleMemory(mine, comm, _GROWTH)
-    except OutOfSharedMemoryError:  # every rank raises it
-        return ScheduleMemory(mine, comm)
+def _waits_for_all(flags: Mapping[StepPlace, Flag], peers: int) -> bool:
+    """True if a rank waits for each of its `peers` in every run, so that a peer cannot begin two barriers between runs while
+    this rank is in one.
+    """
+    return len({flag.setter for flag in flags.values() if not flag.previous}) == peers
 
 
 def _not_hindered_by_captures() -> None:

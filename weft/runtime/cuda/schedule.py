@@ -162,7 +162,7 @@ class CudaSchedule(Executor):
     @property
     def nbytes(self) -> int:
         """The executor's symmetric memory in bytes. If n executors share memory, each counts 1 / n of its size."""
-        return self.memory.nbytes // max(1, len(self.memory.users))
+        return self.memory.arena.bytes_of_each
 
     def check(self) -> None:
         self.context.check()
