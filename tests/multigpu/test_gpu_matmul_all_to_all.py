@@ -237,6 +237,13 @@ def test_the_module(pair: Pool, gated: bool, bounded: bool) -> None:
     pair.run(expert_module_ranks.agrees, 4, gated, bounded, False, timeout_s=120)
 
 
+@pytest.mark.parametrize(
+    "frozen", [("gate_up_proj", "down_proj"), ("x", "by", "down_proj"), ("x", "gate_up_proj"), ("by",)]
+)
+def test_the_module_with_frozen_parts(pair: Pool, frozen: tuple[str, ...]) -> None:
+    pair.run(expert_module_ranks.freezes, False, frozen, timeout_s=60)
+
+
 def test_the_module_learns(pair: Pool) -> None:
     for ours, dense in pair.run(expert_module_ranks.trains, 10, timeout_s=60):
         assert ours == pytest.approx(dense, rel=1e-4)

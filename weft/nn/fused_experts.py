@@ -7,6 +7,7 @@ the autograd graph. In small layers, the CPU time of these functions exceeds the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from weft.operator.layers import require_kept_by
 from weft.operator.together import together
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.matmul_all_to_all import OPERATOR as COMBINE
+from weft.runtime.unfused.experts import begin_in_expert_order
 from weft.runtime.unfused.sizes import sizes_of
 from weft.symm.groups import group_of
 
@@ -114,11 +116,19 @@ class _Experts(torch.autograd.Function):
         arrived = sum(sizes.host.came)
         of_dispatch, of_combine = ctx.prepared
         kept, wanted = (a[:arrived], down.mT, received, splits), (wants_h, wants_down)
-        of_a, of_down = _gradients(ctx, of_combine, kept, of_y, wanted)[:2]
+        again: Callable[[], torch.Tensor] | None = None
+
+        def send_again() -> None:
+            nonlocal again
+            if wants_first:  # during the gradient of the gate
+                turn = of_dispatch.turn(None)
+                again = begin_in_expert_order(rows, sizes, of_dispatch.group, turn, "exchange tokens again")
+
+        of_a, of_down = _gradients(ctx, of_combine, kept, of_y, wanted, send_again)[:2]
         of_tokens = of_first = None
         if wants_h:
             of_h = kernels.gate_grad(h[:arrived], of_a[: len(h)])
-            kept, wanted = (rows if wants_first else None, first.mT, splits, received), (wants_tokens, wants_first)
+            kept, wanted = (again or rows, first.mT, splits, received), (wants_tokens, wants_first)
             of_rows, of_first = _gradients(ctx, of_dispatch, kept, of_h, wanted)[:2]
             if wants_tokens:
                 of_tokens = kernels.summed(of_rows, routing.place, None, routing.copies)
@@ -127,18 +137,21 @@ class _Experts(torch.autograd.Function):
 
 
 def _gradients(
-    ctx: Any, prepared: CompiledOperator, saved: tuple[Any, ...], grad: torch.Tensor, wanted: tuple[bool, bool]
-) -> list[Any]:
+    ctx: Any, prepared: CompiledOperator, saved: tuple[Any, ...], grad: torch.Tensor, wanted: tuple[bool, bool],
+    then: Callable[[], None] = lambda: None,
+) -> list[Any]:  # fmt: skip
     """Run the backward of one operator (`Operator.gradients`), which peers may run as a node of their own autograd graph.
 
-    saved: what `Operator.saved` returns. grad: the gradient of the operator's first result.
+    saved: what `Operator.saved` returns. grad: the gradient of the operator's first result. then: called at the end.
     """
     op, group, device = prepared.op, prepared.group, prepared.device
 
     def made() -> list[Any]:
         with together(f"backward of {op.title}", group, lambda: device, None):
             prepared.begin_backward()
-            return op.gradients(prepared.p, group, saved, [grad], wanted, prepared.turn(None), ctx.sizes)
+            found = op.gradients(prepared.p, group, saved, [grad], wanted, prepared.turn(None), ctx.sizes)
+            then()
+            return found
 
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

@@ -7,7 +7,7 @@ allocated once, for `capacity` tokens per rank. `weft.runtime.unfused.experts` h
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.arguments import check_count, check_tensor
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator_named, within
+from weft.operator.calls import made, operator_named, overlapped, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided, warn_of_copy
 from weft.operator.registration import registered
@@ -295,33 +295,40 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of tokens and weights.
 
-        If only the gradient of tokens is wanted, `matmul_all_to_all` computes it, with transposed weights. Otherwise
-        NCCL and cuBLAS compute both: tokens are sent again during one GEMM, and gradients during the other.
+        If `matmul_all_to_all` overlaps for this shape, or if only the gradient of tokens is wanted, it computes this
+        gradient, with transposed weights. For the gradient of weights, tokens are sent again, before this GEMM: GPUs do
+        not run NCCL beside a GEMM, whose thread blocks would wait for NCCL's multiprocessors. Otherwise NCCL and cuBLAS
+        compute both: tokens are sent again during one GEMM, and gradients during the other.
+
+        saved: the result of the method `saved`. The first entry may also be an exchange of tokens that has begun: the
+            result of `experts.begin_in_expert_order`.
 
         Forward does not save the received tokens: each call would have to copy them, because the next call overwrites
         them. Also, calls with and without gradients could then have different schedules, and results that differ by
         rounding. Activation checkpointing runs forward in both ways, and needs equal results.
         """
-        (tokens, w, *_), grad = saved, grads[0]
+        (tokens, w, *_), grad = saved, _all_rows(grads[0], sum(beside.host.came))
         if p.world_size > 1 and not wanted[1]:
-            return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
-        if tokens is None:
-            tokens = w.new_empty(sum(beside.host.sent), p.k)
-        return [*gradients_of_experts(tokens.contiguous(), w, beside, group, grad, wanted, turn), None]
+            return [within(*self._dual(p, grad, w, beside), group, turn)[0], None, None]
+        has_dual = p.world_size > 1 and wanted[0] and w.is_cuda
+        overlap = overlapped(*self._dual(p, grad, w, beside), group, turn) if has_dual else None
+        if overlap is None:
+            if tokens is None:
+                tokens = w.new_empty(sum(beside.host.sent), p.k)
+            return [*gradients_of_experts(tokens, w, beside, group, grad, wanted, turn), None]
+        grad_w = grad_of_weights(_in_expert_order(tokens, beside, group, turn)(), grad, w, beside)
+        return [overlap()[0], grad_w, None]
 
-    def _grad_tokens(
-        self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn, sizes: Sizes
-    ) -> torch.Tensor:  # fmt: skip
-        missing = sum(sizes.host.came) - grad.shape[0]  # rows beyond max_rows
-        grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
+    def _dual(
+        self, p: AllToAllMatmul, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes
+    ) -> tuple[Operator[Any], Any]:  # fmt: skip
+        """Return the operator and the call that compute the gradient of tokens: `matmul_all_to_all`."""
         dual, transposed = operator_named("matmul_all_to_all"), w.transpose(1, 2)
         tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
         if not w.is_cuda:  # the tables of forward, because the caller may have overwritten its tensors
             tables = torch.from_numpy(sizes.tables[1]), torch.from_numpy(sizes.tables[0]).flatten()
         form: Any = dual.form
-        call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)
-        (grad_tokens,) = within(dual, call, group, turn)
-        return grad_tokens
+        return dual, form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most, tokens)
 
     # --- without overlap ---
 
@@ -333,8 +340,27 @@ class _AllToAllMatmul(Operator[_Call]):
         return [y, sizes.received, *([] if x is None else [x])]
 
 
+def _all_rows(grad_y: torch.Tensor, came: int) -> torch.Tensor:
+    """Return `grad_y` with exactly `came` rows. The gradients of rows that max_rows has left out are 0."""
+    missing = came - grad_y.shape[0]
+    if missing <= 0:
+        return grad_y[:came].contiguous()
+    return torch.cat((grad_y, grad_y.new_zeros(missing, grad_y.shape[1])))
+
+
+def _in_expert_order(
+    tokens: torch.Tensor | Callable[[], torch.Tensor], sizes: Sizes, group: dist.ProcessGroup, turn: Turn
+) -> Callable[[], torch.Tensor]:
+    """Send tokens again. Return a function that returns the received tokens, sorted by expert. tokens: as for
+    `gradients_of_experts`.
+    """
+    if not isinstance(tokens, torch.Tensor):
+        return tokens
+    return experts.begin_in_expert_order(tokens.contiguous(), sizes, group, turn, "exchange tokens again")
+
+
 def gradients_of_experts(
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | Callable[[], torch.Tensor],
     w: torch.Tensor,
     sizes: Sizes,
     group: dist.ProcessGroup,
@@ -345,6 +371,8 @@ def gradients_of_experts(
     """Return the gradients of tokens and of w; None for a gradient that is not wanted. All ranks must want the same
     gradients.
 
+    tokens: this rank's tokens, or an exchange of them that has begun (`experts.begin_in_expert_order`).
+
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
 
     x_e are the tokens that arrived on this rank for expert e. Tokens are sent again during the GEMM of grad x. grad x is then
@@ -353,19 +381,17 @@ def gradients_of_experts(
 
     sizes: the numbers of rows that this rank sends and receives.
     """
-    world, came = group.size(), sum(sizes.host.came)
-    missing = came - grad_y.shape[0]  # rows beyond max_rows
-    grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
+    world, grad_y = group.size(), _all_rows(grad_y, sum(sizes.host.came))
     grad_tokens: torch.Tensor | None = None
     returning: Any = None
-    arriving = experts.begin_in_expert_order(tokens, sizes, group, turn, "exchange tokens again") if wanted[1] else None
+    arriving = _in_expert_order(tokens, sizes, group, turn) if wanted[1] else None
     if wanted[0]:
         grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
         if world > 1 and w.shape[0] > 1:
             grad_x = in_order_of_arrival(grad_x, sizes)
         grad_tokens = grad_x
         if world > 1:
-            grad_tokens = torch.empty_like(tokens)
+            grad_tokens = grad_x.new_empty(sum(sizes.host.sent), grad_x.shape[1])
             returning = experts.send(
                 grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "exchange gradients of tokens"
             )
