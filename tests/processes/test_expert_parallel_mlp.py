@@ -35,6 +35,14 @@ def test_frozen(pool: Pool, frozen: tuple[str, ...]) -> None:
         pool.run(ranks.freezes, of_fused, frozen, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize(
+    ("bounded", "frozen", "wanted"), [(False, False, [0] * 3), (True, False, [1] * 3), (False, True, [0] * 3)]
+)
+def test_fused_sends_tokens_once(pool: Pool, bounded: bool, frozen: bool, wanted: list[int]) -> None:
+    """Without max_rows, forward keeps the received tokens."""
+    assert pool.run(ranks.exchanges_of_tokens, bounded, frozen, ranks=2, timeout_s=60) == [wanted] * 2
+
+
 def test_flops_of_fused(pool: Pool) -> None:
     assert pool.run(ranks.flops, True, ranks=2, timeout_s=60) == pool.run(ranks.flops, False, ranks=2, timeout_s=60)
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from support.on_ranks import device, poisoned_memory, told
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.nn import ExpertParallelMLP, local_state_dict
+from weft.runtime.unfused import experts
 
 HIDDEN, WIDTH, TOP_K = 8, 6, 2
 
@@ -101,6 +103,29 @@ def freezes(group: dist.ProcessGroup, of_fused: bool, frozen: tuple[str, ...]) -
                 torch.testing.assert_close(grad, found[0][name], rtol=1e-5, atol=1e-6)
 
 
+def exchanges_of_tokens(group: dist.ProcessGroup, bounded: bool, frozen: bool) -> list[int]:
+    """Train the fused layer for three steps. Return, for each step, how often backward sends tokens again.
+
+    frozen: True if the first weights need no gradient.
+    """
+    names, send = list[str](), experts.send
+
+    def sent(*given: Any) -> Any:
+        names.append(given[-1])
+        return send(*given)
+
+    with fused(), mock.patch("weft.runtime.unfused.experts.send", sent):
+        mlp = layer(group, 4, capacity=64, max_rows=64 if bounded else None)
+        mlp.get_parameter("gate_up_proj").requires_grad_(not frozen)
+        found = []
+        for seed in range(3):
+            x, index, by = (t.to(device()) for t in routed(group.rank(), 4, 9 + seed, seed))
+            names.clear()
+            mlp(x.requires_grad_(), index, by).sum().backward()
+            found.append(names.count("exchange tokens again"))
+    return found
+
+
 def flops(group: dist.ProcessGroup, of_fused: bool) -> int:
     """Return the FLOPs of a layer, forward and backward, that FlopCounterMode counts."""
     mlp = layer(group, 4, capacity=64)
@@ -145,6 +170,9 @@ def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, c
                 y = call(leaves[0], index, leaves[1])
                 (y**2).sum().backward()
             found.append([y.detach(), *(t.grad for t in (*leaves, mlp.get_parameter(first), mlp.down_proj))])
+        if not compiled:  # activation checkpointing compares calls with and without gradients
+            with torch.no_grad():
+                assert torch.equal(call(x, index, by), found[0][0])
         wanted = [ys[rank].detach(), exact_x[rank].grad, exact_by[rank].grad]
         wanted += [exact[name].grad.chunk(world)[rank] for name in (first, "down_proj")]
         for one, other in zip(found[0], wanted, strict=True):

@@ -103,6 +103,13 @@ class Problem:
         return self, 0.0
 
     @property
+    def chosen_like(self) -> Problem:
+        """The problem whose choice of a schedule this problem shares, so that both have results with equal bits. By default this
+        problem.
+        """
+        return self
+
+    @property
     def measured_family(self) -> tuple[Hashable, float]:
         """(key, size), like `family`, but for choices by measured times. Problems with equal keys and similar `size`
         share measured times. The key may omit sizes that the key of `family` contains, such as the number of rows of

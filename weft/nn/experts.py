@@ -184,13 +184,14 @@ class ExpertParallelMLP(nn.Module):
             raise ValueError(f"{type(self).__name__}: {wrong}")
         require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
         require_plain_by(type(self).__name__, self.group_name, x, top_k_weights)
-        compare_options(
-            type(self).__name__, self.group_name, x, hidden=self.hidden, intermediate=self.intermediate,
-            num_experts=self.num_experts, gated=self.gated, activation=self.activation,
-        )  # fmt: skip
         tokens = x.reshape(-1, x.shape[-1])
         fuses = self.gated and self.activation is F.silu and self.world_size > 1 and can_fuse(tokens, top_k_weights)
         routing = Routing.of(top_k_index, self.num_experts, fuses)
+        compare_options(
+            type(self).__name__, self.group_name, x, hidden=self.hidden, intermediate=self.intermediate,
+            num_experts=self.num_experts, gated=self.gated, activation=self.activation,
+            by_kernels=routing.kernels is not None,
+        )  # fmt: skip
         if routing.kernels is not None:
             first = self.get_parameter(self.first_name)
             return fused_experts(self, tokens, top_k_weights, first, self.down_proj, routing).view(x.shape)

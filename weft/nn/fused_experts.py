@@ -1,13 +1,18 @@
 """The forward and the backward of a gated MoE layer on GPUs as one autograd function.
 
-It calls the same operators as `weft.nn.experts`, so some ranks may run this function while others run `weft.nn.experts`. Kernels
-that read and write each row once (`weft.kernels.expert_rows`) replace the functions between the operators, and their nodes in
-the autograd graph. In small layers, the CPU time of these functions exceeds the time of the GPU's work.
+It calls the same operators as `weft.nn.experts`. Kernels that read and write each row once (`weft.kernels.expert_rows`) replace
+the functions between the operators, and their nodes in the autograd graph. In small layers, the CPU time of these functions
+exceeds the time of the GPU's work.
+
+If the first weights need a gradient, dispatch also returns the received tokens, which backward then does not send again. They
+take as much memory as this rank's own rows, which backward then does not need. With `max_rows`, backward sends them again:
+some might have been dropped, but not the same as in the results. All ranks must run this function, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,8 +26,10 @@ from weft.operator.flops import counted, flops_of
 from weft.operator.layers import require_kept_by
 from weft.operator.together import together
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
+from weft.ops.all_to_all_matmul import all_to_all_matmul_and_tokens
 from weft.ops.matmul_all_to_all import OPERATOR as COMBINE
 from weft.runtime.unfused.experts import begin_in_expert_order
+from weft.runtime.unfused.permutation import in_expert_order
 from weft.runtime.unfused.sizes import sizes_of
 from weft.symm.groups import group_of
 
@@ -53,27 +60,41 @@ def fused_experts(
     given = tokens.contiguous(), weights.contiguous(), first, down
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Experts.apply(layer, routing, *given)  # type: ignore[no-any-return]
-    return _run(layer, routing, *given[:2]).result
+    return _run(layer, routing, *given[:2], first, False).result
 
 
 class _Results(NamedTuple):
-    """The results of all parts of forward."""
+    """The results of all parts of forward. x: the received tokens, or None."""
 
     rows: torch.Tensor
     h: torch.Tensor
     received: torch.Tensor
+    x: torch.Tensor | None
     a: torch.Tensor
     y: torch.Tensor
     result: torch.Tensor
 
 
-def _run(layer: Layer, routing: Routing, tokens: torch.Tensor, weights: torch.Tensor) -> _Results:
+def _run(
+    layer: Layer, routing: Routing, tokens: torch.Tensor, weights: torch.Tensor, first: torch.Tensor, keeps: bool
+) -> _Results:  # fmt: skip
+    """Run forward. keeps: True to return the received tokens too."""
     kernels: Any = routing.kernels
-    rows = kernels.gathered(tokens, routing.order, routing.copies)
-    h, received = layer._dispatched(rows, routing)
+    rows, x = kernels.gathered(tokens, routing.order, routing.copies), None
+    if keeps:
+        h, received, x = all_to_all_matmul_and_tokens(
+            rows, first.mT, routing.splits, group=layer.group_name, capacity=layer.capacity, schedule=layer.schedules[0]
+        )
+    else:
+        h, received = layer._dispatched(rows, routing)
     a = kernels.gate(h)
     y = layer._combined(a, received, routing)
-    return _Results(rows, h, received, a, y, layer._summed(y, routing, weights))
+    return _Results(rows, h, received, x, a, y, layer._summed(y, routing, weights))
+
+
+def _keeps(layer: Layer, wants_first: bool) -> bool:
+    """True if forward keeps the received tokens for backward. wants_first: True if the first weights need a gradient."""
+    return wants_first and layer.max_rows is None
 
 
 class _Experts(torch.autograd.Function):
@@ -83,9 +104,10 @@ class _Experts(torch.autograd.Function):
         down: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         require_kept_by(ctx, _LAYER, layer.group_name, tokens, weights, first, down)
-        rows, h, received, a, y, result = _run(layer, routing, tokens, weights)
+        keeps = _keeps(layer, ctx.needs_input_grad[4])
+        rows, h, received, x, a, y, result = _run(layer, routing, tokens, weights, first, keeps)
         group, splits, count = group_of(layer.group_name), routing.splits, len(rows)
-        dispatch = DISPATCH.form(rows, first.mT, splits, layer.max_rows, layer.capacity, False)
+        dispatch = DISPATCH.form(rows, first.mT, splits, layer.max_rows, layer.capacity, keeps)
         combine = COMBINE.form(a, down.mT, received, splits, count, layer.capacity, count)
         ctx.prepared = []
         for op, call, schedule in zip((DISPATCH, COMBINE), (dispatch, combine), layer.schedules, strict=True):
@@ -97,14 +119,14 @@ class _Experts(torch.autograd.Function):
             ctx.flops = flops_of(DISPATCH, dispatch, [h]), flops_of(COMBINE, combine, [y])
         ctx.sizes = sizes_of(splits, received)
         ctx.sizes.fetch()
-        ctx.routing, ctx.received = routing, received
-        ctx.save_for_backward(weights, first, down, rows, h, a, y)
+        ctx.routing, ctx.received, ctx.keeps = routing, received, keeps
+        ctx.save_for_backward(weights, first, down, rows if x is None else x, h, a, y)
         return result
 
     @staticmethod
     @once(_LAYER, lambda ctx: ctx.prepared[0].group)
     def backward(ctx: Any, saved: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weights, first, down, rows, h, a, y = saved
+        weights, first, down, tokens, h, a, y = saved  # tokens: as received, or as sent
         _, _, wants_tokens, _, wants_first, wants_down = ctx.needs_input_grad
         routing, sizes, received = ctx.routing, ctx.sizes, ctx.received
         kernels, splits = routing.kernels, routing.splits
@@ -116,19 +138,21 @@ class _Experts(torch.autograd.Function):
         arrived = sum(sizes.host.came)
         of_dispatch, of_combine = ctx.prepared
         kept, wanted = (a[:arrived], down.mT, received, splits), (wants_h, wants_down)
-        again: Callable[[], torch.Tensor] | None = None
+        by_expert: Callable[[], torch.Tensor] | None = None
+        if ctx.keeps:
+            by_expert = partial(in_expert_order, tokens[:arrived], sizes)
 
         def send_again() -> None:
-            nonlocal again
-            if wants_first:  # during the gradient of the gate
+            nonlocal by_expert
+            if wants_first and by_expert is None:  # during the gradient of the gate
                 turn = of_dispatch.turn(None)
-                again = begin_in_expert_order(rows, sizes, of_dispatch.group, turn, "exchange tokens again")
+                by_expert = begin_in_expert_order(tokens, sizes, of_dispatch.group, turn, "exchange tokens again")
 
         of_a, of_down = _gradients(ctx, of_combine, kept, of_y, wanted, send_again)[:2]
         of_tokens = of_first = None
         if wants_h:
             of_h = kernels.gate_grad(h[:arrived], of_a[: len(h)])
-            kept, wanted = (again or rows, first.mT, splits, received), (wants_tokens, wants_first)
+            kept, wanted = (by_expert or tokens, first.mT, splits, received), (wants_tokens, wants_first)
             of_rows, of_first = _gradients(ctx, of_dispatch, kept, of_h, wanted)[:2]
             if wants_tokens:
                 of_tokens = kernels.summed(of_rows, routing.place, None, routing.copies)

@@ -135,6 +135,9 @@ def choose(
     remembered: True if any rank has cached times of exactly this problem.
     what: the call, for messages.
     """
+    like, measured = p.chosen_like, tensors
+    if like is not p:
+        measured = {b.name: tensors[b.name] for b in named(like, "serial").build().buffers if b.name in tensors}
     if not comm.all_mapped:
         made_of = partial(_built, p, comm=comm)
         pinned = choose_between_hosts(p, comm, tensors, pinned, deadline_s=deadline_s, serial=serial, built=made_of)
@@ -149,15 +152,15 @@ def choose(
     else:
         this_machine.know_machine(comm, deadline_s)
         if pinned is not None or remembered or not p.has_work:
-            names = _names(p, comm, tensors, pinned, deadline_s, serial)
+            names = _names(like, comm, measured, pinned, deadline_s, serial)
         else:
-            names = _names_near(p, comm, tensors, deadline_s, serial)
+            names = _names_near(like, comm, measured, deadline_s, serial)
     try:
         schedules = _schedules(p, names, comm)
     except NotApplicableError as error:  # the choice for neighbouring sizes does not support this size
         if pinned is not None:
             raise cannot_do(pinned, p, error) from error
-        schedules = _schedules(p, names := _names_near(p, comm, tensors, deadline_s, serial, itself=True), comm)
+        schedules = _schedules(p, names := _names_near(like, comm, measured, deadline_s, serial, itself=True), comm)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {
         name: executor(schedules[name], comm, p, measure.shared_name(p, named(p, name)), what)
@@ -297,7 +300,7 @@ def _names_near(
 def remembers(p: Problem, device: torch.device) -> bool:
     """True if this rank has measured times of schedules for exactly this problem, in memory or on disk."""
     # Times of graphs are stored with the times of queued calls.
-    return bool(plan.known_times(p, this_machine.device_name(device), "graph"))
+    return bool(plan.known_times(p.chosen_like, this_machine.device_name(device), "graph"))
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:

@@ -138,12 +138,33 @@ def all_to_all_matmul(
     return (y, received) if return_received else y
 
 
+@replayed
+def all_to_all_matmul_and_tokens(
+    tokens: torch.Tensor,
+    w_experts: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str,
+    capacity: int | None,
+    schedule: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a call of `all_to_all_matmul` without max_rows. Return (y, received, x), where x [rows, K] are the received tokens, by
+    source rank and then by expert. y has the same bits as in a call of `all_to_all_matmul`. No gradients.
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        return _Call(tokens, w_experts, splits, None, capacity, True)
+
+    y, received, x = made(OPERATOR, group, tokens, form, schedule=schedule)
+    return y, received, x
+
+
 class _Call(NamedTuple):
     """The arguments of a call.
 
     max_rows: an upper bound on the received rows, or None.
-    return_x: True to return the received tokens too. Only the backward of `matmul_all_to_all` sets it. There max_rows
-        is the exact number of received rows, and no gradients are needed.
+    return_x: True to return the received tokens too, in calls without gradients. In the backward of `matmul_all_to_all`,
+        max_rows is the exact number of received rows.
     """
 
     tokens: torch.Tensor

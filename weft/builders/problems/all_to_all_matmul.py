@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from weft.builders.problem import Candidate
@@ -35,6 +35,13 @@ class AllToAllMatmul(ExpertsProblem):
 
     name: ClassVar[str] = "all_to_all_matmul"
     return_x: bool = False
+
+    @property
+    def chosen_like(self) -> AllToAllMatmul:
+        """The problem without x, if y has exactly the rows that arrive. Experts then return x in calls with gradients, and not in
+        calls without, but activation checkpointing compares the two.
+        """
+        return replace(self, return_x=False) if self.return_x and self.exact else self
 
     @property
     def not_captured(self) -> str:
