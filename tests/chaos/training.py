@@ -1,9 +1,8 @@
 """The `Work` of training steps: modules whose backward updates embedding tables. `training_tables` has the modules.
 
-A rank computes all tables and optimizer states again, in float64, from the data of all ranks and the formulas of
-`weft.embedding.optimizers`, or by the optimizer of torch that updates the tables. A step that a rank reports as
-successful must leave this rank's tables as computed. A step that failed must leave them unchanged if a later step
-succeeds.
+A rank computes all tables and optimizer states again in float64, from the data of all ranks. It uses the formulas of
+`weft.embedding.optimizers`, or the optimizer of torch that updates the tables. A step that a rank reports as successful
+must leave this rank's tables as computed. A step that failed must leave them unchanged if a later step succeeds.
 """
 
 from __future__ import annotations

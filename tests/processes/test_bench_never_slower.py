@@ -72,7 +72,7 @@ def test_rows_and_what_a_file_already_has(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_name_that_no_shape_has(pool: Pool) -> None:
-    with pytest.raises(ValueError, match="--only 1x2x3: not among the first 1 shape of seed abc of any operator"):
+    with pytest.raises(ValueError, match="--only 1x2x3 is not among the first 1 shape of seed abc of any operator"):
         pool.run(_run, _options(only=("1x2x3",)), ranks=2)
 
 

@@ -316,7 +316,7 @@ def test_named_shapes_alone_are_those_of_the_whole_run() -> None:
     whole = items("", "queued")
     some = whole[1], whole[-1]
     assert items(", ".join(item.config for item in some)) == list(some)
-    with pytest.raises(ValueError, match=f"--only 1x2x3: not among the first 4 shapes of seed {SEED} of any"):
+    with pytest.raises(ValueError, match=f"--only 1x2x3 is not among the first 4 shapes of seed {SEED} of any"):
         items(f"{whole[0].config},1x2x3")
 
 

@@ -272,7 +272,7 @@ def test_a_kernel_of_880_000_slices_is_one_task() -> None:
 
 def test_uneven_slices_cost_what_they_move() -> None:
     """Slices differ in width, and bags in the number of rows. With many compute units, the time is that of the memory
-    traffic, which is computed by hand: rows of 8, 2 and 16 bytes each touch one block of 64 bytes.
+    traffic, which is computed by hand. Rows of 8, 2 and 16 bytes each touch one block of 64 bytes.
     """
     p = EmbeddingAllToAll(1, (1000,), (((0, 4), (4, 1), (5, 8)),), ((2, 2, 7),), "fp16")
     model = replace(h200(1), compute_units=1 << 30)

@@ -85,9 +85,9 @@ kernels.)"""
 def test_the_planner_picks_among_the_fastest_of_many_recorded_schedules() -> None:
     """Each of 27 groups is a shape and a mode with at least 8 recorded schedules.
 
-    In 25 groups the planner's choice among them is within 3% of the fastest, and in the others within 8% and 13%. Without the
-    planner's margins, the schedule with the shortest prediction is within 3% in 23 groups and within 23% in all: for small GEMMs,
-    predictions of schedules with many steps are too short.
+    In 25 groups the planner's choice among them is within 3% of the fastest, and in the others within 8% and 13%. Without
+    the planner's margins, the schedule with the shortest prediction is within 3% in 23 groups and within 23% in all. The
+    misses are small GEMMs, for which predictions of schedules with many steps are too short.
     """
     groups: dict[tuple[Any, ...], dict[str, float]] = {}
     for file in MANY:

@@ -159,8 +159,8 @@ class EmbeddingBagConfig:
         """Return the bytes that are read and written to pool one sample: table rows, ids, and for each feature one
         offset and one output vector.
 
-        rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per
-            feature).
+        rows_read: the mean number of rows that a sample reads from this table, summed over the table's features (default:
+            one row per feature).
         """
         row_bytes = self.embedding_dim * self.dtype.itemsize + INDEX_BYTES
         features = len(self.feature_names)

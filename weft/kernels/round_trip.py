@@ -116,8 +116,8 @@ def round_trip_kernel(
 ):  # fmt: skip
     """Run the all-to-all that the module docstring describes. There are at least `ranks` + 1 programs.
 
-    ranges int64 `[n_ranges, 5]`: a line for each range of rows: the address and the number of rows of the buffer that is read,
-        the address and the number of rows of the buffer that is written, and a flag. If the flag is 1, `out` is written.
+    ranges int64 `[n_ranges, 5]`: a line for each range of rows: the address and the number of rows of the source, the address
+        and the number of rows of the target, and a flag. If the flag is 1, the target is `out`.
     sizes int64 `[n_ranges, 3]`: the first row of the source, the first row of the target, and the number of rows to copy. The
         number of rows is clamped to source and target.
     width: the number of items of type ITEM in a row. Rows are contiguous. `width` and all addresses are multiples of ALIGN items.

@@ -235,9 +235,9 @@ class ShardedEmbeddingCollection(PartitionedTables):
         return _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
     def _looked_up(self, ids: RowIds) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Send this rank's ids to the owners of their rows, and receive the rows. Return three values: the rows of this rank's
-        ids (without `_expands`, of the sent ids), the routing of the ids, and for each part of this rank the row numbers that
-        ranks have requested. All ranks must make this call.
+        """Send this rank's ids to the owners of their rows, and receive the rows. Return three values: the rows of this
+        rank's ids (without `_expands`, of the sent ids), the routing of the ids, and the row numbers that ranks requested
+        from each part of this rank. All ranks must make this call.
         """
         distribution = cast(RowDist, self._dist)
         route, arrived, (bad,) = distribution.send(ids.places, ids.rows, [ids.bad.sum()])

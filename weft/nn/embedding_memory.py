@@ -116,7 +116,9 @@ def collected_bytes(update: FusedUpdate | None) -> int:
 
 
 def pooled_workspace(batches: BatchesInFlight, sharding: EmbeddingSharding, rank: int, device: torch.device) -> int:
-    """Return the workspace of backward of the last call with pooling: gradients to send, received gradients, and sorting."""
+    """Return the bytes of workspace that backward of the last pooled call needs: gradients to send, received gradients, and
+    sorting.
+    """
     ids, samples = batches.last
     columns = sum(slot.dim for slot in sharding.local_slots(rank))
     elements = samples * columns + samples * sharding.total_dim // sharding.world_size

@@ -1,5 +1,5 @@
-"""The ids of a batch whose rows are looked up without pooling: for each id, its part of a table and its row in that
-part.
+"""The ids of a batch, for lookups without pooling: for each id, the part of a table that has its row, and the row's number
+in the part.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """A wrapper of a function that the caller passes. The function allocates an output with a dynamic number of rows, and the
-    wrapper checks the tensor that it returns.
+    """A wrapper of a function that the caller passes. The function allocates an output with a dynamic number of rows. The
+    wrapper checks this output.
 
     memory: the memory of the other tensors of the run, which the returned tensor must not overlap.
     """

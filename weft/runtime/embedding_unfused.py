@@ -6,9 +6,9 @@ This is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-CPU ranks on several hosts may instead pool the samples of other hosts first, and send their vectors while they pool the samples
-of this host (`FarFirst`). If the vectors are few, such ranks may instead send them with the messages of the rendezvous, after
-pooling (`weft.runtime.rails`).
+CPU ranks on several hosts have two alternatives. With `FarFirst`, they pool for other hosts first, and send these vectors
+while they pool for their own host. With `weft.runtime.rails`, they pool everything first, and send the vectors in the
+messages of the rendezvous, which is faster for few vectors.
 
 Results are ordinary tensors, because no symmetric memory is used. CPU ranks synchronise before pooling, as with other
 transports. On one host they synchronise again before the exchange (`weft.runtime.unfused.turn`). Both waits have the call's

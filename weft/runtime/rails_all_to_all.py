@@ -84,7 +84,7 @@ class _Rows:
 
 
 class AllToAllInto(_Rows):
-    """An all-to-all of rows whose numbers of rows are known before.
+    """An all-to-all of rows, for a rank that already knows how many rows it receives from each rank.
 
     expected: the number of rows from each rank, int64 [W, experts], contiguous.
     out: the memory for all rows, [rows, columns], in the order of the ranks that send them.

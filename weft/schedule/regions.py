@@ -41,7 +41,7 @@ class Buffer:
     def part(
         self, *, rows: tuple[Index, Index] | None = None, cols: tuple[Index, Index] | None = None, at: Index = RANK
     ) -> Region:
-        """Return a region of rank `at`. rows, cols: (first, count); all rows or columns if omitted."""
+        """Return a region of this buffer on rank `at`. rows, cols: (first, count); all rows or columns if omitted."""
         try:
             row, n_rows = rows or (0, self.rows)
             col, n_cols = cols or (0, self.cols)

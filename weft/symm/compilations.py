@@ -39,7 +39,7 @@ class Compilations:
         self.wait(LEAST_CALLS)
 
     def wait(self, calls: int) -> None:
-        """Let the next `calls` calls of the group compile no size that recurs."""
+        """Forbid the next `calls` calls of the group to compile a recurring size."""
         self._counts.compile_from = self._counts.begun + 1 + calls
 
     def calls_to_wait(self) -> int:

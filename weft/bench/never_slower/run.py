@@ -68,8 +68,8 @@ def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
         if missing := set(options.only) - {item.config for item in drawn}:
             first = f"the first {counted(options.shapes, 'shape')} of seed {options.seed}"
             raise ValueError(
-                f"--only {','.join(sorted(missing))}: not among {first} of any operator in --ops: pass the --seed and --shapes of "
-                "the run that printed the name"
+                f"--only {','.join(sorted(missing))} is not among {first} of any operator in --ops: pass the --seed and --shapes "
+                "of the run that printed the name"
             )
         drawn = [item for item in drawn if item.config in options.only]
     elif "changing" in options.modes:

@@ -87,8 +87,8 @@ class SerialVariant:
         """The memory that the variant needs: (peak bytes on the worst rank, "measured" or "counted"). All ranks must make this
         call.
 
-        The bytes include the output, but not tables and inputs. They are measured on GPUs, and computed from the sizes
-        of the buffers on CPU.
+        The bytes include the output, but not tables and inputs. On GPUs they are measured. On CPU they are computed from
+        the sizes of the buffers.
         """
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":

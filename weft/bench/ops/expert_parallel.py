@@ -46,8 +46,8 @@ down projection's weights.
 class PlainExperts(weft.nn.ExpertParallelMLP):
     """Experts that communicate by torch's collectives, before and after their GEMMs.
 
-    known, room: both None to communicate. Without communication, `known` is the number of rows from each rank for each of
-        this rank's experts, [ranks, local experts] on the CPU, and `room` has rows to multiply in place of received rows.
+    known, room: both None to communicate. Without communication, `known` is the number of rows from each rank for each
+        local expert, [ranks, local experts] on the CPU. `room` has rows to multiply in place of received rows.
     """
 
     known: torch.Tensor | None = None

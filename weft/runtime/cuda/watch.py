@@ -47,7 +47,7 @@ class OwnDeadlines:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        raise AssertionError("no deadline of the watching thread can pass")
+        raise AssertionError("the watching thread has no deadline for executors that measure their own")
 
 
 class Watch:

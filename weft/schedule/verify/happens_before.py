@@ -119,7 +119,7 @@ class HappensBefore:
         return int(self._clocks.sum(dtype=np.int64)) < total
 
     def _clock_of_wait(self, event: Event, move: Move) -> np.ndarray | None:
-        """Return the steps without which a wait cannot end, as a vector clock; None if the wait needs no set."""
+        """Return the steps without which a wait cannot end, as a vector clock; None if the wait needs no `Set`."""
         assert move.counter
         assert move.wait
         sets = self._sets[move.counter]
