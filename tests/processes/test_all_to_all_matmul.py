@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.all_to_all_matmul_ranks import tokens_gradient_alone
-from support.on_ranks import device, poisoned_memory, told
+from support.on_ranks import device, own_group, poisoned_memory, told, waits_end_after
 from support.operators.experts import AllToAllMatmulCall, Experts
 from support.slow import in_turn
 
@@ -184,6 +184,19 @@ def test_more_rows_than_there_is_room_for(pool: Pool, schedule: str) -> None:
     )
     assert total == 8 * 8 * 3
     assert others == [("nothing", 0.0)]
+
+
+def too_many_at_first(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Let rank 0 receive too many rows in the first call of a shape. Return the errors of this call and of the next."""
+    own, world = own_group(group), group.size()
+    with waits_end_after(20):
+        return told(lambda: call(own, max_rows=4 * world - 1)), told(lambda: call(own, max_rows=4 * world))
+
+
+def test_a_first_call_that_brings_too_many_rows_counts_as_made(pool: Pool) -> None:
+    (first, *others), later = zip(*pool.run(too_many_at_first, ranks=2, timeout_s=60), strict=True)
+    assert first.startswith("TooManyRowsError")
+    assert set(others) == set(later) == {"nothing"}
 
 
 def odd_uses(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support import matmul_all_to_all_ranks as ranks
 from support.matmul_all_to_all_reference import inputs, received_of, segments
-from support.on_ranks import applicable, close, device, told
+from support.on_ranks import applicable, close, device, own_group, told
 from support.operators.cases import STORE
 from support.operators.experts import Experts, MatmulAllToAllCall
 from support.operators.suite import right_gradients
@@ -189,6 +189,35 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
             assert found["capacity"].startswith(
                 "RefusedError: ranks 0, 1, 2: this rank has 65 tokens, but calls of this shape were set up for capacity=64"
             )
+
+
+def refused_first(group: dist.ProcessGroup, schedule: str | None, tell: bool) -> tuple[str, str]:
+    """Let rank 1 send fewer rows than rank 0 expects in the first call of a shape. Return the error, and the error of a larger
+    call.
+    """
+    own, world = own_group(group), group.size()
+    splits, received = torch.tensor([2, 0] * world), torch.tensor([[2, 0]] * world)
+    if group.rank() == 1:
+        received[0, 0] = 1
+    h, w = torch.ones(int(received.sum()), 8), torch.ones(2, 8, 3)
+    rows = 2 * world if tell else None
+    error = told(lambda: weft.matmul_all_to_all(h, w, received, splits, group=own, schedule=schedule, rows=rows))
+
+    def larger() -> None:
+        assert call(own, rows=300, schedule=schedule, tell=tell).sum() == 300 * 8 * 3
+
+    return error, told(larger)
+
+
+@pytest.mark.parametrize("tell", [False, True])
+@pytest.mark.parametrize("schedule", [None, "serial", STORE])
+def test_the_size_of_a_refused_first_call_does_not_limit_later_calls(
+    pool: Pool, schedule: str | None, tell: bool
+) -> None:
+    for error, larger in pool.run(refused_first, schedule, tell, ranks=2, timeout_s=60):
+        assert error.startswith("RefusedError")
+        assert "rank 1 sends 1 row (1, 0 by expert) to rank 0, which expects 2 rows" in error
+        assert larger == "nothing"
 
 
 def overwritten(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:

@@ -373,6 +373,11 @@ class Table(Generic[E]):
         for prepared in dropped:
             here.known.pop(prepared.key).close()
 
+    def forget(self, group: dist.ProcessGroup, prepared: E) -> None:
+        """Drop `prepared` if it is still stored. All ranks must make this call."""
+        if not prepared.stale and self.of_group(group).known.get(prepared.key) is prepared:
+            self.drop(group, [prepared])
+
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: E) -> E:
         here = self.of_group(group)
         here.make_room(prepared.capturing())

@@ -334,6 +334,8 @@ def prepared_for(
         compared = joined(said, given, wanted_schedule)
         made = CompiledOperator(op, p, group, device, pinned, remembered, compared, joined(shown, given), began_s, like)
         prepared = table.keep(group, key, made)
+        if not (op.sizes_are_alike or op.has_executors):  # the sizes of a refused call must not limit later calls
+            calls_of(group).undo_if_refused(table.forget, group, prepared)
         if family is not None:
             table.of_group(group).prepared(family, rows, prepared, device.type == "cpu" and True not in wanted)
         elif pinned == plan.AUTOTUNE:

@@ -8,6 +8,7 @@ wrong results without an error. So every error that leaves a call is handled:
 - Ctrl-C, and any error after this rank has told its peers that it takes part in the call: the group fails.
 - The exception by which torch's activation checkpointing stops a recomputation: the call counts as made, because every
   rank raises this exception.
+- `TooManyRowsError`: the call counts as made, because all ranks have made it.
 - Any other error on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the
   group stays usable.
 - Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over sockets
@@ -39,7 +40,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from weft import env, symm
 from weft.builders import NotApplicableError
 from weft.caller import caller
-from weft.errors import PoisonedGroupError, RefusedError, WeftError
+from weft.errors import PoisonedGroupError, RefusedError, TooManyRowsError, WeftError
 from weft.operator.agreement import Check, agreement_on
 from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
@@ -111,7 +112,7 @@ class together:
     def _tell(self, error: BaseException | None) -> None:
         assert self._calls is not None
         group = self._group
-        if error is None or isinstance(error, _StopRecomputationError):
+        if error is None or isinstance(error, _StopRecomputationError | TooManyRowsError):
             if (refused := self._calls.end()) and (comm := symm.open_communicator(group, "cuda")) is not None:
                 comm.poison(refused)
                 comm.check()
