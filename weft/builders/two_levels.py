@@ -104,8 +104,8 @@ class _Grid:
 def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     """Return a schedule of all-gather + GEMM in two levels: between hosts by messages, within a host by shared memory.
 
-    hosts: the number of hosts. chunks: the number of messages in which a rank sends its shard to another host, at most the
-        number of rows of the shard.
+    hosts: the number of hosts.
+    chunks: the number of messages in which a rank sends its shard to another host, at most the number of rows of the shard.
     """
     grid = _Grid.of(p.world_size, hosts)
     if p.return_gathered:

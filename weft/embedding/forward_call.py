@@ -63,8 +63,8 @@ class ForwardCall:
 
     tables: the tensors that backward updates; None without an optimizer.
     sparse: without an optimizer, True if backward returns sparse COO gradients.
-    factor: the number by which the sum of gradients is multiplied. deterministic: True if equal inputs must give equal
-        bits.
+    factor: the number by which the sum of gradients is multiplied.
+    deterministic: True if equal inputs must give equal bits.
     """
 
     plan: EmbeddingPlan

@@ -16,8 +16,8 @@ class Training(NamedTuple):
     """The arguments of a call that only backward uses.
 
     states: the optimizer's states, as in `FusedUpdate.tensors`.
-    learning_rate, step: tensors with the learning rate and the number of updates. factor, deterministic: as in
-        `FusedUpdate`.
+    learning_rate, step: tensors with the learning rate and the number of updates.
+    factor, deterministic: as in `FusedUpdate`.
     anchor: an empty tensor that requires a gradient, so that autograd calls backward even if no table requires one.
     optimizer: the optimizer as JSON (`EmbeddingOptimizer.written`), or "".
     """

@@ -63,8 +63,8 @@ def agree_kernel(
 
     counts: the number of counts for each pair of ranks, such as one for each local expert.
     expected: int64 `[W, counts]`, the numbers of rows that this rank expects from each rank.
-    sent: int64 `[W * W, counts]`. Line i * W + j has the numbers of rows that rank i sent to rank j. row: this rank's
-        number, so the kernel compares lines i * W + row.
+    sent: int64 `[W * W, counts]`. Line i * W + j has the numbers of rows that rank i sent to rank j.
+    row: this rank's number, so the kernel compares lines i * W + row.
     differs: int32 `[1]` in pinned memory, set to 1 + a rank whose counts differ.
     out: the address of the received rows, `out_rows x width` contiguous items of type ITEM.
     """

@@ -60,8 +60,8 @@ def unit_at(unit, n_units, units, units_per_sample, first_sample, batch, by_slot
 def slot_after(
     unit, sample, slot, stop, grabbed, counter, programs, n_units, units, units_per_sample, first_sample, batch, by_slot
 ):
-    """Return (unit, sample, slot, end slot, grabbed) of the slot that a program pools after `slot`. If `slot` is the last of its
-    unit, it is the first slot of unit `grabbed`, and the program takes the unit after that from `counter`.
+    """Return (unit, sample, slot, end slot, grabbed) of the slot that a program pools after `slot`. If `slot` is the last
+    of its unit, return the first slot of unit `grabbed`, and take a new unit from `counter` as `grabbed`.
     """
     slot += 1
     if slot >= stop:

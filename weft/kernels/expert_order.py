@@ -89,8 +89,8 @@ def arrival_kernel(
 ):  # fmt: skip
     """Write both permutations of the rows that arrive. Grid: one program per source rank and expert.
 
-    received `[world, experts]`: the number of rows from each rank for each expert. COUNTS_P2: a power of two, at least as large
-        as the table.
+    received `[world, experts]`: the number of rows from each rank for each expert.
+    COUNTS_P2: a power of two, at least as large as the table.
     by_expert: for each row in the order of experts, its index in the order of arrival. by_arrival: the inverse. Both int64.
     ends `[experts]`: the end of each expert's rows in the order of experts, int32.
     """

@@ -85,8 +85,8 @@ def _there(
 ):  # fmt: skip
     """Return the tile of y that earlier launches have stored, as fp32 `[BLOCK_M, BLOCK_N]`, so that this launch can add to it.
 
-    y_row, column: the tile's first row and first column in y. left: the number of rows of the tile that are in y; further rows
-        are zero.
+    y_row, column: the tile's first row and first column in y.
+    left: the number of rows of the tile that are in y; further rows are zero.
     """
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
@@ -191,10 +191,11 @@ def grouped_matmul_kernel(
     y_address: the address of the result y. slots_address: the address of slots.
     partials `[ROUNDS * programs, BLOCK_M, BLOCK_N]`: fp32 scratch for the partial sums of shared tiles. arrived `[programs]`: for
         each shared tile, the number of programs that have stored their partial sums; zero between launches.
-    ADDS: add products to y; never with BACK. MERGED: tiles have rows of all sources, and the launch covers all sources; never
-        with ADDS. SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS. ROUNDS: the
-        largest number of rounds of the parts of shared tiles: 1, or 2 if SPLITS is at least 3. SWAP: compute the transposed
-        product; only with TMA and without ADDS.
+    ADDS: add products to y; never with BACK.
+    MERGED: tiles have rows of all sources, and the launch covers all sources; never with ADDS.
+    SPLITS: the largest number of programs that share a tile; above 1 only with TMA and without ADDS.
+    ROUNDS: the largest number of rounds of the parts of shared tiles: 1, or 2 if SPLITS is at least 3.
+    SWAP: compute the transposed product; only with TMA and without ADDS.
     """
     tl.static_assert(not SWAP or (TMA and not ADDS), "transposed products need TMA, and cannot accumulate")
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")

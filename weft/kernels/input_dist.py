@@ -92,8 +92,9 @@ def header_kernel(
     own `[HEAD + keys + 1]`: this rank's own header: HEAD words, the number of ids of each key, and the index of the
         first id in `values`.
     headers `[words]`: the headers of all destinations. Word i is a copy of word `header_index[i]` of the own header.
-    most: the number of ids in `values`, to which the counts must sum. GIVEN: True if the caller gave offsets, which must begin
-        at 0 and end at `most`. PADDED: True if the counts may also sum to less, because `values` may end with unused ids.
+    most: the number of ids in `values`, to which the counts must sum.
+    GIVEN: True if the caller gave offsets, which must begin at 0 and end at `most`.
+    PADDED: True if the counts may also sum to less, because `values` may end with unused ids.
     KEYS: a power of two, at least `keys`.
     """
     key = tl.arange(0, KEYS)
@@ -264,8 +265,9 @@ def _reason(
 ):
     """Return the reason for which a batch must be dropped, or 0. The first program writes the reason to `record`.
 
-    header, counts, batches, sources_of, is_piece: the values of `unpack_kernel`, for all pieces. samples: the number of samples
-        that each source must have. most: the largest number of ids of all sources together.
+    header, counts, batches, sources_of, is_piece: the values of `unpack_kernel`, for all pieces.
+    samples: the number of samples that each source must have.
+    most: the largest number of ids of all sources together.
     """
     refused = tl.load(header, mask=is_piece, other=0)
     bits = tl.load(header + 1, mask=is_piece, other=32 * ID_WORDS)
@@ -302,11 +304,12 @@ def unpack_kernel(
     headers `[sources, HEAD + features]`: the header that each source has sent.
     PIECES: a power of two, at least `sources * features`.
     BAGS, SUM: how many lengths a program loads at a time: BAGS for prefix sums, SUM for sums.
-    BOXED: True if `messages` are the addresses of every rank's boxes, as mapped on this device, int64 [sources]. The kernel then
-        reads the messages for this rank, RANK, in the memory of their sources. The CPU knows no sizes: `values` has room for
-        `most` ids, and each source must have `samples` samples. A batch that breaks these bounds, or that a rank has refused,
-        is replaced by empty bags, and `record` says why (`_reason`). state `[1]`: the number of exchanges so far. box: the size
-        of a box in 4-byte words.
+    BOXED: True if `messages` are the addresses of every rank's boxes, as mapped on this device, int64 [sources]. The kernel
+        then reads the messages for this rank, RANK, in the memory of their sources. The CPU knows no sizes: `values` has
+        room for `most` ids, and each source must have `samples` samples. A batch that breaks these bounds, or that a rank
+        has refused, is replaced by empty bags, and `record` says why (`_reason`).
+    state `[1]`: the number of exchanges so far.
+    box: the size of a box in 4-byte words.
     """
     source, feature = tl.program_id(0) % sources, tl.program_id(0) // sources
     every = tl.arange(0, PIECES)

@@ -93,8 +93,9 @@ def move_kernel(
 ):  # fmt: skip
     """Run the copy and the signals that the module docstring describes.
 
-    source, target: addresses of the first rows. rows: the number of rows. width and pitches count items of type ITEM.
-        Width, pitches, addresses and offsets are multiples of ALIGN items.
+    source, target: addresses of the first rows.
+    rows: the number of rows. width and pitches count items of type ITEM. Width, pitches, addresses and offsets are
+        multiples of ALIGN items.
     targets `[n_targets]`: addresses of further targets for the same rows.
     parts `[n_parts, 4]`: further copies, as (offset of the source in bytes from `source`, target, is_offset, sizes).
         The target is an address, or if is_offset is 1 an offset in bytes from the argument `target`.
@@ -104,8 +105,8 @@ def move_kernel(
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of
         rows to copy. The number of rows is clamped to the source's `source_rows` and the target's `rows`.
-    early: True if no peer writes the source, so that reading may begin before the waits. ADD: True to add
-        floating-point items to the target, with atomics of system scope.
+    early: True if no peer writes the source, so that reading may begin before the waits.
+    ADD: True to add floating-point items to the target, with atomics of system scope.
     """
     if tl.program_id(0) == 0:
         write_flags(sets_before, n_sets_before, 1, PTX)

@@ -38,8 +38,10 @@ def totals_kernel(
 ):  # fmt: skip
     """Compute N sizes, each a constant plus sums over elements of `held`. Grid: one program per number.
 
-    held: the buffer with the counts, int64. terms: the terms of each number, int64 `[N, n_terms, 3]`, as (first, count,
-        step). constants: the constant of each number, int64 `[N]`. numbers: the results, int64 `[N]`.
+    held: the buffer with the counts, int64.
+    terms: the terms of each number, int64 `[N, n_terms, 3]`, as (first, count, step).
+    constants: the constant of each number, int64 `[N]`.
+    numbers: the results, int64 `[N]`.
     TABLES: True to fill `held` with `n_one` elements at the address `one` and then `n_other` elements at the address `other`.
     """
     number = tl.program_id(0).to(tl.int64)

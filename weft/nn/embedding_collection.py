@@ -288,8 +288,8 @@ class ShardedEmbeddingCollection(PartitionedTables):
     def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
         """Update the tables once, with the received gradients.
 
-        of: the result of `_record`. received: the ids and gradients that arrived in one backward, or in all backwards
-            of `accumulate()`.
+        of: the result of `_record`.
+        received: the ids and gradients that arrived in one backward, or in all backwards of `accumulate()`.
         """
         tables = of.tables
         assert tables is not None

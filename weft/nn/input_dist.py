@@ -151,8 +151,9 @@ class InputDist:
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. All ranks must make this call.
 
-        grad: the gradient of the weights that arrived on this rank. like: this rank's own weights. route: the numbers
-            of ids that were sent in forward.
+        grad: the gradient of the weights that arrived on this rank.
+        like: this rank's own weights.
+        route: the numbers of ids that were sent in forward.
         """
         order, ids = route.order, route.ids
         backwards = sorted(range(len(order)), key=order.__getitem__)

@@ -194,8 +194,8 @@ def on_all_ranks(
     If `act` raises on a rank, every rank raises `RefusedError` with the reasons. A rank whose memory is exhausted raises
     its own error, because callers may catch memory errors and retry.
 
-    what: a name for the call. Ranks compare their names, so that different calls do not pair. failure: the beginning of the
-        error text.
+    what: a name for the call. Ranks compare their names, so that different calls do not pair.
+    failure: the beginning of the error text.
     """
     result, failed = None, None
     try:

@@ -149,8 +149,8 @@ class ReplicatedTables:
         With an optimizer, update the tables, or keep the sum for the end of `accumulate()`, and return None for each
         table. Otherwise return the gradient of each table.
 
-        flat: this rank's gradients of all tables, as one tensor. step: the number of earlier updates of the sharded
-            tables, as for `pooled`.
+        flat: this rank's gradients of all tables, as one tensor.
+        step: the number of earlier updates of the sharded tables, as for `pooled`.
         """
         flat = runtime.reduced(flat, of, self.group, self.deadline_s, self.collected is not None)
         if of.tables is None:

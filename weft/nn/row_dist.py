@@ -100,8 +100,8 @@ class RowDist:
         """Send ids to their owners. Return (the routing, the row numbers that peers request from each part of this
         rank, `bad` as integers).
 
-        places: for each id, the index of its part among all parts sorted by rank (`place_of_part`). rows: for each id,
-            its row number in the part. A row number out of range is sent too, and stays out of range.
+        places: for each id, the index of its part among all parts sorted by rank (`place_of_part`).
+        rows: for each id, its row number in the part. A row number out of range is sent too, and stays out of range.
         bad: integer tensors of one element that the caller needs on the CPU, such as the number of ids out of range.
             They are copied together with the numbers of ids, so that the CPU waits only once.
         """
@@ -130,8 +130,8 @@ class RowDist:
 
         Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids.
 
-        counts: the number of this rank's ids for each part, with parts sorted by rank. bad: integer tensors of one
-            element, which are copied to the CPU together with the numbers of ids.
+        counts: the number of this rank's ids for each part, with parts sorted by rank.
+        bad: integer tensors of one element, which are copied to the CPU together with the numbers of ids.
         """
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])

@@ -48,8 +48,8 @@ def sharded_tensor(
 ) -> ShardedTensor:  # fmt: skip
     """Return a ShardedTensor whose parts are on the ranks of `group`. Ranks do not communicate.
 
-    own: this rank's parts, in the order of `parts`. device: this rank's device. Other ranks are assumed to use devices
-        of the same type: rank r uses device r.
+    own: this rank's parts, in the order of `parts`.
+    device: this rank's device. Other ranks are assumed to use devices of the same type: rank r uses device r.
     """
     rank = group.rank()
     metadata = [

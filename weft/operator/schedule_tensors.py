@@ -116,8 +116,9 @@ class _Memory(NamedTuple):
     """The memory of a matrix. A row is a piece of `width` bytes, there are `pieces` pieces, and their starts are `pitch` bytes
     apart.
 
-    begin, end: the addresses of its first byte and after its last byte. name: the buffer's name. written: True if the
-        run writes it.
+    begin, end: the addresses of its first byte and after its last byte.
+    name: the buffer's name.
+    written: True if the run writes it.
     """
 
     begin: int

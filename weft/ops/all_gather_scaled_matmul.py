@@ -74,8 +74,8 @@ def all_gather_scaled_matmul(
           rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales
           of its own rows.
-        - One element in the shape of one row's scale, such as [1, 1], while any rank has only one row: the same scale
-          for each row of this shard. (For the rank with one row this is the first case, so all ranks treat the scales
+        - A one-element tensor with A_shard's number of dimensions, such as [1, 1], if some rank has only one row: this
+          scale for each row of this shard. (For the rank with one row the first case applies, so all ranks treat scales
           as row-wise.)
         - Any other single element, such as a scalar: one scale for all of A. Pass the same value on every rank; weft
           does not check it.

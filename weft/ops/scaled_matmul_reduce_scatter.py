@@ -142,8 +142,8 @@ def _scattered(
     expected = dim if x.dim() == A.dim() else 0
     if after is not None and of_A != expected:
         raise ValueError(
-            f"scatter_dim_after_maybe_reshape={after}: orig_scatter_dim={orig_scatter_dim} is dimension {expected} "
-            f"of A {tuple(A.shape)}: pass {expected}, or None"
+            f"scatter_dim_after_maybe_reshape={after} must be {expected}, because orig_scatter_dim={orig_scatter_dim} is "
+            f"dimension {expected} of A {tuple(A.shape)}: pass {expected}, or None"
         )
     return x, dim
 

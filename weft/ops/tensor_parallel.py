@@ -53,8 +53,8 @@ def row(
 ) -> Any:  # fmt: skip
     """Return y [..., N] of a row-parallel layer, equal on all ranks. With norm, return (rms_norm(y), y).
 
-    x: [..., K / W]. weight: [N, K / W]. bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be
-        equal on all ranks.
+    x: [..., K / W].
+    weight: [N, K / W]. bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be equal on all ranks.
     """
     require_plain_by(_ROW, group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)

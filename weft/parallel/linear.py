@@ -247,8 +247,8 @@ def _dimension(placement: Placement, ndim: int) -> int:
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
     """True if weft can run the layer with this input. Otherwise torch's code runs.
 
-    sequence: the layout of the input (column-parallel) or of the output (row-parallel). features: the size of the
-        weight's sharded dimension, which must be divisible by the number of ranks.
+    sequence: the layout of the input (column-parallel) or of the output (row-parallel).
+    features: the size of the weight's sharded dimension, which must be divisible by the number of ranks.
     """
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)

@@ -156,7 +156,7 @@ def comparison(
     timed = [row for row in rows if row.us is not None]
     if not timed:
         raise ScheduleError(
-            f"no schedule of {problem.name} can be simulated: {rows[0].candidate.name}: {rows[0].why_not}"
+            f"no schedule of {problem.name} can be simulated ({rows[0].candidate.name}: {rows[0].why_not})"
         )
     least = bound(problem, model)
     serial = next((row.us for row in timed if row.candidate.name == "serial"), None)

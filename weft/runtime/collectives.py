@@ -171,8 +171,9 @@ def finish_by(
 
     ended: a function that waits for at most the given number of seconds, and returns True if the exchange has ended. It raises
         `RuntimeError` if the exchange has failed.
-    what: the name of the exchange, for error texts. absent: for error texts, a function that returns the ranks that have not
-        begun the exchange. where: the library that runs the exchange, for error texts.
+    what: the name of the exchange, for error texts.
+    absent: for error texts, a function that returns the ranks that have not begun the exchange.
+    where: the library that runs the exchange, for error texts.
     """
     until = time.monotonic() + deadline_s
     try:

@@ -62,8 +62,9 @@ def _factor_of_sums(of: ForwardCall) -> float:
 class _Layout(NamedTuple):
     """The sizes of the tables' gradients in a flat tensor.
 
-    shapes, rows, sizes: the shape, the number of rows, and the number of elements of each table. elements: the number of
-        elements of all tables. columns: the number of columns of every table; None if tables differ.
+    shapes, rows, sizes: the shape, the number of rows, and the number of elements of each table.
+    elements: the number of elements of all tables.
+    columns: the number of columns of every table; None if tables differ.
     """
 
     shapes: tuple[tuple[int, int], ...]

@@ -94,8 +94,8 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
     """Sum the gradients of equal ids. Row i of the result, [count, columns], is the sum of all grads[j] with inverse[j] =
     i, in float32, in the order of j. The CPU waits for the device.
 
-    inverse: the row of the result for each gradient, [n]. Every number below `count` must occur. grads: the gradients, [n,
-        columns].
+    inverse: the row of the result for each gradient, [n]. Every number below `count` must occur.
+    grads: the gradients, [n, columns].
     """
     rows = (
         1 << max(0, count - 1).bit_length()

@@ -77,8 +77,8 @@ def _digest(data: bytes) -> bytes:
 class Topic:
     """A description of a rank's next call, which ranks compare.
 
-    text: the operator and the sizes. Error texts contain this text, truncated if it is too long. details: further text to
-        compare, such as options.
+    text: the operator and the sizes. Error texts contain this text, truncated if it is too long.
+    details: further text to compare, such as options.
     difference: a function that returns a text with the difference, if only the details differ. All ranks call this function,
         because it may communicate.
     hint: advice for the error text if the texts differ only in sizes.
@@ -216,8 +216,9 @@ class Meeting:
         """Complete a rendezvous that native code has begun (`csrc/plain_steps.cpp`): wait for the other ranks, and compare their
         calls. Raise the errors of `meet`. The caller holds the lock `publishing`.
 
-        native: the exchange of this rendezvous. payload: the bytes that this rank has published. is_complete: True if all
-            ranks have arrived.
+        native: the exchange of this rendezvous.
+        payload: the bytes that this rank has published.
+        is_complete: True if all ranks have arrived.
         """
         assert self.exchange is not None
         if not is_complete:

@@ -102,8 +102,8 @@ def with_messages(
     is_far: Callable[[int, int], bool] = lambda source, to: False,
     awaited: Collection[CounterId] | None = None,
 ) -> list[tuple[Lane, ...]]:
-    """Return the lanes of each rank, with messages in place of sends. The lanes that receive messages come last in the
-    list of a rank.
+    """Return the lanes of each rank, with each `Send` split into a step that sends a message, and a step of another lane
+    that receives it. The lanes that receive messages come last in the list of a rank.
 
     ranks: the lanes of each rank, with numbers in place of expressions.
     is_far: a function that returns True for (a, b) if rank a cannot access memory of rank b.

@@ -45,8 +45,9 @@ class _Batch(Multistreamable):
     """The input of a call after its exchange between ranks: the features of this rank's tables for all samples, and the number
     of samples of each rank.
 
-    jagged: the received features; None if all tables are data-parallel. arranged: this rank's own input, separated by
-        kind of table (`weft.nn.partitioned_input.Arranged`); None if no table is sharded.
+    jagged: the received features; None if all tables are data-parallel.
+    arranged: this rank's own input, separated by kind of table (`weft.nn.partitioned_input.Arranged`); None if no table is
+        sharded.
     """
 
     def __init__(self, jagged: JaggedInput | None, batch_sizes: tuple[int, ...], arranged: _Arranged | None) -> None:

@@ -301,7 +301,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "last": ({"orig_scatter_dim": 1}, "orig_scatter_dim=1 is not allowed for A (24, 32)"),
             "other dimension": (
                 {"A": halves, "scatter_dim_after_maybe_reshape": 1},
-                "scatter_dim_after_maybe_reshape=1: orig_scatter_dim=0 is dimension 0 of A (12, 2, 32)",
+                "scatter_dim_after_maybe_reshape=1 must be 0, because orig_scatter_dim=0 is dimension 0 of A (12, 2, 32)",
             ),
             "no such dimension": (
                 {"scatter_dim_after_maybe_reshape": 2},

@@ -38,8 +38,9 @@ def print_table(
 ) -> None:  # fmt: skip
     """Print a table on stdout. The first column is left-aligned, the others right-aligned.
 
-    section: the index of a column. A line is drawn between rows with different values in this column. optional: the
-        columns to omit if the terminal is too narrow; the last name is omitted first. A pipe or file gets all columns.
+    section: the index of a column. A line is drawn between rows with different values in this column.
+    optional: the columns to omit if the terminal is too narrow; the last name is omitted first. A pipe or file gets all
+        columns.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]

@@ -35,8 +35,8 @@ def count(
     """Call each of `calls` repeatedly, and return {its name: record fields} from the driver's counters. Values are
     means over ranks. All ranks must make this call.
 
-    input_sets: the number of input sets, which consecutive calls take in turn. ms: a function from a call's name to its
-        time in ms, or None to skip the call.
+    input_sets: the number of input sets, which consecutive calls take in turn.
+    ms: a function from a call's name to its time in ms, or None to skip the call.
 
     Fields per call: call_ms, watts (mean power), joules, memory_bytes, sent_bytes, received_bytes. Further fields:
     idle_watts and `counted_known` (see the module). A field is None if the driver does not provide the counter, or if

@@ -112,9 +112,10 @@ class Ranks:
 class Timing:
     """The time of one call in ms, of the slowest rank: median and 20th and 80th percentiles over repetitions.
 
-    skew_ms: the slowest rank's time minus the fastest rank's time, as the median over repetitions. calls: the number of calls
-        in a repetition. host_us: microseconds for which a call keeps the CPU busy (GPUs only). each_ms: the time in each
-        repetition.
+    skew_ms: the slowest rank's time minus the fastest rank's time, as the median over repetitions.
+    calls: the number of calls in a repetition.
+    host_us: microseconds for which a call keeps the CPU busy (GPUs only).
+    each_ms: the time in each repetition.
     """
 
     p20_ms: float
@@ -156,8 +157,9 @@ def summarise(
 ) -> Timing:
     """Return the timing of a variant. Raise ValueError if there are no repetitions.
 
-    repetitions_ms: the measured times in milliseconds per call, as [repetition][rank]. host_us: the microseconds for which a
-        call keeps the CPU busy, as [repetition][rank]. calls: the number of calls in a repetition.
+    repetitions_ms: the measured times in milliseconds per call, as [repetition][rank].
+    host_us: the microseconds for which a call keeps the CPU busy, as [repetition][rank].
+    calls: the number of calls in a repetition.
     """
     if not repetitions_ms:
         raise ValueError("repetitions=0: time at least 1 repetition")

@@ -168,8 +168,10 @@ def measure_variants(
 ) -> Results:  # fmt: skip
     """Check and time `variants`, and return the results. All ranks must make this call.
 
-    beside: calls that are timed, but not checked, by name. step: a function that shows progress, from
-        `weft.bench.core.console.progress`. Variants that synchronise with the device are left out of mode "graph".
+    beside: calls that are timed, but not checked, by name.
+    step: a function that shows progress, from `weft.bench.core.console.progress`.
+
+    Variants that synchronise with the device are left out of mode "graph".
     """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(variants, work.ranks, work.called)
@@ -276,8 +278,8 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
     """Return True if `error`, an error of the variant `name`, exceeds the variant's limit. Then also add an error text to
     `found.wrong`.
 
-    how: text after the variant's name, such as " as a graph". so: the end of the error text, such as "it was not
-        timed".
+    how: text after the variant's name, such as " as a graph".
+    so: the end of the error text, such as "it was not timed".
     must: True to raise RuntimeError with this text instead.
     """
     if error <= (limit := work.limit(name, found.errors)):

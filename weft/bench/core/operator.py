@@ -33,8 +33,9 @@ Columns = Mapping[str, Callable[[Record], str]]
 class Measured:
     """The results of a benchmark on one configuration. records: a record for each (variant, mode).
 
-    beside: the times of other calls, such as the GEMM alone. title, notes: for the table on the terminal. wrong: error
-        texts of variants with a wrong result, which have no times.
+    beside: the times of other calls, such as the GEMM alone.
+    title, notes: for the table on the terminal.
+    wrong: error texts of variants with a wrong result, which have no times.
     """
 
     records: list[Record]

@@ -81,9 +81,10 @@ class Expected(NamedTuple):
 class StepTraffic:
     """The bytes that one rank must move in a step.
 
-    rows: the bytes of table rows, counted once for each id. distinct_rows: the bytes of the distinct rows. rest: all
-        other bytes that the rank reads or writes in its own memory. wire: bytes that leave the rank in forward and
-        backward together; as many bytes arrive.
+    rows: the bytes of table rows, counted once for each id.
+    distinct_rows: the bytes of the distinct rows.
+    rest: all other bytes that the rank reads or writes in its own memory.
+    wire: bytes that leave the rank in forward and backward together; as many bytes arrive.
     """
 
     rows: float

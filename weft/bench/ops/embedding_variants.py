@@ -44,8 +44,8 @@ Pool = Callable[[int], torch.Tensor]
 class SerialVariant:
     """A variant without overlap: it pools, exchanges the vectors and unpacks them, one after the other.
 
-    pooling: a function that prepares pooling for `work`, and returns the function that pools (a `Pool`). asynchronous: True to
-        start the all-to-all with `async_op=True` and then wait for it.
+    pooling: a function that prepares pooling for `work`, and returns the function that pools (a `Pool`).
+    asynchronous: True to start the all-to-all with `async_op=True` and then wait for it.
     """
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool], asynchronous: bool = False):

@@ -223,8 +223,8 @@ class _RankLanes:
         """Append one GEMM for adjacent chunks that stay on this rank. With add=gemm, the GEMM adds its product to the sum of
         the other ranks' updates.
 
-        place: the position of the first chunk in the whole output. rows: (first, count) of the rows to compute, counted
-            from this rank's first row.
+        place: the position of the first chunk in the whole output.
+        rows: (first, count) of the rows to compute, counted from this rank's first row.
         """
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":

@@ -50,8 +50,8 @@ class Scaled:
         return "bf16" if out == "fp8" else out
 
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
-        """Raise `ValueError` for sizes and dtypes that fp8 GEMMs do not support, and if `out`, `biased` or `fast` does
-        not have one entry for each y.
+        """Raise `ValueError` for sizes and dtypes that fp8 GEMMs do not support, and if `out`, `biased` or `fast` does not
+        have one entry for each weight.
         """
         if dtype != "fp8":
             raise ValueError(f"dtype={dtype!r}: scaled GEMMs need fp8 operands: use dtype='fp8'")

@@ -47,8 +47,8 @@ def update(
     """Apply the optimizer of `tables` to each row that occurs in the batch. Return the number of rows that were skipped
     because their gradient is infinite or NaN.
 
-    received: the gradients, [global batch, columns of this rank's tables]. scale: a tensor with one element that multiplies
-        every gradient; None for 1.
+    received: the gradients, [global batch, columns of this rank's tables].
+    scale: a tensor with one element that multiplies every gradient; None for 1.
     """
     optimizer, memory = tables.optimizer, _memory_of(of, tables)
     numbers = optimizer.numbers

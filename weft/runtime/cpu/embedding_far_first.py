@@ -156,9 +156,10 @@ class FarFirst:
         """Begin to exchange pooled vectors. Return the work handle (None if there is nothing to wait for), the receive
         buffer, and the number of elements from each rank.
 
-        sent: this rank's vectors, from `_pool`. cuts: for each rank r, how its samples are divided into pieces: piece i has the
-            samples cuts[r][i] to cuts[r][i + 1]. phase: the number of the piece to exchange; None for the samples of this
-            host's ranks.
+        sent: this rank's vectors, from `_pool`.
+        cuts: for each rank r, how its samples are divided into pieces: piece i has the samples cuts[r][i] to cuts[r][i +
+            1].
+        phase: the number of the piece to exchange; None for the samples of this host's ranks.
         """
         rank, taken = self.comm.rank, self._of(phase)
         rows = [len(range(*_rows(cut, phase).indices(cut[-1]))) for cut in cuts]

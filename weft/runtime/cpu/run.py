@@ -107,9 +107,9 @@ class Run:
 
         address, number: the counter's address, and its index among the counters of this rank.
         name: the signal, for error texts.
-        peer: the rank that sets the counter; None if several ranks set it. If messages set the counter when they
-            arrive, pass this rank, because it receives them. sources: the ranks that send these messages; empty if no
-            messages set the counter.
+        peer: the rank that sets the counter; None if several ranks set it. If messages set the counter when they arrive,
+            pass this rank, because it receives them.
+        sources: the ranks that send these messages; empty if no messages set the counter.
         """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:

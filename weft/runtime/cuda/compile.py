@@ -55,8 +55,10 @@ class Compiler:
     program: the native operations. items: the list of all operations. signals: the operations for signals. kernels: the launches of
         copy kernels.
     ahead: for each lane that reads dynamic sizes with by="meanwhile", the operation of this `Read` step.
-    scratch: memory for partial sums of GEMMs, by lane. scratch_at: the index in `Regions.bases` of the address of the first lane's
-        memory. The addresses for the other lanes follow. tensors: as for `compile_streams`.
+    scratch: memory for partial sums of GEMMs, by lane.
+    scratch_at: the index in `Regions.bases` of the address of the first lane's memory. The addresses for the other lanes
+        follow.
+    tensors: as for `compile_streams`.
     """
 
     def __init__(self, context: Context, timed: bool, tensors: Tensors | None = None) -> None:

@@ -112,8 +112,9 @@ class LastRun:
 class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
-    region: the symmetric buffers. words: the flags, followed by the standing word (`RankSchedule.standing_word`). own:
-        this rank's buffers, as tensors, that weft allocates: all except the caller's inputs and outputs.
+    region: the symmetric buffers.
+    words: the flags, followed by the standing word (`RankSchedule.standing_word`).
+    own: this rank's buffers, as tensors, that weft allocates: all except the caller's inputs and outputs.
     side: the streams of all lanes except the first. monitor: a stream for signals (`weft.runtime.cuda.compile`).
     begun_word: three numbers in pinned memory, which the device writes and the watching thread reads. The device sets the
         first to 1 when a run begins, and the thread resets it to 0. The second is 0, or 1 + a rank that sent a different

@@ -89,8 +89,10 @@ def choose_config(
     - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
       more stage of operands.
 
-    itemsize: the number of bytes of an element. rows_per_segment: the average number of rows of a segment. segments: the
-        number of segments of the launch; 0 if unknown. merged: True if tiles have rows of all sources.
+    itemsize: the number of bytes of an element.
+    rows_per_segment: the average number of rows of a segment.
+    segments: the number of segments of the launch; 0 if unknown.
+    merged: True if tiles have rows of all sources.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN

@@ -206,8 +206,8 @@ class GroupedMatmulLauncher:
     adds: True to add the products to the rows of y, in fp32. Not together with `back`.
     merged: True if a tile has rows of all sources, and all sources are computed. Without `back`, x has the rows of all
         sources, sorted by expert, and `slots` is not read. Not together with `adds`.
-    config: the tile sizes of the kernel that `prepare` has compiled. scratch: memory shared with other launches on the same
-        stream.
+    config: the tile sizes of the kernel that `prepare` has compiled.
+    scratch: memory shared with other launches on the same stream.
     """
 
     def __init__(

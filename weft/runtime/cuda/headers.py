@@ -92,8 +92,9 @@ class HeaderExchange(PeerExchange):
     ) -> None:
         """Enqueue the exchange on the current stream.
 
-        headers: int64, the headers for all ranks, one after the other. starts: the index of each rank's first word, and the
-            end, int64 `[world size + 1]` on the device. most: the number of words of the longest header of any rank.
+        headers: int64, the headers for all ranks, one after the other.
+        starts: the index of each rank's first word, and the end, int64 `[world size + 1]` on the device.
+        most: the number of words of the longest header of any rank.
         arrived: int64, receives the headers from all ranks.
         """
         self.check()

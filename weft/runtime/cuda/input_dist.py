@@ -35,8 +35,8 @@ def header(
     """Write this rank's header to `own`, and return the headers of its messages to all destinations, one after the other. A
     header has the number of ids of each piece (`weft.kernels.input_dist`).
 
-    own: the tensor for this rank's header, int64 `[HEAD + keys + 1]`. header_index: for each word of the returned headers, the
-        index of its value in `own`.
+    own: the tensor for this rank's header, int64 `[HEAD + keys + 1]`.
+    header_index: for each word of the returned headers, the index of its value in `own`.
     keys, batch: this rank's numbers of keys and of samples. is_padded: True if `values` may end with unused ids.
     """
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())
@@ -81,8 +81,9 @@ def pack(
 ) -> torch.Tensor:  # fmt: skip
     """Return the messages for all destinations, int32 [words].
 
-    own: this rank's header (see `header`). words: the number of 4-byte words of all messages together. boxes: where to write
-        the messages; None for new memory.
+    own: this rank's header (see `header`).
+    words: the number of 4-byte words of all messages together.
+    boxes: where to write the messages; None for new memory.
     """
     count, keys = pieces.key.numel(), own.numel() - device_code.HEAD - 1
     messages = torch.empty(words, dtype=torch.int32, device=values.device) if boxes is None else boxes.own

@@ -122,8 +122,9 @@ def kernel_call(
 ) -> _core.KernelCall | None:
     """Return a launch of the kernel `compiled` for `program`, or None if only Triton can launch the kernel.
 
-    programs: the size of the grid. arguments: the kernel's arguments, without constants. The caller must keep tensors among
-        them alive as long as the program.
+    programs: the size of the grid.
+    arguments: the kernel's arguments, without constants. The caller must keep tensors among them alive as long as the
+        program.
     only_if: numbers of a run. If one of them is 0, the kernel is not launched.
     """
     metadata, types = compiled.metadata, [t for t in compiled.src.signature.values() if t != "constexpr"]

@@ -225,8 +225,8 @@ class ScheduleMemory:
     def _fail(self, seconds: float, waited: str, run: str = "") -> None:
         """Make the group fail, because this rank has waited too long.
 
-        waited: the signal or event that this rank waited for, as text. run: further words about the run, for the error
-            text.
+        waited: the signal or event that this rank waited for, as text.
+        run: further words about the run, for the error text.
         """
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "

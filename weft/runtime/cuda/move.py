@@ -57,16 +57,16 @@ class CopyLaunch:
 
     sets_before, waits, sets, waits_after: the addresses of the flags (`weft.runtime.cuda.flags`) that the kernel sets or
         awaits, before and after the copy.
-    targets: addresses of further targets for the same source. parts: further copies from the source's buffer, never
-        together with `targets`.
+    targets: addresses of further targets for the same source.
+    parts: further copies from the source's buffer, never together with `targets`.
     begins, passes, ends: pairs (address, number) for the thread that watches deadlines. The kernel stores the numbers, in
         32 bits, when it begins, when `waits` have ended, and when it ends.
     sizes: for a dynamic size, the device address of three numbers: first row of the source, first row of the target, and
         number of rows. `shape.rows` is then the number of rows of the target. 0 for a fixed size.
     early: True if the kernel may read the source before its waits end. This is allowed if no awaited signal stands for a write
         to the source.
-    programs: the largest number of programs of the kernel. adds: the dtype of the elements if the copy adds to the target,
-        otherwise "".
+    programs: the largest number of programs of the kernel.
+    adds: the dtype of the elements if the copy adds to the target, otherwise "".
     """
 
     def __init__(

@@ -54,8 +54,9 @@ class PermuteLauncher:
     def launch(self, own: int, slots: int, target: int, rows: Sequence[int], stream: int | None = None) -> None:
         """Launch the kernel, which copies the segments from `own` and `slots` to `target`.
 
-        own, slots, target: the device addresses of the matrices. rows: the number of rows of each. stream: a stream's
-            handle; by default the current stream.
+        own, slots, target: the device addresses of the matrices.
+        rows: the number of rows of each.
+        stream: a stream's handle; by default the current stream.
         """
         step = next(step for step in self._variants if (own | slots | target) % step == 0)
         compiled, constants = self._variants[step]

@@ -71,8 +71,8 @@ class TilesCall:
 class TilesLane:
     """The lane of a `Tiles` step, with the data that the launch of the step needs.
 
-    scratch: memory that the lane's launches share. partials_at: the index of the address of this memory in `Regions.bases`, in
-        every run.
+    scratch: memory that the lane's launches share.
+    partials_at: the index of the address of this memory in `Regions.bases`, in every run.
     sizes: for each step of dynamic size (by its `id`), the device address of its sizes.
     words_set: a function of (rank, signal, index). It returns the addresses of the flag words in the memory of `rank` that
         a `Set` of `signal[index]` writes.

@@ -27,8 +27,8 @@ class OnCpu(NamedTuple):
 class Sizes:
     """The numbers of rows of an exchange on the device, and their copy on the CPU.
 
-    splits: the number of rows that this rank sends to each expert, [ranks * experts]. received: the number of rows from
-        each rank for each local expert, [ranks, experts].
+    splits: the number of rows that this rank sends to each expert, [ranks * experts].
+    received: the number of rows from each rank for each local expert, [ranks, experts].
     """
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:

@@ -192,8 +192,9 @@ class Turn:
     """An object that runs the collectives of one call, or of its backward, with a deadline, a timeline and, on CPU, a
     rendezvous before each collective.
 
-    turns: the rendezvous; None if ranks do not synchronise, as on GPUs. deadline_s: the longest wait for other ranks, in
-        seconds. marks: records the times of steps for a timeline.
+    turns: the rendezvous; None if ranks do not synchronise, as on GPUs.
+    deadline_s: the longest wait for other ranks, in seconds.
+    marks: records the times of steps for a timeline.
     """
 
     deadline_s: float | None
