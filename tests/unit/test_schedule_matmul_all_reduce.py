@@ -63,6 +63,14 @@ def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
         assert places == [(r, 0) if by == "load" else (rank, 6 * r) for r in range(4)]
 
 
+@pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=gemm]", "chunked[chunks=2,by=dma]"])
+def test_copies_from_peers_do_not_queue_behind_copies_of_own_sums(name: str) -> None:
+    """A GPU may run a copy within its own memory only after a GEMM."""
+    for lane in named(MatmulAllReduce(3, 24, 8, 3, "bf16"), name).build().of_rank(1):
+        sources = {step.src.at == 1 for step in lane.steps if isinstance(step, Copy) and step.dst.buffer == "y"}
+        assert sources == {"from peers": {False}, "own rows": {True}}.get(lane.name, set())
+
+
 @pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]"])
 def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
     """Each sum is copied directly from its owner's memory to the result of each rank."""

@@ -70,7 +70,8 @@ class Result:
             computes its norm.
         """
         if self._eps is None:
-            fetched.fetch(source, target, by)
+            apart = by == "dma"  # copy kernels would compete for compute units
+            fetched.fetch(source, target, by, apart=apart, joins=apart)
             return self.d.schedule()
         complete, compute = self.d.signals("complete", fetched.chunks), self.d.lane("compute")
         fetched.fetch(source, target, by, complete=complete)
