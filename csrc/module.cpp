@@ -18,6 +18,7 @@ void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
 void register_copy_columns(nb::module_ &m);
 void register_accumulate(nb::module_ &m);
+void register_sort_pairs(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
 void register_fluid(nb::module_ &m);
 void register_memory_controller(nb::module_ &m);
@@ -43,6 +44,7 @@ NB_MODULE(_core, m) {
     register_copy(m);
     register_copy_columns(m);
     register_accumulate(m);
+    register_sort_pairs(m);
     register_stream_program(m);
     register_fluid(m);
     register_memory_controller(m);

@@ -1001,3 +1001,14 @@ def run_controllers(setups: Sequence[ControllerSetup]) -> list[tuple[dict[str, f
     """Simulate all setups together, to the end. Return for each setup the totals by name, and for each time bin the bytes of
     each kind of access.
     """
+
+def sort_pairs(
+    function: int, keys: int, sorted_keys: int, values: int, sorted_values: int, *, count: int, bits: int
+) -> None:
+    """Enqueue a stable sort of `count` int32 keys, each with a value of 32 bits, on torch's current stream. Releases the GIL.
+
+    function: the address of `at::cuda::cub::detail::radix_sort_pairs_impl<int32_t, 4>` in torch's library. An exception of the
+        function is raised as RuntimeError.
+    keys, sorted_keys, values, sorted_values: addresses in the memory of the current device.
+    bits: the number of bits of the largest key. Keys are at least 0.
+    """

@@ -11,17 +11,24 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sorts_equal_torchs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "pairs"), [(torch.int32, False), (torch.int64, False), (torch.int32, True)])
+def test_sorts_equal_torchs(dtype: torch.dtype, pairs: bool) -> None:
+    from weft.runtime.cuda.radix_sort import sorts_pairs
     from weft.runtime.cuda.sort_graphs import SortGraphs
 
+    if pairs and not sorts_pairs():
+        pytest.skip("torch's library has no sort of pairs")
+
     stream, generator = torch.cuda.Stream(), torch.Generator("cuda").manual_seed(3)
-    graphs = SortGraphs(dtype, stream)
+    graphs = SortGraphs(dtype, stream, pairs)
     for count in (5, 5, 5, 70_001, 70_001, 69_800, 5, 70_001, 1, 1, 1, 300_000, 300_000, 300_000, 70_001, 70_001, 5):
         given = torch.randint(0, max(2, count // 3), (count,), dtype=dtype, device="cuda", generator=generator)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            graphs.keys(count).copy_(given)
+            memory, values = graphs.memory(count)
+            memory.copy_(given)
+            if values is not None:
+                values.copy_(torch.arange(count, dtype=torch.int32, device="cuda"))
             keys, order = graphs.sort(count, count)
         torch.cuda.synchronize()
         wanted = torch.sort(given, stable=True)

@@ -105,8 +105,15 @@ def test_kernels_of_runs_compile(wide: bool, target: str) -> None:
             runs_code.count_runs_kernel.warmup(keys, I64, 1000, 10**6, grid=(1,), **block),
             runs_code.sum_runs_kernel.warmup(I64, I64, I64, 100, BLOCK=1024, grid=(1,)),
             runs_code.runs_kernel.warmup(
-                keys, I64, keys, F32, I64, I32, keys, keys, F32, I64, 1000, 10**6, SCALED=wide, SEGMENT=SEGMENT, grid=(1,),
-                **block,
+                keys, I64, keys, F32, I64, I32, keys, keys, F32, I64, 1000, 10**6, SCALED=wide, SEGMENT=SEGMENT, ORDER=0,
+                grid=(1,), **block,
+            ),
+            *(
+                runs_code.runs_kernel.warmup(
+                    I32, I32, I32, F32, I64, I32, I32, I32, F32, I64, 1000, 10**6, SCALED=False, SEGMENT=SEGMENT, ORDER=order,
+                    grid=(1,), **block,
+                )
+                for order in (1, 2)
             ),
             runs_code.long_runs_kernel.warmup(I32, I64, I64, I32, I32, I32, BLOCK=256, SEGMENT=SEGMENT, grid=(1,)),
         ]  # fmt: skip

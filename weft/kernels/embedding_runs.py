@@ -7,7 +7,7 @@ and its scale is the factor of this gradient.
 
     occurrences_kernel   from ids and offsets: keys, places and scales. A program searches all offsets for the bags of its first
                          and last id, and only between these two bags for the bags of its other ids
-    (a stable sort)      of keys, together with the indices of the occurrences
+    (a stable sort)      of keys, together with the places, or with the indices of the occurrences
     count_runs_kernel    the number of runs that begin in each block of sorted keys
     sum_runs_kernel      the prefix sums of these numbers
     runs_kernel          start and key of each run; places and scales in sorted order
@@ -169,14 +169,16 @@ def sum_runs_kernel(ends, counters, runs, blocks, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "no_row"])
 def runs_kernel(
     keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, counters, count, no_row,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Write the first occurrence and the sort key of each run (all occurrences of one table row). Also write all places
     (offsets of gradients) and scales (factors of gradients) in sorted order. If a run has more than SEGMENT occurrences, set
     the counter ANY_LONG to 1.
 
-    order: for each sorted occurrence, its index before the sort. ends: for each block, the number of runs that begin in it or
-        before it. starts (result): the first occurrence of each run, and the end of the last run.
+    order: for each sorted occurrence, its index before the sort (ORDER 0) or its place (ORDER 1). With ORDER 2 the kernel does
+        not read it, because `sorted_places` already has the places.
+    ends: for each block, the number of runs that begin in it or before it.
+    starts (result): the first occurrence of each run, and the end of the last run.
     Grid: one program per block.
     """
     block = tl.program_id(0)
@@ -195,8 +197,11 @@ def runs_kernel(
     end = tl.where(key != no_row, count, at)
     runs = tl.load(ends + tl.num_programs(0) - 1)
     tl.store(starts + runs + at * 0, end.to(starts.dtype.element_ty), mask=is_end)
-    occurrence = tl.load(order + at, mask=inside, other=0)
-    tl.store(sorted_places + at, tl.load(places + occurrence, mask=inside, other=0), mask=inside)
+    if ORDER == 0:
+        occurrence = tl.load(order + at, mask=inside, other=0)
+        tl.store(sorted_places + at, tl.load(places + occurrence, mask=inside, other=0), mask=inside)
+    if ORDER == 1:
+        tl.store(sorted_places + at, tl.load(order + at, mask=inside, other=0), mask=inside)
     if SCALED:
         tl.store(sorted_scales + at, tl.load(scales + occurrence, mask=inside, other=0), mask=inside)
 

@@ -23,6 +23,7 @@ from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
 from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
+from weft.runtime.cuda.radix_sort import sort_pairs, sorts_pairs
 from weft.runtime.cuda.sort_graphs import MOST, SortGraphs, sort_graphs
 from weft.runtime.cuda.streams import current_stream
 from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
@@ -33,6 +34,7 @@ _TILE = 1024  # elements that a program sums at once
 _BLOCK = 1024  # ids or keys per program
 _RUNS = 256  # runs per program of the search for long runs
 MOST_32 = 2**31  # smaller numbers fit into int32
+_BY_INDEX, _READ, _WRITTEN = range(3)  # values of ORDER of `runs_kernel`
 _PROGRAMS_PER_SM = 32  # programs of one warp
 _GRAIN = (
     128  # arrays in one allocation have multiples of this many elements, so that all begin at multiples of 16 bytes
@@ -247,7 +249,7 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
         of.sorted_ahead = SortedAhead(rows, [], None, None)
         return
     home, side = current_stream(device), _side_stream(device)
-    graphs = sort_graphs(rows.shape.key_dtype, side) if 0 < rows.count <= MOST else None
+    graphs = sort_graphs(rows.shape.key_dtype, side, _sorts_pairs(rows)) if 0 < rows.count <= MOST else None
     torch.cuda.set_stream(side)
     try:
         with contextlib.nullcontext() if graphs is None else graphs.lock:
@@ -256,6 +258,12 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
         torch.cuda.set_stream(home)
     read = [jagged.values, jagged.offsets] + ([] if jagged.weights is None else [jagged.weights])
     of.sorted_ahead = SortedAhead(rows, read, home, side)
+
+
+def _sorts_pairs(rows: Rows) -> bool:
+    """True if the sort of a call's ids moves the places of their gradients. Otherwise it moves the indices of the ids."""
+    is_narrow = rows.shape.key_dtype == rows.of_places == torch.int32 and rows.count < MOST_32
+    return is_narrow and not rows.is_scaled and rows.buffer.device.type == "cuda" and sorts_pairs()
 
 
 @functools.cache
@@ -292,13 +300,20 @@ def _sort(
 ) -> None:  # fmt: skip
     """Sort the ids of a call into `rows`, on the current stream, after the work enqueued on the stream `after`.
 
-    graphs: sorts of keys on the current stream, whose lock the caller holds; None for torch's sort.
+    graphs: sorts of keys on the current stream, whose lock the caller holds; None to sort without a graph.
     """
     shape, count, device = rows.shape, rows.count, rows.buffer.device
     if not count:
         return
-    ids = occurrences(of, jagged, after, laid, None if graphs is None else graphs.keys(count))
-    ordered, order = torch.sort(ids.keys, stable=True) if graphs is None else graphs.sort(count, shape.no_row)
+    ids = occurrences(of, jagged, after, laid, *((None, None) if graphs is None else graphs.memory(count)))
+    if graphs is not None:
+        how = _READ if graphs.pairs else _BY_INDEX
+        ordered, order = graphs.sort(count, shape.no_row)
+    elif _sorts_pairs(rows):
+        how, ordered, order = _WRITTEN, torch.empty_like(ids.keys), rows.tensors.places
+        sort_pairs(ids.keys, ids.places, ordered, order, shape.no_row.bit_length())
+    else:
+        how, (ordered, order) = _BY_INDEX, torch.sort(ids.keys, stable=True)
     scaled, cuts = rows.is_scaled, count >= SEGMENT
     unused = ordered if ids.scales is None else ids.scales
 
@@ -307,7 +322,7 @@ def _sort(
         found = [
             Kernel(device_code.count_runs_kernel, 4, of_keys),
             Kernel(device_code.sum_runs_kernel, 4, {"BLOCK": _BLOCK}),
-            Kernel(device_code.runs_kernel, 4, of_keys | {"SCALED": scaled, "SEGMENT": SEGMENT}),
+            Kernel(device_code.runs_kernel, 4, of_keys | {"SCALED": scaled, "SEGMENT": SEGMENT, "ORDER": how}),
             Kernel(device_code.long_runs_kernel, 4, {"BLOCK": _RUNS, "SEGMENT": SEGMENT}),
         ]
         return found if cuts else found[:3]
@@ -330,19 +345,19 @@ def _sort(
             found.append(((programs, 1), long))
         return found
 
-    key = ("runs", shape.kind, rows.of_places, scaled, cuts, _BLOCK, _RUNS, SEGMENT)
+    key = ("runs", how, shape.kind, rows.of_places, scaled, cuts, _BLOCK, _RUNS, SEGMENT)
     launch_all(key if max(count, shape.no_row) < MOST_32 else None, kernels, calls)
 
 
 def occurrences(
     of: ForwardCall, jagged: JaggedInput, after: torch.cuda.Stream | None = None, laid: _LaidOut | None = None,
-    keys: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None, places: torch.Tensor | None = None,
 ) -> Occurrences:  # fmt: skip
     """Compute, for each occurrence of an id of this rank's tables, the key by which it is sorted and the offset of its
     gradient.
 
     after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences; None to
-        compute it. keys: the memory for the keys; None to allocate it.
+        compute it. keys, places: the memory for the results; None to allocate it.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
@@ -352,7 +367,7 @@ def occurrences(
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
     size, any_mean, weights = layers * count, shape.any_mean, jagged.weights
     keys = torch.empty(size, dtype=shape.key_dtype, device=device) if keys is None else keys
-    places = torch.empty(size, dtype=of_places, device=device)
+    places = torch.empty(size, dtype=of_places, device=device) if places is None else places
     over = torch.empty(size, dtype=torch.float32, device=device) if any_mean else None
     scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
     given = [

@@ -1,6 +1,6 @@
 """Sorts of up to a few million keys, as captured CUDA graphs.
 
-torch's sort is a dozen launches and allocations, which take more CPU time than a small sort takes on the GPU. A graph replays
+A sort is a dozen launches and allocations, which take more CPU time than a small sort takes on the GPU. A graph replays
 them in one launch. It always sorts the same memory. So the caller writes the keys into that memory, and uses the result on
 the same stream, before the next sort.
 """
@@ -12,6 +12,7 @@ import threading
 
 import torch
 
+from weft.runtime.cuda.radix_sort import sort_pairs
 from weft.symm.lasting import lasting
 
 MOST = 1 << 22
@@ -27,60 +28,75 @@ def size_of(count: int) -> int:
 
 
 class SortGraphs:
-    """The sorts of one thread at a time, on one stream. Hold `lock` from `keys` until all work on the result is enqueued."""
+    """The sorts of one thread at a time, on one stream. Hold `lock` from `memory` until all work on the result is enqueued."""
 
-    def __init__(self, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, dtype: torch.dtype, stream: torch.cuda.Stream, pairs: bool) -> None:
+        self.lock, self.pairs = threading.Lock(), pairs
         self._dtype, self._stream = dtype, stream
-        self._keys = self._sorted = self._order = torch.empty(0)
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._keys = self._values = self._sorted = self._order = torch.empty(0)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all graphs, because they never run at the same time
 
-    def keys(self, count: int) -> torch.Tensor:
-        """Return the memory for `count` keys. The current stream must be the stream of this object."""
+    def memory(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the memory for `count` keys, and with `pairs` for as many values, else None. The current stream must be the
+        stream of this object.
+        """
         size = size_of(count)
         if size > len(self._keys):
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool whose last graph is gone
             shape, device, dtype = 1 << (size - 1).bit_length(), self._stream.device, self._dtype
-            self._keys, self._sorted, self._order = lasting(
-                device, lambda: [torch.empty(shape, dtype=one, device=device) for one in (dtype, dtype, torch.int64)]
+            of_order = torch.int32 if self.pairs else torch.int64
+            dtypes = dtype, dtype, of_order, *([torch.int32] if self.pairs else [])
+            self._keys, self._sorted, self._order, *values = lasting(
+                device, lambda: [torch.empty(shape, dtype=one, device=device) for one in dtypes]
             )
-        return self._keys[:count]
+            self._values = values[0] if self.pairs else self._order
+        return self._keys[:count], self._values[:count] if self.pairs else None
 
     def sort(self, count: int, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort the `count` keys stably. Return the sorted keys and the index of each, of which the first `count` are valid.
+        """Sort the `count` keys stably. Return the sorted keys, and with `pairs` the value, else the index, of each. The first
+        `count` of both are valid.
 
         largest: a number that no key exceeds.
         """
-        size = size_of(count)
-        keys, out = self._keys[:size], (self._sorted[:size], self._order[:size])
+        size, bits = size_of(count), largest.bit_length()
+        out = self._sorted[:size], self._order[:size]
         if size > count:
-            keys[count:].fill_(largest)  # at the end after the sort, because it is stable
-        if size not in self._graphs:
+            self._keys[count:size].fill_(largest)  # at the end after the sort, because it is stable
+        key = size, bits if self.pairs else 0
+        if key not in self._graphs:
             # The first sort of a size runs without a graph, because a capture must not load kernels.
-            self._graphs[size] = None
-            torch.sort(keys, stable=True, out=out)
+            self._graphs[key] = None
+            self._sort(*key)
             return out
-        graph = self._graphs[size]
+        graph = self._graphs[key]
         if graph is None:
             # On the thread of `lasting`: a temporary pool would lend the graph memory that it must not write when it is replayed.
-            graph = self._graphs[size] = lasting(self._stream.device, lambda: self._captured(keys, out))
+            graph = self._graphs[key] = lasting(self._stream.device, lambda: self._captured(*key))
         graph.replay()
         return out
 
-    def _captured(self, keys: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> torch.cuda.CUDAGraph:
-        """Return a graph that sorts `keys` into `out`."""
+    def _sort(self, size: int, bits: int) -> None:
+        """Sort the first `size` keys. bits: with `pairs`, the number of bits of the largest key."""
+        keys, ordered, order = (tensor[:size] for tensor in (self._keys, self._sorted, self._order))
+        if self.pairs:
+            sort_pairs(keys, self._values[:size], ordered, order, bits)
+        else:
+            torch.sort(keys, stable=True, out=(ordered, order))
+
+    def _captured(self, size: int, bits: int) -> torch.cuda.CUDAGraph:
+        """Return a graph of `_sort`."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
-            torch.sort(keys, stable=True, out=out)
+            self._sort(size, bits)
         finally:
             graph.capture_end()
         return graph
 
 
 @functools.cache
-def sort_graphs(dtype: torch.dtype, stream: torch.cuda.Stream) -> SortGraphs:
-    """Return the sorts of keys of this dtype on `stream`."""
-    return SortGraphs(dtype, stream)
+def sort_graphs(dtype: torch.dtype, stream: torch.cuda.Stream, pairs: bool) -> SortGraphs:
+    """Return the sorts of keys of this dtype on `stream`. pairs: True to sort them together with values, both of 32 bits."""
+    return SortGraphs(dtype, stream, pairs)
