@@ -68,6 +68,7 @@ def test_kernels_compile(name: str, target: str) -> None:
     of_tile |= {"SEGMENT": SEGMENT, "SPLIT": case["split"], "STEPS": 3}
     options = {"grid": (1,), "num_warps": case["warps"]}
     rules = {"RULE": case["rule"], "SPARSE": case["sparse"], "SKIP": case["skip"]}
+    rules |= {"CLIPS": case["skip"], "DECAYS": case["skip"], "PTX": target == "sm_90"}
     rules |= {"STOCHASTIC": case.get("random", False), "DTYPE": TRITON_TYPE[dtype], "ITEM_BYTES": dtype.itemsize}
     data = case["keys"], I32, F32, grads, I32  # keys of runs, places, scales, gradients, starts
     with compiling_for(TARGETS[target]):

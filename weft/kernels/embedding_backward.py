@@ -13,7 +13,7 @@ depends only on the run and on constants, not on the grid, timing, or other runs
 occurs a million times keeps many programs busy.
 
 Speed. Most rows occur once or twice, so a chain of dependent loads (start of the run, places, gradients, row) takes
-most of the time. A program works on GROUP runs at once, and meanwhile loads the starts of the next group. `ALIGN`
+most of the time. A program works on GROUP runs at once, and meanwhile loads the starts and places of the next group. `ALIGN`
 allows vector loads.
 
 Only the device knows the number of runs. So program p of n handles the runs or groups p, p + n, p + 2 n and so on. The
@@ -26,10 +26,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.embedding_arithmetic import at_random, mixed, over_root
 from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 
 # Columns of the list of tables (int64): addresses of weight, first state, second state and output; first linear row; number
-# of columns; first run; number of the table.
+# of columns; first run; number of the table. A line without a table follows the last line. Its first linear row is 2^63 - 1.
 TABLE_FIELDS = 8
 # Indices of a rule's numbers (float32).
 NUMBERS = 10
@@ -53,6 +54,7 @@ _CLIP = tl.constexpr(CLIP)
 _SEGMENTS = tl.constexpr(SEGMENTS)
 _LONG_RUNS = tl.constexpr(LONG_RUNS)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
+_MOST = tl.constexpr(2**63 - 1)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -127,36 +129,6 @@ def run_sums_kernel(
 
 
 @triton.jit
-def _mixed(word):
-    """Return a hash of an int64, as uint64: the finalizer of the random number generator splitmix64."""
-    z = word.to(tl.uint64, bitcast=True)
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
-
-
-@triton.jit
-def _at_random(x, random, DTYPE: tl.constexpr):
-    """Round fp32 `x` stochastically to DTYPE (fp16 or bf16), using the 24 lowest bits of `random`.
-
-    The probability of the upper neighbour is `(x - lower) / (upper - lower)`, as in `narrow_at_random` of
-    csrc/embedding_backward.cpp.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    LOW: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
-    finite = (bits & 0x7F800000) != 0x7F800000
-    moved = ((bits + (random & LOW).to(tl.uint32)) & (0xFFFFFFFF - LOW)).to(tl.float32, bitcast=True)
-    found = tl.where(finite, moved, x)
-    if tl.float16 == DTYPE:  # subnormals are multiples of 2**-24
-        scaled = tl.abs(x) * 16777216.0
-        below = tl.floor(scaled)
-        up = (random & 0xFFFFFF).to(tl.int32).to(tl.float32) < (scaled - below) * 16777216.0
-        size = (below + tl.where(up, 1.0, 0.0)) * 5.9604644775390625e-08
-        found = tl.where(tl.abs(x) < 6.103515625e-05, tl.where(x < 0, -size, size), found)
-    return found.to(DTYPE)
-
-
-@triton.jit
 def _gradient(
     places, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
@@ -166,7 +138,16 @@ def _gradient(
     at: for each run, the index of the occurrence among all sorted occurrences. there: False for runs without an occurrence at
         this index; their gradient is 0.
     """
-    place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
+    place = tl.load(places + at, mask=there, other=0)
+    return _gradient_at(place, scales, grads, at, there, columns, inside, SCALED, ALIGN)
+
+
+@triton.jit
+def _gradient_at(
+    place, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Return what `_gradient` returns. place: for each run, the offset of its gradient in `grads`."""
+    place = tl.multiple_of(place, ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
     if SCALED:
         g = g * tl.load(scales + at, mask=there, other=0)[:, None]
@@ -174,16 +155,32 @@ def _gradient(
 
 
 @triton.jit
+def _table_after(entry, tables, count, row, valid, STEPS: tl.constexpr):
+    """Return what `_table_of` returns. entry: its result for row numbers that are at most `row`. Usually the table is the same, so
+    only the first row of the next table is loaded.
+    """
+    end = tl.load(entry + _TABLE_FIELDS + 4, mask=valid, other=_MOST)
+    if tl.max((valid & (end <= row)).to(tl.int32), axis=0) > 0:
+        entry = _table_of(tables, count, row, STEPS)
+    return entry
+
+
+@triton.jit
 def _row(
-    tables, count_of_tables, key, valid, columns, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr,
-    ALIGN: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr,
-    RULE: tl.constexpr,
+    entry, is_first: tl.constexpr, tables, count_of_tables, key, valid, columns,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SPLIT: tl.constexpr,
+    STEPS: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Find the rows of GROUP runs, and load what an update reads. Return (the lines of their tables, their row numbers in the
     tables, their elements fp32 `[GROUP, BLOCK_D]`, their rowwise states fp32 `[GROUP]`).
+
+    entry: the lines of the tables of the program's preceding runs; ignored if is_first.
     """
     linear = key.to(tl.int64) // SPLIT
-    entry = _table_of(tables, count_of_tables, linear, STEPS)
+    if is_first:
+        entry = _table_of(tables, count_of_tables, linear, STEPS)
+    else:
+        entry = _table_after(entry, tables, count_of_tables, linear, valid, STEPS)
     row = linear - tl.load(entry + 4)
     dim = tl.full([GROUP], BLOCK_D, tl.int64)
     if not UNIFORM:
@@ -208,6 +205,7 @@ def update_rows_kernel(
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    CLIPS: tl.constexpr, DECAYS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of every run (all occurrences of one table row in the batch), and apply the update rule to the row. A
     program works on GROUP runs at a time.
@@ -219,6 +217,7 @@ def update_rows_kernel(
     numbers: the rule's constants, fp32. learning_rate: the learning rate, fp32 `[]`.
     extra: with STOCHASTIC the seed of stochastic rounding, int64 `[1]`.
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
+    CLIPS, DECAYS: True if the rule clamps the elements of gradients, and if it adds a multiple of the row to the gradient.
     ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.
     UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and of all offsets
         in `places`, in elements.
@@ -230,7 +229,7 @@ def update_rows_kernel(
     total_runs = tl.load(runs) * tl.load(ok)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
-    # A pipeline: runs are loaded two groups ahead. Their rows, states and first places are loaded one group ahead.
+    # A pipeline: runs are loaded two groups ahead. Their rows, states and first three places are loaded one group ahead.
     run = begin + lanes
     valid = run < total_runs
     first = tl.load(starts + run, mask=valid, other=0)
@@ -242,9 +241,12 @@ def update_rows_kernel(
     next_end = tl.load(starts + next_run + 1, mask=next_valid, other=0)
     next_key = tl.load(run_keys + next_run, mask=next_valid, other=0)
     entry, row, w, rowwise = _row(
-        tables, count_of_tables, key, valid, columns, GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE, ITEM_BYTES, RULE
+        tables, True, tables, count_of_tables, key, valid, columns,
+        GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE, ITEM_BYTES, RULE,
     )  # fmt: skip
-    place = tl.load(places + first, mask=valid, other=0)
+    place0 = tl.load(places + first, mask=valid, other=0)
+    place1 = tl.load(places + first + 1, mask=valid & (first + 1 < end), other=0)
+    place2 = tl.load(places + first + 2, mask=valid & (first + 2 < end), other=0)
     while begin < total_runs:
         later_run = next_run + stride
         later_valid = later_run < total_runs
@@ -252,10 +254,12 @@ def update_rows_kernel(
         later_end = tl.load(starts + later_run + 1, mask=later_valid, other=0)
         later_key = tl.load(run_keys + later_run, mask=later_valid, other=0)
         next_entry, next_row, next_w, next_rowwise = _row(
-            tables, count_of_tables, next_key, next_valid, columns, GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE,
-            ITEM_BYTES, RULE,
+            entry, False, tables, count_of_tables, next_key, next_valid, columns,
+            GROUP, BLOCK_D, UNIFORM, ALIGN, SPLIT, STEPS, DTYPE, ITEM_BYTES, RULE,
         )  # fmt: skip
-        next_place = tl.load(places + next_first, mask=next_valid, other=0)
+        next_place0 = tl.load(places + next_first, mask=next_valid, other=0)
+        next_place1 = tl.load(places + next_first + 1, mask=next_valid & (next_first + 1 < next_end), other=0)
+        next_place2 = tl.load(places + next_first + 2, mask=next_valid & (next_first + 2 < next_end), other=0)
 
         dim = tl.full([GROUP], BLOCK_D, tl.int64)
         if not UNIFORM:
@@ -268,15 +272,14 @@ def update_rows_kernel(
         length = tl.where(is_long, 0, length)
         most = tl.max(length, axis=0)
         g = tl.zeros([GROUP, BLOCK_D], tl.float32)
-        there = length > 0
-        one = tl.load(
-            grads + tl.multiple_of(place, ALIGN)[:, None] + columns[None, :], mask=there[:, None] & inside, other=0
-        )
-        one = one.to(tl.float32)
-        if SCALED:
-            one = one * tl.load(scales + first, mask=there, other=0)[:, None]
-        g = g + one
-        for i in range(1, most, 2):
+        one = _gradient_at(place0, scales, grads, first, length > 0, columns, inside, SCALED, ALIGN)
+        if most > 1:  # load the first three gradients together
+            two = _gradient_at(place1, scales, grads, first + 1, length > 1, columns, inside, SCALED, ALIGN)
+            three = _gradient_at(place2, scales, grads, first + 2, length > 2, columns, inside, SCALED, ALIGN)
+            g = ((g + one) + two) + three
+        else:
+            g = g + one
+        for i in range(3, most, 2):
             one = _gradient(places, scales, grads, first + i, i < length, columns, inside, SCALED, ALIGN)
             two = _gradient(places, scales, grads, first + i + 1, i + 1 < length, columns, inside, SCALED, ALIGN)
             g = (g + one) + two
@@ -295,7 +298,8 @@ def update_rows_kernel(
             count = tl.sum((valid & (infinite > 0)).to(tl.int64), axis=0)
             if count > 0:
                 tl.atomic_add(skipped, count)
-        g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays NaN
+        if CLIPS:
+            g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays NaN
         if RULE == 6:
             squares = tl.sum(tl.where(stored, g * g, 0), axis=1)
             tl.store(extra + run, squares, mask=valid)
@@ -308,7 +312,8 @@ def update_rows_kernel(
                 out[:, None] + tl.multiple_of(at * dim, ALIGN)[:, None] + columns[None, :], g.to(DTYPE), mask=stored
             )
         else:
-            g += tl.load(numbers + _DECAY) * w
+            if DECAYS:
+                g += tl.load(numbers + _DECAY) * w
             eps = tl.load(numbers + _EPS)
             states1 = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.float32)), ALIGN * ITEM_BYTES)
             states2 = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.float32)), ALIGN * ITEM_BYTES)
@@ -317,7 +322,7 @@ def update_rows_kernel(
             if RULE == 2:  # rowwise Adagrad
                 s = rowwise + mean
                 tl.store(states1 + row, s, mask=keeps)
-                g = tl.div_rn(g, (tl.sqrt_rn(s) + eps)[:, None])
+                g = over_root(g, s, eps, inside, GROUP, BLOCK_D, PTX)
             if RULE == 3:  # Adagrad
                 s = tl.load(places1, mask=inside, other=1) + g * g
                 tl.store(places1, s, mask=stored)
@@ -341,9 +346,9 @@ def update_rows_kernel(
             weight = weight[:, None] + element[:, None] + columns[None, :]
             if rate != 0:  # otherwise leave the row's bits unchanged, including the sign of a zero
                 if STOCHASTIC:
-                    base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
-                    random = _mixed(base[:, None] + (element[:, None] + columns[None, :]) * _GOLDEN)
-                    tl.store(weight, _at_random(w - rate * g, random, DTYPE), mask=stored)
+                    base = mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
+                    random = mixed(base[:, None] + (element[:, None] + columns[None, :]) * _GOLDEN)
+                    tl.store(weight, at_random(w - rate * g, random, DTYPE), mask=stored)
                 else:
                     tl.store(weight, (w - rate * g).to(DTYPE), mask=stored)
         begin += stride
@@ -355,7 +360,9 @@ def update_rows_kernel(
         row = next_row
         w = next_w
         rowwise = next_rowwise
-        place = next_place
+        place0 = next_place0
+        place1 = next_place1
+        place2 = next_place2
         next_run = later_run
         next_valid = later_valid
         next_first = later_first

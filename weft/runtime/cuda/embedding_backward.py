@@ -50,9 +50,11 @@ __all__ = [
 
 _OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program permutes
 _GROUP = 512  # elements of the rows that a warp updates at once
-_UPDATES_PER_SM = 16  # warps of the update that a multiprocessor can run at once, because of their registers
+_UPDATES_PER_SM = 16  # warps of the update that a multiprocessor runs at once. On H100, more warps are slower
+_REGISTERS = 128  # per thread of the update, of which a multiprocessor has enough for these warps
 _ROWS = 8192  # elements of partial sums of long runs that a program adds at once
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and the sums of squares of gradients
+_AFTER_LAST = [0, 0, 0, 0, 2**63 - 1, 0, 0, 0]  # the line behind those of the tables
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -72,7 +74,8 @@ def update(
         seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around like `seed_of_update`
     skip = optimizer.nonfinite == "skip"
     rate = tables.learning_rate
-    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed, rate=rate)
+    changes = optimizer.clip_value is not None, optimizer.numbers.get("weight_decay", 0.0) != 0
+    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed, None, rate, changes)
     torch.autograd.graph.increment_version(tables.tensors)
     return skipped
 
@@ -208,12 +211,13 @@ def _tables_in_flat(
             lines.append([0, 0, 0, at, base, columns, 0, 0])
         at += rows * columns * torch.float32.itemsize
     lines = lines or [[0] * device_code.TABLE_FIELDS]
+    is_aligned, has_address = all(line[3] % 16 == 0 for line in lines), [0, 0, 0, 1, 0, 0, 0, 0]
+    masks = _on_device([*[has_address] * len(lines), [0] * device_code.TABLE_FIELDS], device)
+    return _on_device([*lines, _AFTER_LAST], device), masks, len(lines), is_aligned
 
-    def on_device(lines: list[list[int]]) -> torch.Tensor:
-        return lasting(device, lambda: torch.tensor(lines, dtype=torch.int64, device=device))
 
-    is_aligned = all(line[3] % 16 == 0 for line in lines)
-    return on_device(lines), on_device([[0, 0, 0, 1, 0, 0, 0, 0]] * len(lines)), len(lines), is_aligned
+def _on_device(lines: list[list[int]], device: torch.device) -> torch.Tensor:
+    return lasting(device, lambda: torch.tensor(lines, dtype=torch.int64, device=device))
 
 
 def rows_read(of: ForwardCall, rows: Rows) -> torch.Tensor:
@@ -253,7 +257,7 @@ def gradients_of_weights(
 def _launched(
     rows: Rows, received: torch.Tensor, tables: _DeviceTable, numbers: torch.Tensor, rule: int, sparse: bool, skip: bool,
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
-    rate: torch.Tensor | None = None,
+    rate: torch.Tensor | None = None, changes: tuple[bool, bool] = (False, False),
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernels that sum the gradients of each row and apply `rule` to the sums. Return the number of skipped
     rows, as a device tensor.
@@ -265,6 +269,7 @@ def _launched(
     dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding; None to round to
         nearest.
     squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update.
+    changes: True if the update clips elements of gradients, and True if it has weight decay.
     """
     shape, device, count = rows.shape, received.device, rows.count
     skipped = torch.zeros(1, dtype=torch.int64, device=device) if skip else _none_skipped(device)
@@ -289,6 +294,10 @@ def _launched(
         of_sums = {"ROWS": max(1, _ROWS // shape.block_d), "BLOCK_D": shape.block_d, "SEGMENT": SEGMENT}
         rules = {"RULE": rule, "SPARSE": sparse, "SKIP": skip, "STOCHASTIC": seed is not None}
         rules |= {"GROUP": group, "DTYPE": TRITON_TYPE[dtype], "ITEM_BYTES": dtype.itemsize}
+        on_nvidia = device.type == "cuda" and torch.version.hip is None
+        rules |= {"CLIPS": changes[0], "DECAYS": changes[1], "PTX": on_nvidia}
+        if on_nvidia:
+            rules["maxnreg"] = _REGISTERS
         found = [
             Kernel(device_code.segment_sums_kernel, shape.warps, {"ROWS": shape.lanes, **of_tile}),
             Kernel(device_code.run_sums_kernel, 8, of_sums),
@@ -318,7 +327,7 @@ def _launched(
 
     key = (
         "update", shape.kind, received.dtype, rows.of_starts, rows.of_places, extra.dtype, is_aligned, is_scaled, has_segments,
-        tables.size, rule, sparse, skip, dtype, seed is None, SEGMENT, _GROUP, _ROWS, alignments(addresses),
+        tables.size, rule, sparse, skip, changes, dtype, seed is None, SEGMENT, _GROUP, _ROWS, alignments(addresses),
     )  # fmt: skip
     launch_all(key, kernels, calls)
     return skipped
@@ -455,7 +464,7 @@ def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
         if len(_device_tables) >= 64:
             _device_tables.clear()
         rows = lines or [[0] * device_code.TABLE_FIELDS]
-        of_lines = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
+        of_lines = _on_device([*rows, _AFTER_LAST], device)
         is_aligned = all(address % 16 == 0 for line in rows for address in line[:4])
         table = _device_tables[key] = _DeviceTable(of_lines, max(1, len(lines)), is_aligned)
     keep_for_graphs(table.lines)
