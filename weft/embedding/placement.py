@@ -42,8 +42,8 @@ def place_tables(
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all with one dtype. Output columns are in the order of the tables.
     world_size: the number of ranks.
-    rows_read: the mean number of rows that a sample reads from each table, over all its features, in table order or by
-        name (default: one per feature). For a table with one feature this is the pooling factor.
+    rows_read: the mean number of rows that a sample reads from each table, summed over the table's features, in table order
+        or by name (default: one per feature). For a table with one feature this is the pooling factor.
     placement: the rank of each table, in table order or by name. Default: ranks are balanced by work, and memory only
         breaks ties. So pass `placement` to separate tables that do not fit on one rank.
 

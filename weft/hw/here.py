@@ -14,8 +14,9 @@ _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
     memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
-"""The driver's numbers for an H200, the base machine. The numbers of a GPU without a machine file are derived by the
-ratio of its driver numbers to these. The datasheet's numbers would not do, because they differ from the driver's.
+"""The driver's numbers for an H200, the base machine. For a GPU without a machine file, weft scales the H200's numbers by
+the ratio of the GPU's driver numbers to these numbers. The datasheet's numbers cannot be used for this, because they differ
+from the driver's.
 """
 _MOST = 30.0
 """The largest plausible ratio between a number of the GPU and of the base machine. Driver numbers beyond this ratio are

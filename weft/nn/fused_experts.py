@@ -55,7 +55,7 @@ def fused_experts(
 ) -> torch.Tensor:
     """Run the layer. Return the weighted sum of each token's rows.
 
-    weights: [tokens, top_k]. first, down: the parameters gate_up_proj and down_proj. routing: has `kernels`.
+    weights: [tokens, top_k]. first, down: the parameters gate_up_proj and down_proj. routing: its `kernels` must not be None.
     """
     given = tokens.contiguous(), weights.contiguous(), first, down
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):

@@ -56,8 +56,8 @@ _TRANSFORMED: tuple[Callable[[], object], ...] = (
     looks_at_frames,
 )
 _UNUSUAL = (*_TRANSFORMED, plan.pinned_around)
-"""Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or
-under a pinned schedule. Another case is that Dynamo would compile the functions that the call runs.
+"""Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or under
+a pinned schedule. Also if Dynamo would compile functions of weft.
 """
 
 

@@ -77,8 +77,9 @@ class Operator(ABC, Generic[C]):
     compare them.
     """
     is_combine: ClassVar[bool] = False
-    """True if unfused calls are those of `weft.runtime.unfused.experts_on_one_host.Combined` on CPU ranks of one host, and the
-    first fields are h, w, received, splits and rows. Native code then repeats calls."""
+    """True if CPU ranks of one host make unfused calls by `weft.runtime.unfused.experts_on_one_host.Combined`, and the
+    first fields are h, w, received, splits and rows. Native code then repeats such calls.
+    """
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """{field with a gradient: its argument name in the public function}"""
     arguments: ClassVar[Mapping[str, str]] = {}

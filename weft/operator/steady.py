@@ -137,8 +137,8 @@ class SteadyCalls:
         return None if known is None else known.again(features, tables, gradients)
 
     def learn(self, watched: list[Seen], jagged: JaggedInput, kind: tuple[bool, Any]) -> None:
-        """Record a call that took the slow path, if the slow call before it was alike. So calls whose sizes always differ are
-        not recorded.
+        """Record a call that took the slow path, if the previous slow call had the same kind, features, number of bags and
+        dtypes. So calls whose sizes always differ are not recorded.
 
         watched: the list that `weft.operator.replay.watching` has yielded. jagged: the input of the call.
         """

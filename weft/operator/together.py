@@ -154,7 +154,7 @@ def failed(
 
 
 def interrupted(operator: str, group: dist.ProcessGroup | str | None, error: BaseException) -> None:
-    """Make the group fail after Ctrl-C or another exception that is not an `Exception`, unless peers have been notified
+    """Make the group fail after Ctrl-C or another `BaseException` that is not an `Exception`, unless peers have been notified
     of `error`.
 
     The exception may arrive before this rank has counted the call. If the program then continues, its next call would

@@ -316,10 +316,11 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of tokens and weights.
 
-        If `matmul_all_to_all` overlaps for this shape, or if only the gradient of tokens is wanted, it computes this
-        gradient, with transposed weights. For the gradient of weights, tokens are sent again, before this GEMM: GPUs do
-        not run NCCL beside a GEMM, whose thread blocks would wait for NCCL's multiprocessors. Otherwise NCCL and cuBLAS
-        compute both: tokens are sent again during one GEMM, and gradients during the other.
+        If `matmul_all_to_all` overlaps for this shape, or if only the gradient of tokens is wanted, `matmul_all_to_all`
+        computes this gradient, with transposed weights. For the gradient of weights, tokens are sent again before this
+        GEMM. On GPUs NCCL does not run during the GEMM, because the GEMM's thread blocks would wait for NCCL's
+        multiprocessors. Otherwise NCCL and cuBLAS compute both gradients: tokens are sent again during one GEMM, and
+        gradients during the other.
 
         saved: the result of the method `saved`. The first entry may also be an exchange of tokens that has begun: the
             result of `experts.begin_in_expert_order`.

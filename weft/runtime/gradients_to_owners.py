@@ -66,8 +66,8 @@ def in_rails(
 ) -> tuple[AllToAllInto, torch.Tensor] | None:  # fmt: skip
     """Return two values: an all-to-all that does the work of `to_owners`, and its result. The data are sent with the
     messages by which CPU ranks on several hosts synchronise. The result is complete after `AllToAllInto.end`. Return
-    None if the gradients are too many, or if there is no such rendezvous. All ranks with equal batch sizes choose the
-    same.
+    None if the gradients are too many, or if there is no such rendezvous. Ranks make the same choice if their `batch_sizes`
+    are equal.
     """
     rails, columns = meeting_of(comm).rails, sharding.columns_of_ranks
     if rails is None or _most_bytes(sharding, batch_sizes, dtype) > min(MOST_VECTORS_BYTES, rails.rows_bytes):

@@ -38,8 +38,8 @@ _Bits: TypeAlias = tuple[int, ...]
 
 
 class TwoWays:
-    """The choice between two implementations of a call, for each size of the call, by the times of the first calls. All ranks
-    choose the same.
+    """The choice between two implementations of a call, for each size of the call, by the times of the first calls. All
+    ranks make the same choice.
 
     The size is the number of rows of a call, or its numbers of samples and ids. Similar sizes, whose binary numbers have equally
     many bits, share a choice.

@@ -374,8 +374,8 @@ def communicator(
     """Return the communicator of `group` on this type of device. Make it if none is open.
 
     All ranks of the group must make this call together, which takes milliseconds. `deadline_s` (default
-    `WEFT_SETUP_DEADLINE_S`, 20 seconds) limits the wait for other ranks. The communicator exists until `close()`, until
-    the process group is destroyed, or until the interpreter exits. Each of these notifies the peers, and is not a
+    `WEFT_SETUP_DEADLINE_S`, 20 seconds) limits the wait for other ranks. The communicator exists until `close()`, until the
+    process group is destroyed, or until the interpreter exits. It then notifies the peers, which do not treat this as a
     failure.
 
     Raises:

@@ -5,7 +5,8 @@ only after many calls of this size. How often a size will recur is unknown. So a
 compilation took at most `MOST_SHARE` of the time since then. Then compilations take at most this share of a program's time, and
 the sizes that recur most often are usually compiled first.
 
-All ranks must decide alike, but their clocks differ. So ranks exchange `calls_to_wait`, and all use the largest number.
+All ranks must make the same decision, but their clocks differ. So ranks exchange `calls_to_wait`, and all use the largest
+number.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ class TcpConnection:
 
     @property
     def secret(self) -> str:
-        """A secret that only the two ends of this connection know. They use it for further connections between them."""
+        """A secret that only the two ends of this connection know. The two ranks use it to authenticate further connections
+        to each other.
+        """
         return hmac.digest(min(self._keys), b"further connections\0" + max(self._keys), "sha256").hex()
 
     @property

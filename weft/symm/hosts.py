@@ -87,8 +87,8 @@ def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
     """Return this host's IP addresses, without loopback and link-local addresses. The first is the address that this host
     uses to reach the launcher's host (`MASTER_ADDR`). Then follow the other IPv4 addresses, then IPv6.
 
-    interfaces: the names of network interfaces. If there are any, return only their addresses, and order the rest of them by
-        interface. Then loopback and link-local IPv4 addresses are returned too.
+    interfaces: the names of network interfaces. If this is not empty, return only the addresses of these interfaces,
+        including loopback and link-local IPv4 addresses. After the first, addresses are in the order of `interfaces`.
     """
     names = interfaces or [name for _, name in socket.if_nameindex()]
     found = [address for name in names for address in (*_ipv4(name), *_ipv6(name))]

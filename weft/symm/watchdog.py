@@ -55,7 +55,9 @@ class Watchdog:
                 os.eventfd_write(self._wake, 1)
 
     def stop(self, until: float) -> None:
-        """End the thread. Wait for it until the time `until`, unless this is the thread."""
+        """End the thread, and wait at most until the time `until` for its end. Do not wait if the caller is the thread
+        itself.
+        """
         self._stopping = True
         self.rouse()
         if self._thread is not None and not self.is_current:

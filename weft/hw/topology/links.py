@@ -115,11 +115,9 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """The smallest p such that the topology is unchanged if each rank r is renamed to r + p; `ranks` if there is no
-        smaller p.
-
-        p is 1 if the topology looks the same from all ranks. Unchanged means: the route between two renamed ranks is
-        the renamed route, and its links have the same speeds and kinds as before.
+        """The smallest p such that renaming each rank r to r + p leaves the topology unchanged; at most `ranks`. p is 1 if
+        the topology looks the same from all ranks. Unchanged means that the route from rank r + p to rank s + p has links
+        of the same speeds and kinds as the route from r to s.
         """
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
         return next((turn for turn in turns if self._is_same(turn)), self.ranks)

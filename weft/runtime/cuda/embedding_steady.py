@@ -1,7 +1,8 @@
 """Steady calls of embedding_all_to_all on GPUs: calls that differ from an earlier call only in their ids.
 
-Python takes a hundred functions from a call of the module to the launch of its kernel. Most of them check what has been the same
-for thousands of calls. A steady call is compared with a recorded call, and launched, by native code (`csrc/pooled_call.cpp`).
+From a call of the module to the launch of its kernel, a hundred Python functions run. Most of them check properties that do
+not change between calls. For a steady call, native code instead compares the call with a recorded call, and launches the
+kernel (`csrc/pooled_call.cpp`).
 """
 
 from __future__ import annotations
