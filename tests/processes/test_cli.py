@@ -43,17 +43,14 @@ def test_help_of_bench_needs_no_torch(launcher: str) -> None:
     script = f"import sys; sys.argv = ['', '--help']; sys.modules['torch'] = None; {launcher}"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
-    assert "put-natural-slice8" in " ".join(found.stdout.split())
+    assert "embedding_all_to_all" in found.stdout
 
 
 def test_help_of_bench_teaches_by_examples() -> None:
     text = runner.invoke(app, ["bench", "--help"]).output
-    for words in (
-        "weft bench embedding_all_to_all --preset dcnv2",
-        "torchrun --nproc-per-node 2",
-        "put-natural-slice8",
-    ):
-        assert words in text
+    assert "weft bench embedding_all_to_all --preset dcnv2" in text
+    assert "torchrun --nproc-per-node 2" in text
+    assert "put-natural-slice8" in runner.invoke(app, ["bench", "embedding_all_to_all", "--help"]).output
 
 
 def test_ranks_and_torchrun_exclude_each_other(monkeypatch, capsys) -> None:

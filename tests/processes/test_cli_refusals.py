@@ -180,7 +180,8 @@ def test_every_command_has_the_same_operators_and_spellings() -> None:
     """Help must show names and options in the same spelling."""
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     shown = {of: " ".join(runner.invoke(app, [*of.split(), "--help"]).output.split()) for of in (
-        "plan", "bench", "plan all_gather_matmul", "plan matmul_all_gather", "reproduce ficco", "reproduce t3",
+        "plan", "bench", "bench matmul_all_gather", "plan all_gather_matmul", "plan matmul_all_gather", "reproduce ficco",
+        "reproduce t3",
     )}  # fmt: skip
     for name in names():
         assert name in shown["plan"]
@@ -188,11 +189,11 @@ def test_every_command_has_the_same_operators_and_spellings() -> None:
     assert {"tensor_parallel", "all_gather_scaled_matmul", "all_gather_matmul_gradients"} < set(names())
     for command in ("plan all_gather_matmul", "reproduce ficco", "reproduce t3"):
         assert "--hw" in shown[command]
-    for command in ("plan matmul_all_gather", "bench"):
+    for command in ("plan matmul_all_gather", "bench matmul_all_gather"):
         assert "--shape" in shown[command]
         assert "M,N,K" in shown[command]
         assert "--option" in shown[command]
-    for command in ("plan all_gather_matmul", "bench", "reproduce ficco", "reproduce t3"):
+    for command in ("plan all_gather_matmul", "bench matmul_all_gather", "reproduce ficco", "reproduce t3"):
         assert "one line of JSON" in shown[command]
         assert "existing lines stay" in shown[command]
 
