@@ -381,29 +381,39 @@ def _fastest(
         family.contenders = frozenset(["serial", *sorted(times, key=times.__getitem__)[:CONTENDERS]])
 
     device = comm.device.type
+    confirmed: dict[str, dict[str, float]] = {}
 
-    def best(names: list[str], times: dict[str, float] = times) -> str:
-        fastest = min(names, key=lambda name: times[name])
-        if "serial" not in names:
+    def best(times: dict[str, float]) -> str:
+        fastest = min(times, key=times.__getitem__)
+        if "serial" not in times:
             return fastest
         needed_us = max(_CLEARLY[device] * times["serial"], _CLEARLY_US[device])
         return "serial" if times["serial"] - times[fastest] <= needed_us else fastest
 
-    capturable = [name for name, schedule in schedules.items() if not schedule.reads_on_host]
-    usual, compared = best(list(times)), times
-    if usual != "serial" and "serial" in times:
-        # Another program may have slowed serial's few calls, so time both again.
-        pair = {name: schedules[name] for name in ("serial", usual)}
-        compared = measure.measured(p, pair, comm, tensors, deadline_s, serial, "single", _ROUNDS_TO_CONFIRM, anew=True)
-        usual = best(list(pair), compared)
-        times |= compared
-    others = [name for name in compared if name != "serial"]  # the warning compares times of one measurement
+    def compared(times: dict[str, float]) -> dict[str, float]:
+        """Return the times to choose by, which are of one measurement. If a schedule appears faster than serial, both are timed
+        again, because another program may have slowed serial's few calls.
+        """
+        fastest = best(times)
+        if fastest == "serial" or "serial" not in times:
+            return times
+        if fastest not in confirmed:
+            pair = {name: schedules[name] for name in ("serial", fastest)}
+            confirmed[fastest] = measure.measured(
+                p, pair, comm, tensors, deadline_s, serial, "single", _ROUNDS_TO_CONFIRM, anew=True
+            )
+        return confirmed[fastest]
+
+    capturable = {name: us for name, us in times.items() if not schedules[name].reads_on_host}
+    of_usual = compared(times)
+    usual, captured = best(of_usual), best(compared(capturable or times))
+    others = [name for name in of_usual if name != "serial"]
     if usual == "serial" and others and comm.rank == 0:  # all ranks have the same times, so one warning is enough
-        other = min(others, key=lambda name: compared[name])
+        other = min(others, key=of_usual.__getitem__)
         least = f" and by {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else ""
         text = (
-            f"serial takes {compared['serial']:.0f} us, and the fastest other schedule, {other}, takes {compared[other]:.0f} us "
+            f"serial takes {of_usual['serial']:.0f} us, and the fastest other schedule, {other}, takes {of_usual[other]:.0f} us "
             f"(measured). A schedule replaces serial only if it is faster by {_CLEARLY[device]:.0%}{least}"
         )
         warn_once(p, None if device == "cpu" else "single", text)
-    return usual, best(capturable or list(times))
+    return usual, captured
