@@ -251,11 +251,11 @@ from a figure, a table or the text, or a statement. weft's numbers come from rec
 the paper's machine; `weft reproduce all` repeats these simulations. *Measured* numbers come from GPUs that the papers do not use.
 
 A claim with a number counts as reproduced if weft's number deviates from the paper's by less than a limit. The limit is
-{ratio:g}% of the paper's number. For percentages it is {points:g} percentage points, but at most half of the paper's percentage
-and at least {least:g} point. Only the study of T3's hardware sets other limits, for some claims (`weft reproduce t3` prints them in
-the column "allowed"). A claim without a number counts as reproduced if it also holds in weft's run. Values that the paper shows
-only in a plot, without a number, are not compared. "(Used to derive ...)" marks a number of the paper from which the model derives
-one of its own numbers, so its agreement proves nothing."""
+{ratio:g}% of the paper's number. For percentages the limit is {points:g} percentage points. For small percentages it is half of the
+paper's percentage, but at least {least:g} point. Only the study of T3's hardware sets other limits, for some claims (`weft
+reproduce t3` prints them in the column "allowed"). A claim without a number counts as reproduced if it also holds in weft's run.
+Values that the paper shows only in a plot, without a number, are not compared. "(Used to derive ...)" marks a number of the
+paper from which the model derives one of its own numbers, so its agreement proves nothing."""
 
 
 def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ class Named(TyperGroup):
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
             raise ValueError(
-                f"no option {args[0]} before the {self.noun}: write the {self.noun} first, one of "
+                f"option {args[0]} cannot come before the {self.noun}: write the {self.noun} first, one of "
                 f"{', '.join(self.list_commands(ctx))}"
             )
         return super().parse_args(ctx, args)

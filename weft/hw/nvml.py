@@ -1,8 +1,8 @@
 """Numbers of a GPU from NVIDIA's driver, through its library NVML. This module does not import torch.
 
-`weft.hw.here` derives the numbers of machines without a file from these numbers. The driver does not provide the
-datasheet's bf16 rate. So this rate is computed as number of multiprocessors x highest clock x FLOP per cycle of a
-multiprocessor. The last factor depends on the compute capability.
+From these numbers, `weft.hw.here` derives the planner's numbers for a machine without a machine file. The driver does not
+provide the datasheet's bf16 rate. So this rate is computed as number of multiprocessors x highest clock x FLOP per cycle of
+a multiprocessor. The last factor depends on the compute capability.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _gradient(
     """Return one gradient for each of GROUP runs, fp32 `[GROUP, BLOCK_D]`: the gradient of one occurrence of the run. A run is
     all occurrences of one table row in the batch.
 
-    at: for each run, the index of the occurrence among all sorted occurrences. there: False for runs without an occurrence at
-        this index; their gradient is 0.
+    at: for each run, the index of the occurrence among all sorted occurrences.
+    there: False for runs without an occurrence at this index; their gradient is 0.
     """
     place = tl.load(places + at, mask=there, other=0)
     return _gradient_at(place, scales, grads, at, there, columns, inside, SCALED, ALIGN)
@@ -219,10 +219,11 @@ def update_rows_kernel(
     SKIP: True to leave a row unchanged if its gradient is infinite or NaN. skipped: int64, the count of such rows.
     CLIPS, DECAYS: True if the rule clamps the elements of gradients, and if it adds a multiple of the row to the gradient.
     ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is written.
-    UNIFORM: True if all tables have BLOCK_D columns. ALIGN: a common divisor of all tables' widths and of all offsets
-        in `places`, in elements.
-    DTYPE: the dtype of the tables, and of the output of rule 0. count_of_tables: the number of tables. STEPS: the number of
-        steps of a binary search among them.
+    UNIFORM: True if all tables have BLOCK_D columns.
+    ALIGN: a common divisor of all tables' widths and of all offsets in `places`, in elements.
+    DTYPE: the dtype of the tables, and of the output of rule 0.
+    count_of_tables: the number of tables.
+    STEPS: the number of steps of a binary search among them.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
     factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
@@ -381,8 +382,8 @@ def add_each_kernel(
 
     The order of additions differs between launches, and so do the last bits of a row.
 
-    keys: the sort keys of the occurrences, in any order. ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then
-        nothing is added.
+    keys: the sort keys of the occurrences, in any order.
+    ok: int64 `[1]`; 0 if gradients have not arrived from all ranks. Then nothing is added.
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     rate = tl.load(learning_rate)

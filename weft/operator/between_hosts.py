@@ -4,8 +4,8 @@ A rank cannot address the memory of a peer on another host. So only schedules th
 by messages, run there. The candidates are the schedules in `Problem.between_hosts`. From the measured rates of the
 links, weft predicts which candidates may be clearly faster than the serial schedule (`worth_timing`). The first call
 times these candidates. If none of them is clearly faster than serial, calls run unfused. Other sizes of the same
-problem use this choice too. Only if a size differs by more than a factor of two from all timed sizes, the candidates
-are timed again.
+problem use this choice too. The candidates are timed again only for a size that differs from all timed sizes by more than a
+factor of two.
 """
 
 from __future__ import annotations

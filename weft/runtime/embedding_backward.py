@@ -326,8 +326,9 @@ def compare_ranks(
     optimizers, learning rates or batch sizes differ, or if ranks run backward of different calls
     (`weft.runtime.meeting.in_backward`).
 
-    what: the name of the call, for error texts. cargo: a small collective whose data are sent with the messages of the rendezvous,
-        between ranks on several hosts; otherwise None.
+    what: the name of the call, for error texts.
+    cargo: a small collective whose data are sent with the messages of the rendezvous, between ranks on several hosts;
+        otherwise None.
     """
     plan = of.plan  # backward does not depend on the transport, so ranks do not compare all options
     _meet(

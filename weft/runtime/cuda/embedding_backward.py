@@ -266,8 +266,8 @@ def _launched(
     rule: the number of an optimizer's update rule, `_GRADIENT` to write the sums, or `_SQUARES` to write their sums of
         squares.
     sparse: True to write the gradients of the batch's rows only. skip: True to skip rows with an infinite or NaN gradient.
-    dtype: the dtype of the tables, and of written gradients. seed: the seed of stochastic rounding; None to round to
-        nearest.
+    dtype: the dtype of the tables, and of written gradients.
+    seed: the seed of stochastic rounding; None to round to nearest.
     squares: the output of the rule `_SQUARES`, one sum per row. rate: the learning rate of an update.
     changes: True if the update clips elements of gradients, and True if it has weight decay.
     """
@@ -402,8 +402,9 @@ def _fixed_numbers(
     """Return the constants of an update rule as a device tensor, for optimizers whose constants do not change between
     calls.
 
-    numbers: (name, value) of the optimizer's hyperparameters; missing hyperparameters are 0. factor: the number by which
-        gradients are multiplied. clip: the bound to which the elements of gradients are clamped.
+    numbers: (name, value) of the optimizer's hyperparameters; missing hyperparameters are 0.
+    factor: the number by which gradients are multiplied.
+    clip: the bound to which the elements of gradients are clamped.
     """
     return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
 
@@ -443,8 +444,8 @@ def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> tor
 class _DeviceTable(NamedTuple):
     """A description of embedding tables on the device, for kernels.
 
-    lines: a tensor with a row for each embedding table: its addresses and sizes, int64 on the device. size: the number of
-        embedding tables.
+    lines: a tensor with a row for each embedding table: its addresses and sizes, int64 on the device.
+    size: the number of embedding tables.
     is_aligned: True if all addresses are multiples of 16.
     """
 

@@ -112,8 +112,8 @@ class Occurrences(NamedTuple):
 
     keys: the sort key: row * `Shape.split` + the number of the slot among the slots of its table.
     places: the offset of the occurrence's gradient in the received gradients, in elements.
-    scales: the factor of the gradient; None if all are 1. over_length: 1 / length of the bag; None if no slot has mean
-        pooling.
+    scales: the factor of the gradient; None if all are 1.
+    over_length: 1 / length of the bag; None if no slot has mean pooling.
     """
 
     keys: torch.Tensor
@@ -126,8 +126,8 @@ class RowArrays(NamedTuple):
     """The arrays of `Rows`, as tensors or as addresses. A run is all occurrences of one table row in a batch. A long run has
     more than SEGMENT occurrences, and is cut into segments.
 
-    counters: three numbers: the number of segments, the number of long runs, and 1 if there are long runs, else 0. runs: the
-        number of runs.
+    counters: three numbers: the number of segments, the number of long runs, and 1 if there are long runs, else 0.
+    runs: the number of runs.
     ends: for each block of occurrences, the number of runs that begin in this or an earlier block.
     starts, keys: for each run, the index of its first occurrence, and its sort key.
     places, scales: for each occurrence, ordered by run, the offset of its gradient and the gradient's factor.
@@ -356,8 +356,9 @@ def occurrences(
     """Compute, for each occurrence of an id of this rank's tables, the key by which it is sorted and the offset of its
     gradient.
 
-    after: a stream; the kernels run after the work that is now enqueued on it. laid: the layout of the occurrences; None to
-        compute it. keys, places: the memory for the results; None to allocate it.
+    after: a stream; the kernels run after the work that is now enqueued on it.
+    laid: the layout of the occurrences; None to compute it.
+    keys, places: the memory for the results; None to allocate it.
     """
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()

@@ -37,7 +37,7 @@ def header(
 
     own: the tensor for this rank's header, int64 `[HEAD + keys + 1]`.
     header_index: for each word of the returned headers, the index of its value in `own`.
-    keys, batch: this rank's numbers of keys and of samples. is_padded: True if `values` may end with unused ids.
+    keys, batch: this rank's numbers of keys and of samples. is_padded: True if `values` may have unused ids at its end.
     """
     counts, send = own.new_empty(keys), own.new_empty(header_index.numel())
     most, bits = values.numel(), 8 * values.itemsize

@@ -125,7 +125,7 @@ def kernel_call(
     programs: the size of the grid.
     arguments: the kernel's arguments, without constants. The caller must keep tensors among them alive as long as the
         program.
-    only_if: numbers of a run. If one of them is 0, the kernel is not launched.
+    only_if: numbers that are known when a run begins. A run in which one of them is 0 does not launch the kernel.
     """
     metadata, types = compiled.metadata, [t for t in compiled.src.signature.values() if t != "constexpr"]
     if len(types) != len(arguments):
