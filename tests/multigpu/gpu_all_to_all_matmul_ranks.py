@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -162,6 +163,62 @@ def replay_sizes(
     held.check("after another call", *added)
     dist.barrier(group)
     executor.close()
+
+
+def run_many(group: dist.ProcessGroup, executor: CudaSchedule, cases: Sequence[Any], count: int, *added: int) -> None:
+    """Run many calls with other sizes each time, without waiting for the device between calls, then close the executor. One rank
+    is sometimes late.
+    """
+    for number in range(count):
+        case = cases[number % len(cases)]
+        if number % 11 == 5 * group.rank():
+            torch.cuda._sleep(2_000_000)
+        if number % 5 == 4 and number >= len(cases):
+            torch.cuda.synchronize()
+            case.check(f"run {number - len(cases)}", *added)
+            case.out.fill_(torch.nan)
+        executor.run(case.tensors)
+    torch.cuda.synchronize()
+    for number, case in enumerate(cases):
+        case.check(f"case {number} after {count} runs", *added)
+    dist.barrier(group)
+    executor.close()
+
+
+def run_alone(group: dist.ProcessGroup, executor: CudaSchedule, case: Any) -> str:
+    """Run a call on both ranks, then another only on rank 0. Return the error of each rank."""
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == 0:
+        case.out.fill_(0)
+        executor.run(case.tensors, deadline_s=2.0)
+        torch.cuda.synchronize()  # returns, because the watchdog ends the wait at the deadline
+    return error_of(executor)
+
+
+def error_of(executor: CudaSchedule) -> str:
+    """Wait up to 20 s until the executor reports an error, and return it."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            executor.check()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        time.sleep(0.05)
+    return "nothing"
+
+
+def many_calls(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
+    executor, rank = CudaSchedule(named(p, name).build(), symm.communicator(group, device())), group.rank()
+    run_many(group, executor, [Case(p, rank, seed, sum(p.rows), to_one=seed % 3 == 1) for seed in range(8)], count)
+
+
+def never_calls(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> tuple[str, bool]:
+    """Let rank 1 run only once. Return (the error of each rank, True if all products of rank 0's second run are NaN)."""
+    executor = CudaSchedule(named(p, name).build(), symm.communicator(group, device()))
+    case = Case(p, group.rank(), 1, sum(p.rows))
+    return run_alone(group, executor, case), bool(case.out.isnan().all())
 
 
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:

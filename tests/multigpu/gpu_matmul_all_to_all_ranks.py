@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_all_to_all_matmul_ranks import replay_sizes
+from gpu_all_to_all_matmul_ranks import error_of, replay_sizes, run_alone, run_many
 from schedule_ranks import device
 from support.all_to_all_matmul_reference import random_splits
 from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
@@ -115,24 +114,9 @@ def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str
 
 
 def many_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    """Run many calls with other sizes each time, without waiting for the device between calls. One rank is sometimes late."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
-    cases = [Case(p, rank, seed, room=3, tight=seed % 2 == 1) for seed in range(8)]
-    for number in range(count):
-        case = cases[number % len(cases)]
-        if number % 11 == 5 * rank:
-            torch.cuda._sleep(2_000_000)
-        if number % 5 == 4 and number >= len(cases):
-            torch.cuda.synchronize()
-            case.check(f"run {number - len(cases)}")
-            case.out.fill_(torch.nan)
-        executor.run(case.tensors)
-    torch.cuda.synchronize()
-    for number, case in enumerate(cases):
-        case.check(f"case {number} after {count} runs")
-    dist.barrier(group)
-    executor.close()
+    run_many(group, executor, [Case(p, rank, seed, room=3, tight=seed % 2 == 1) for seed in range(8)], count)
 
 
 def contradicts(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple[bool, bool, str]:
@@ -155,14 +139,7 @@ def contradicts(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple
     torch.cuda.synchronize()
     first = int(case.tensors["splits"][0].sum())
     lost, kept = case.out[first:].isnan().all(), torch.equal(case.out[:first], wanted[:first])
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            executor.check()
-        except Exception as error:
-            return bool(lost), kept, f"{type(error).__name__}: {error}"
-        time.sleep(0.05)
-    return bool(lost), kept, "nothing"
+    return bool(lost), kept, error_of(executor)
 
 
 def never_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple[str, bool]:
@@ -171,19 +148,6 @@ def never_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple
         next(c for c in candidates(p) if c.name == name).build(), symm.communicator(group, device())
     )
     case = Case(p, group.rank(), 1)
-    executor.run(case.tensors)
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    if group.rank() == 0:
-        case.out.fill_(0)
-        executor.run(case.tensors, deadline_s=2.0)
-        torch.cuda.synchronize()  # returns, because the watchdog ends the wait at the deadline
+    error = run_alone(group, executor, case)
     first = int(case.tensors["splits"][0].sum())
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            executor.check()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}", bool(case.out[first:].isnan().all())
-        time.sleep(0.05)
-    return "nothing", False
+    return error, bool(case.out[first:].isnan().all())

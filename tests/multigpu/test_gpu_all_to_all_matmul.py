@@ -62,8 +62,10 @@ def test_columns_add_up(pair: Pool, name: str, start: str) -> None:
 
 TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]"
 TWO_D_HETERO = "ficco_2d[start=hetero,gemms=unfused,steps=0,by=kernel]"
+IN_ONE_LANE = ["dispatch_by_expert[by=kernel,chunks=1]", "dispatch_sorted[chunks=1]"]
 NAMES = [
     "dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]", "dispatch_sorted[chunks=2]", TWO_D, TWO_D_HETERO,
+    *IN_ONE_LANE,
 ]  # fmt: skip
 
 
@@ -75,6 +77,25 @@ def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_more_rows_come_than_were_expected(pair: Pool, name: str) -> None:
     pair.run(ranks.more_than_expected, problem((512, 384), 4, 128, 192), name, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", IN_ONE_LANE)
+@pytest.mark.parametrize(
+    "p", [problem((700, 300), 2, 72, 64, exact=False), problem((5, 1), 3, 7, 33, "fp32", exact=False)]
+)
+def test_many_exchanges_in_one_launch(pair: Pool, p: AllToAllMatmul, name: str) -> None:
+    pair.run(ranks.many_calls, p, name, 400, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", IN_ONE_LANE)
+def test_a_rank_that_never_sends_tokens(pair: Pool, name: str) -> None:
+    with Pool(2, backend="nccl") as alone:
+        answers = alone.run(ranks.never_calls, problem((64, 64), 3, 96, 64, exact=False), name, timeout_s=60)
+    (error, lost), (other, _) = answers
+    assert error.startswith("DeadlineError"), error
+    assert "for signal arrived[1] of rank 1 on lane 'compute'" in error
+    assert lost
+    assert other.startswith("PoisonedGroupError"), other
 
 
 @pytest.mark.parametrize("by", ["dma", "kernel"])

@@ -256,9 +256,10 @@ class Played:
             for each in ranges:
                 first, to, rows = (ctypes.c_int64 * 3).from_address(what.sizes + 24 * next(numbers))
                 target, room = (each.target, each.target_rows) if each.target else (out, out_rows)
-                assert 0 <= first <= first + rows <= each.source_rows
+                source, there = (each.source, each.source_rows) if each.source else (out, out_rows)
+                assert 0 <= first <= first + rows <= there
                 assert 0 <= to <= to + rows <= room
-                found += [(target + (to + i) * width, each.source + (first + i) * width) for i in range(rows)]
+                found += [(target + (to + i) * width, source + (first + i) * width) for i in range(rows)]
             for target, source in random.Random(len(found)).sample(found, len(found)):
                 ctypes.memmove(target, source, width)
                 yield True
@@ -277,7 +278,9 @@ class Played:
         yield from copies(what.own)
         yield from self._come(one, what.waits_after)
         yield from copies(what.places)
-        yield from self._agree(one, Agreeing(what.expected, what.sent, 0, what.row, width, 1), at, rows_of)
+        if what.compared:
+            expected, sent, row = what.compared
+            yield from self._agree(one, Agreeing(expected, sent, 0, row, width, 1), at, rows_of)
         for word in what.waits_after:
             self._take(word)
             yield True

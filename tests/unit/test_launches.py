@@ -4,19 +4,19 @@ that do not.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import cast
 
 import pytest
 
-from weft.builders import MatmulAllToAll, named
+from weft.builders import AllToAllMatmul, MatmulAllToAll, named
+from weft.builders.all_to_all_matmul import dispatch_by_expert
 from weft.builders.matmul_all_to_all import combine_by_expert
 from weft.builders.problem import described
 from weft.runtime.cuda.context import rank_schedule
 from weft.schedule import RANK, Buffer, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
 from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
-from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
+from weft.schedule.launches import Launch, crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
 from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Tiles
 from weft.schedule.verify.issue_order import issue_order
 
@@ -187,7 +187,7 @@ def test_an_exchange_of_rows_is_one_launch_on_a_rank_with_one_lane(
     trip = one.trip
     assert trip is not None
     assert one.steps == tuple(steps[4:])
-    assert one.steps == tuple(itertools.chain(*trip[:-2], (trip.agree,), trip.sets_after))
+    assert one.steps == trip.steps
     assert [len(part) for part in trip[:-2]] == [2, 3, 2, 2, 0, 2, 2]
     assert {*one.waits, *one.body, *one.sets, *one.waits_after} == set(one.steps)
     begin, places = 2, 2 + 3 + 2 + 2 + 2  # the first copy, and the first copy after the second waits
@@ -196,6 +196,35 @@ def test_an_exchange_of_rows_is_one_launch_on_a_rank_with_one_lane(
     several = launches(steps, crossing, buffers, held={"counts"})
     assert not any(launch.trip or launch.read for launch in several)
     assert len(several) > 5
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_exchange_whose_rows_stay_where_they_arrive_ends_with_a_wait(returns: bool) -> None:
+    """A dispatch in one lane: read the own splits, exchange tokens and splits, read all splits, multiply, release the tokens."""
+    p = AllToAllMatmul(3, 2, (8, 8, 8), 16, 16, "bf16", most=8, exact=False, return_x=returns)
+    mine = rank_schedule(dispatch_by_expert(p, by="kernel", chunks=1, send="together"), 0)
+    steps, awaited = [step for _, step in mine.order], {flag.key for flag in mine.flags[0].values()}
+    crossing = [crosses(step, 0, awaited) for step in steps]
+
+    def found(steps: list[Step]) -> list[Launch]:
+        return launches(steps, crossing, mine.buffers, alone=True, held={"counts", "mine"}, round_trips=True)
+
+    sizes, one, read, gemm, *others = found(steps)
+    assert [step.kind for step in sizes.steps] == ["copy", "read"]
+    trip = one.trip
+    assert trip is not None
+    assert one.steps == trip.steps
+    assert [len(part) for part in (*trip[:-2], trip.sets_after)] == [2, 3, 2, 2, 0, 2, 0, 0]
+    assert trip.agree is None
+    assert [i for i, carried in enumerate(one.carried()) if not carried] == [0, 1, 2]
+    assert [step.kind for step in (*read.steps, *gemm.steps)] == ["read", "tiles"]
+    assert len(others) == 1 + 2 * returns  # own and arrived tokens; the copy of the received counts, with the signals
+    assert [step.kind for step in others[-1].steps] == ["copy", "set", "set"]
+    sends = [i for i, step in enumerate(steps) if step in trip.sends]
+    changed = list(steps)
+    another = replace(trip.sends[0].src, buffer="w")  # a second tensor of the caller
+    changed[sends[0]] = replace(trip.sends[0], src=another)
+    assert not any(launch.trip for launch in found(changed))
 
 
 def test_an_exchange_whose_copies_depend_on_each_other_is_several_launches(

@@ -82,8 +82,9 @@ def play(seed: int) -> None:
     targets = torch.tensor([t[row].data_ptr() for t in tables])
     round_trip_kernel[(number(ranks + 1, 9),)](
         torch.tensor(ranges), len(ranges), n_sends, n_own, torch.tensor(sizes), width, targets, table, table.numel(),
-        words, 2, words[3:], 2, words[2:], 1, words[5:], 1, pairs[0], 1, pairs[1], 1, pairs[2], 1, arrivals, expected, sent, seen,
-        out.data_ptr(), len(out), counts, row, ranks, RANGES_P2=triton.next_power_of_2(len(ranges)), FLAGS_P2=2,
+        words, 2, words[3:], 2, words[2:], 1, words[5:], 1, pairs[0], 1, pairs[1], 1, pairs[2], 1, arrivals, table, 0,
+        expected, sent, seen, out.data_ptr(), len(out), counts, row, ranks,
+        RANGES_P2=triton.next_power_of_2(len(ranges)), FLAGS_P2=2,
         ITEM=tl.int16, BLOCK=64, ALIGN=8, WORDS=2, WIDE=1, COUNTED=tl.int16, PTX=False,
     )  # fmt: skip
     if poisoned:  # only rows that came after the failure are lost
@@ -106,7 +107,41 @@ def play(seed: int) -> None:
     assert flags.tolist() == [0, 0, 0 if not poisoned else POISONED, FLAG, FLAG, 0 if poisoned else FLAG]
 
 
+def play_sends(seed: int) -> None:
+    """Send rows of the caller's tensor, and wait for rows that stay where peers put them. Nothing is compared."""
+    import triton.language as tl
+
+    from weft.kernels.round_trip import round_trip_kernel
+    from weft.kernels.signals import FLAG, POISONED
+
+    g = torch.Generator().manual_seed(seed)
+    width, poisoned, rows = 16, seed % 2, torch.randint(0, 9, (2,), generator=g).tolist()
+    tokens = torch.randint(0, 2**15, (20, width), dtype=torch.int16, generator=g)
+    inboxes, table = torch.full((2, 12, width), 7, dtype=torch.int16), torch.tensor([[5, 3, 2]])
+    ranges = torch.tensor([(0, 0, inbox.data_ptr(), 12, 2) for inbox in inboxes])
+    sizes = torch.tensor([(4, 2, rows[0]), (20 - rows[1], 1, rows[1])])
+    counts = torch.full((3, 3, 3), 6)  # of three ranks; the kernel runs on rank 1
+    flags, none = torch.tensor([FLAG, POISONED if poisoned else FLAG, 0]), torch.zeros(2, dtype=torch.int64)
+    words, arrivals = torch.tensor([flags[i:].data_ptr() for i in range(3)]), torch.zeros(2, dtype=torch.int64)
+    targets = torch.tensor([of_rank[1].data_ptr() for of_rank in counts])
+    round_trip_kernel[(6,)](
+        ranges, 2, 2, 0, sizes, width, targets, table, 3, words, 1, words[2:], 1, words[1:], 1, none, 0, none, 0, none, 0, none, 0,
+        arrivals, counts[1], 9, table, table, torch.zeros(1, dtype=torch.int32), tokens.data_ptr(), 20, 0, 0, 3,
+        RANGES_P2=2, FLAGS_P2=2, ITEM=tl.int16, BLOCK=64, ALIGN=8, WORDS=2, WIDE=1, COUNTED=tl.int16, PTX=False,
+    )  # fmt: skip
+    for inbox, (first, to, count) in zip(inboxes, sizes.tolist(), strict=True):
+        assert torch.equal(inbox[to : to + count], tokens[first : first + count])
+        assert (inbox[:to] == 7).all()
+        assert (inbox[to + count :] == 7).all()
+    for rank, of_rank in enumerate(counts):
+        own = rank == 1 and poisoned
+        assert of_rank.tolist() == [[-1] * 3] * 3 if own else of_rank.tolist() == [[6] * 3, table[0].tolist(), [6] * 3]
+    assert flags.tolist() == [0, POISONED if poisoned else 0, FLAG]
+    assert arrivals.tolist() == [0, 0]
+
+
 RUNS = {str(seed): lambda seed=seed: play(seed) for seed in range(16)}
+RUNS |= {f"sends {seed}": lambda seed=seed: play_sends(seed) for seed in range(6)}
 
 
 def test_interpreted() -> None:

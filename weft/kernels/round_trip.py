@@ -35,7 +35,7 @@ _FLAG = tl.constexpr(FLAG)
 # The kernel's arguments that are pointers to int64, for ahead-of-time compilation.
 TABLES = (
     "ranges", "sizes", "targets", "table", "expected", "sent", "waits", "sets", "waits_after", "sets_after", "begins", "passes",
-    "ends", "arrivals",
+    "ends", "arrivals", "lost",
 )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _share(
 @triton.jit(
     do_not_specialize=[
         "n_ranges", "n_sends", "n_own", "width", "n_table", "n_waits", "n_sets", "n_waits_after", "n_sets_after", "n_begins",
-        "n_passes", "n_ends", "out", "out_rows", "counts", "row", "ranks",
+        "n_passes", "n_ends", "n_lost", "out", "out_rows", "counts", "row", "ranks",
     ],
     do_not_specialize_on_alignment=[*TABLES, "differs"],
 )  # fmt: skip
@@ -110,14 +110,15 @@ def round_trip_kernel(
     targets, table, n_table: tl.int32,
     waits, n_waits: tl.int32, sets, n_sets: tl.int32, waits_after, n_waits_after: tl.int32, sets_after, n_sets_after: tl.int32,
     begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32, arrivals,
-    expected, sent, differs, out: tl.int64, out_rows: tl.int64, counts: tl.int32, row: tl.int32, ranks: tl.int32,
+    lost, n_lost: tl.int32, expected, sent, differs, out: tl.int64, out_rows: tl.int64, counts: tl.int32, row: tl.int32,
+    ranks: tl.int32,
     RANGES_P2: tl.constexpr, FLAGS_P2: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     WORDS: tl.constexpr, WIDE: tl.constexpr, COUNTED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Run the all-to-all that the module docstring describes. There are at least `ranks` + 1 programs.
 
-    ranges int64 `[n_ranges, 5]`: a line for each range of rows: the address and the number of rows of the source, the address
-        and the number of rows of the target, and a flag. If the flag is 1, the target is `out`.
+    ranges int64 `[n_ranges, 5]`: a line for each range of rows: the address and number of rows of the source, the address and
+        number of rows of the target, and a flag. If the flag is 1, the target is `out`. If it is 2, the source is `out`.
     sizes int64 `[n_ranges, 3]`: the first row of the source, the first row of the target, and the number of rows to copy. The
         number of rows is clamped to source and target.
     width: the number of items of type ITEM in a row. Rows are contiguous. `width` and all addresses are multiples of ALIGN items.
@@ -127,7 +128,8 @@ def round_trip_kernel(
     arrivals `[2]`: the numbers of programs that have ended steps 2 and 6, zero between launches. A program may end step 6 before
         another ends step 2. From bit 32 on, the second number also counts ranks whose counts differ, and from bit 40 on
         programs that have seen a failed group.
-    expected, sent, differs, out, out_rows, counts, row: see `weft.kernels.agree`.
+    lost: `n_lost` counts of rows, which become -1 if the group has failed.
+    expected, sent, differs, out, out_rows, counts, row: see `weft.kernels.agree`. With `counts` 0, nothing is compared.
     COUNTED: a type of the size of an element. WIDE: the number of elements in an item.
     """
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0) - 1
@@ -139,7 +141,7 @@ def round_trip_kernel(
         entry, size, is_range = ranges + 5 * number, sizes + 3 * number, number < n_ranges
         source, source_rows = tl.load(entry, mask=is_range, other=0), tl.load(entry + 1, mask=is_range, other=0)
         target, target_rows = tl.load(entry + 2, mask=is_range, other=0), tl.load(entry + 3, mask=is_range, other=0)
-        is_out = tl.load(entry + 4, mask=is_range, other=0) != 0
+        of_caller = tl.load(entry + 4, mask=is_range, other=0)
         first, to = tl.load(size, mask=is_range, other=0), tl.load(size + 1, mask=is_range, other=0)
         rows = tl.load(size + 2, mask=is_range, other=0)
         waits_at, waits_after_at = (
@@ -147,7 +149,8 @@ def round_trip_kernel(
             _addresses(waits_after, n_waits_after, FLAGS_P2),
         )
         sets_at = _addresses(sets, n_sets, FLAGS_P2)
-        target, target_rows = tl.where(is_out, out, target), tl.where(is_out, out_rows, target_rows)
+        source, source_rows = tl.where(of_caller == 2, out, source), tl.where(of_caller == 2, out_rows, source_rows)
+        target, target_rows = tl.where(of_caller == 1, out, target), tl.where(of_caller == 1, out_rows, target_rows)
         fits = (first >= 0) & (first <= source_rows) & (to >= 0) & (to <= target_rows)
         rows = tl.where(fits, tl.minimum(tl.minimum(rows, target_rows - to), source_rows - first), 0)
         items = tl.maximum(rows, 0) * width
@@ -200,3 +203,9 @@ def round_trip_kernel(
         note(ends, n_ends, PTX)
         if arrived < (1 << 40):
             _write(sets_after_at, n_sets_after, 1, FLAGS_P2, PTX)
+        else:
+            at = 0
+            while at < n_lost:
+                inside = at + tl.arange(0, WORDS) < n_lost
+                tl.store(lost + at + tl.arange(0, WORDS), tl.full([WORDS], -1, tl.int64), mask=inside)
+                at += WORDS

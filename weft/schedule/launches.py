@@ -47,6 +47,9 @@ class RoundTrip(NamedTuple):
     copies of one table of fixed size to all ranks. `sends` (at least one), `own` and `places` (at least one) copy whole rows of
     dynamic sizes. The steps behind `sets` write no buffer of this rank that `sends` or `own` read, and `places` reads no buffer
     of this rank that earlier steps write.
+
+    An exchange whose rows stay where peers put them ends with `waits_after`: `own`, `places` and `sets_after` are empty, and
+    `agree` is None. Its `sends` may read one tensor of the caller.
     """
 
     waits: tuple[Step, ...]
@@ -56,13 +59,18 @@ class RoundTrip(NamedTuple):
     own: tuple[Copy, ...]
     waits_after: tuple[Step, ...]
     places: tuple[Copy, ...]
-    agree: Agree
+    agree: Agree | None
     sets_after: tuple[Step, ...]
 
     @property
     def copies(self) -> tuple[Copy, ...]:
         """The copies of dynamic sizes, in order."""
         return self.sends + self.own + self.places
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in order."""
+        return tuple(itertools.chain(*self[:-2], [self.agree] if self.agree else [], self.sets_after))
 
 
 class Launch(NamedTuple):
@@ -140,7 +148,7 @@ class Launch(NamedTuple):
         All programs must arrive before these steps, so they begin as late as in launches of their own.
         """
         end = self.last + 1 if self.trip else self.first_wait_after
-        late = (self.trip.places[0], self.trip.agree) if self.trip else ()
+        late = (*self.trip.places[:1], self.trip.agree) if self.trip else ()
         for place, step in enumerate(self.steps, self.first):
             yield (
                 self.continues
@@ -224,10 +232,10 @@ def launches(
     while at < len(steps):
         step = steps[at]
         if round_trips and (trip := _round_trip(steps, crossing, at, buffers, held)):
-            these = tuple(itertools.chain(*trip[:-2], (trip.agree,), trip.sets_after))
+            these, compared = trip.steps, [trip.agree] if trip.agree else []
             found.append(
                 Launch(
-                    lane, at, these, waits=trip.waits, body=(*trip.table, *trip.copies, trip.agree),
+                    lane, at, these, waits=trip.waits, body=(*trip.table, *trip.copies, *compared),
                     sets=trip.sets + trip.sets_after, waits_after=trip.waits_after, units=COPY_UNITS, trip=trip,
                 )
             )  # fmt: skip
@@ -278,23 +286,27 @@ def _round_trip(
 
     waits, table, sends, sets = take(are(Wait)), copies(False), copies(True), take(are(Set))
     own, waits_after, places = copies(True), take(are(Wait)), copies(True)
-    if not (sends and sets and waits_after and places and place < len(steps) and isinstance(steps[place], Agree)):
+    compared = take(lambda i: isinstance(steps[i], Agree))[:1] if places else ()
+    if not (sends and sets and waits_after and bool(places) == bool(compared)) or (own and not places):
         return None
-    agree = cast(Agree, steps[place])
-    place += 1
-    trip = RoundTrip(waits, table, sends, sets, own, waits_after, places, agree, take(are(Set)))
+    agree = cast(Agree, compared[0]) if compared else None
+    trip = RoundTrip(waits, table, sends, sets, own, waits_after, places, agree, take(are(Set)) if agree else ())
     every, later = trip.copies, own + places
     written = {(c.dst.buffer, c.dst.at) for c in (*table, *sends, *own)}
     targets = {c.dst.buffer for c in every if buffers[c.dst.buffer].role == "output"}
+    given = {c.src.buffer for c in every if buffers[c.src.buffer].role == "input"}
+    sources = ("symmetric", "scratch", "input")
     suits = (
         len({c.src for c in table}) == 1
         and not any(c.accumulate for c in (*table, *every))
         and all(r.cols == buffers[r.buffer].cols == every[0].src.cols for c in every for r in (c.src, c.dst))
         and len({buffers[r.buffer].dtype for c in every for r in (c.src, c.dst)}) == 1
-        and all(buffers[c.src.buffer].role in ("symmetric", "scratch") for c in (*table, *every))
+        and all(buffers[c.src.buffer].role in ("symmetric", "scratch") for c in table)
+        and all(buffers[c.src.buffer].role in sources for c in every)
+        and len(given) == (not agree)
         and not any((c.src.buffer, c.src.at) in written for c in later)
         and not {(c.dst.buffer, c.dst.at) for c in later} & {(c.src.buffer, c.src.at) for c in every}
-        and targets == {agree.out.buffer}
+        and targets == ({agree.out.buffer} if agree else set())
     )
     return trip if suits else None
 

@@ -15,14 +15,14 @@ from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.move import CopyLaunch, CopyShape, Part
 from weft.runtime.cuda.regions import Regions
-from weft.runtime.cuda.round_trip import RoundTripLaunch, RowRange
+from weft.runtime.cuda.round_trip import Compared, RoundTripLaunch, RowRange
 from weft.runtime.cuda.sizes import Totals, is_dynamic
 from weft.runtime.cuda.stream_signals import StreamSignals
 from weft.runtime.cuda.tile_kernels import permuted
 from weft.schedule import Copy, Read, Region
 from weft.schedule.kernels import Permute
 from weft.schedule.launches import Launch, RoundTrip
-from weft.schedule.steps import of_kind, substitute
+from weft.schedule.steps import of_kind, substitute, variables_of
 
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
@@ -70,15 +70,18 @@ class CopyKernels:
 
     def launch_round_trip(self, launch: Launch, trip: RoundTrip) -> None:
         """Add the launch of one kernel that runs an exchange of rows."""
-        context, regions, agree, buffers = self._context, self._regions, trip.agree, self._context.buffers
+        context, regions, buffers = self._context, self._regions, self._context.buffers
+        callers = (copy.src for copy in trip.sends if buffers[copy.src.buffer].role == "input")
+        caller = trip.agree.out if trip.agree else next(callers)
 
-        def address(region: Region) -> int:
+        def place(region: Region) -> tuple[int, int]:
+            """Return the address and the number of rows of a region's buffer; zeros for the caller's tensor."""
             base, offset, _ = regions.origin(region)
-            return 0 if buffers[region.buffer].role == "output" else regions.bases[base] + offset
+            rows = buffers[region.buffer].rows
+            return (0, 0) if region.buffer == caller.buffer else (regions.bases[base] + offset, int(rows))
 
         def row_range(copy: Copy) -> RowRange:
-            of_src, of_dst = (buffers[region.buffer].rows for region in (copy.src, copy.dst))
-            return RowRange(address(copy.src), int(of_src), address(copy.dst), of_dst if isinstance(of_dst, int) else 0)
+            return RowRange(*place(copy.src), *place(copy.dst))
 
         sizes = [self.sizes[id(copy)] for copy in trip.copies]
         assert sizes == list(range(sizes[0], sizes[0] + 24 * len(sizes), 24)), (
@@ -86,6 +89,9 @@ class CopyKernels:
         )
         places = {int(copy.dst.at): regions.place(copy.dst) for copy in trip.table}
         assert sorted(places) == list(range(context.comm.world_size)), "an exchange must send its table to all ranks"
+        tables = None
+        if (agree := trip.agree) is not None:
+            tables = Compared(regions.own_part(agree.expected), regions.own_part(agree.sent), int(agree.row))
         call = RoundTripLaunch(
             context.device,
             sends=[row_range(copy) for copy in trip.sends],
@@ -95,23 +101,22 @@ class CopyKernels:
             row_bytes=regions.row_bytes(trip.sends[0].src),
             table=regions.own_part(trip.table[0].src),
             targets=[regions.bases[base] + offset for _, (base, offset, _) in sorted(places.items())],
-            expected=regions.own_part(agree.expected),
-            sent=regions.own_part(agree.sent),
+            compared=tables,
+            lost=None if tables else context.own[trip.table[0].dst.buffer],
             differs_at=context.differs_at,
-            row=int(agree.row),
-            item_bytes=regions.item_bytes(agree.out),
+            item_bytes=regions.item_bytes(trip.sends[0].src),
             sets=self._signals.addresses_of(trip.sets),
             sets_after=self._signals.addresses_of(trip.sets_after),
             expected_rows=max(self._expected_rows(copies) for copies in (trip.sends, trip.own, trip.places)),
             **self._signals.kernel_arguments(launch),
         )
-        base, offset, _ = regions.origin(agree.out)
+        base, offset, _ = regions.origin(caller)
         self._items.kept.append(call)
-        if call.record(self._program, launch.lane, Base(base, offset), regions.rows(agree.out.buffer)):
+        if call.record(self._program, launch.lane, Base(base, offset), regions.rows(caller.buffer)):
             return
 
         def issue(tensors: Tensors, bases: list[int]) -> None:
-            call.launch(bases[base] + offset, tensors[agree.out.buffer].shape[0])
+            call.launch(bases[base] + offset, tensors[caller.buffer].shape[0])
 
         self._items.dynamic(launch.lane, issue)
 
@@ -128,12 +133,10 @@ class CopyKernels:
         """
         context, name, buffer = self._context, self._context.lanes[lane], read.region.buffer
         order = [step for lane_of, step in context.order if lane_of == name]
+        order = [step for step in order if variables_of(step) == {buffer} and id(step) not in self.sizes]
         copies = of_kind((step for step in order if step.copies_by == "kernel"), Copy)
-        copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in self.sizes]
         sized = {id(copy): [copy] for copy in copies}
-        for permute in order:
-            if isinstance(permute.tile_kernel, Permute) and id(permute) not in self.sizes:
-                sized[id(permute)] = permuted(permute)
+        sized |= {id(step): permuted(step) for step in order if isinstance(step.tile_kernel, Permute)}
         if not sized and not tables:
             return
         copies = [copy for some in sized.values() for copy in some]

@@ -26,20 +26,31 @@ _WORDS = 128  # counts that a program reads at once
 _LEAST_PROGRAMS = 8
 MOST_PROGRAMS = 128
 _MANY = 1 << 31
+_OF_CALLER = {(False, False): 0, (False, True): 1, (True, False): 2}
+"""The flag of a range, by (the source is the caller's tensor, the target is it)."""
 
 
 class RowRange(NamedTuple):
     """A range of rows to copy. The first row and the number of rows are known only on the device.
 
     source, source_rows: the address and the number of rows of the buffer that is read.
-    target, target_rows: the address and the number of rows of the buffer that is written. The address is 0 for the caller's
-        tensor.
+    target, target_rows: the address and the number of rows of the buffer that is written.
+
+    An address of 0 means the caller's tensor.
     """
 
     source: int
     source_rows: int
     target: int
     target_rows: int
+
+
+class Compared(NamedTuple):
+    """Tables of counts that a launch compares: `expected`, `sent` and `row` of `weft.kernels.agree`."""
+
+    expected: torch.Tensor
+    sent: torch.Tensor
+    row: int
 
 
 class RoundTripLaunch:
@@ -50,7 +61,9 @@ class RoundTripLaunch:
         and number of rows.
     row_bytes: the number of bytes of a row. All buffers are contiguous.
     table: the counts to send, int64, contiguous. targets: the address to which they are copied, for each rank.
-    expected, sent, differs_at, row, item_bytes: as in `weft.runtime.cuda.agree.Agreeing`.
+    compared: the tables of counts to compare, if the caller's tensor is written; otherwise None.
+    lost: counts of this rank, int64, contiguous, that become -1 if the group has failed; None for no counts.
+    differs_at, item_bytes: as in `weft.runtime.cuda.agree.Agreeing`.
     waits, sets, waits_after, sets_after, begins, passes, ends: see `weft.kernels.round_trip`.
     expected_rows: the expected number of rows of `sends`, `own` or `places`, whichever has most.
     """
@@ -66,10 +79,9 @@ class RoundTripLaunch:
         row_bytes: int,
         table: torch.Tensor,
         targets: Sequence[int],
-        expected: torch.Tensor,
-        sent: torch.Tensor,
+        compared: Compared | None,
+        lost: torch.Tensor | None,
         differs_at: int,
-        row: int,
         item_bytes: int,
         waits: Sequence[int],
         sets: Sequence[int],
@@ -81,7 +93,7 @@ class RoundTripLaunch:
         expected_rows: int = _MANY,
     ) -> None:
         ranges = [*sends, *own, *places]
-        flat = [[*one, int(one.target == 0)] for one in ranges]
+        flat = [[*one, _OF_CALLER[one.source == 0, one.target == 0]] for one in ranges]
         tables: list[Sequence[int]] = [list(itertools.chain(*flat)), targets, waits, sets, waits_after, sets_after]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
         listed = [*itertools.chain(*tables), 0, 0]
@@ -89,14 +101,16 @@ class RoundTripLaunch:
         first = itertools.accumulate((len(one) for one in tables), initial=0)
         listed_ranges, listed_targets, *flags, arrivals = [words[at:] for at in first]
         counts = [len(one) for one in (waits, sets, waits_after, sets_after, begins, passes, ends)]
-        self._kept = table, expected, sent
+        expected, sent, row = compared or (table, table, 0)
+        lost = table[:0] if lost is None else lost
+        self._kept = table, expected, sent, lost
         self._row_bytes, self._item, self._ranks = row_bytes, item_bytes, len(targets)
         self._before = (listed_ranges, len(ranges), len(sends), len(own), sizes)
         self._behind = (
             listed_targets, table, table.numel(), *itertools.chain(*zip(flags, counts, strict=True)), arrivals,
-            expected, sent, differs_at,
+            lost if lost.numel() else table, lost.numel(), expected, sent, differs_at,
         )  # fmt: skip
-        self._last = (expected.shape[1], row, self._ranks)
+        self._last = (expected.shape[1] if compared else 0, row, self._ranks)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         blocks = 2 * expected_rows * row_bytes // _BLOCK_BYTES  # with few programs, flags and arrivals take less time
         self._programs = 1 + min(max(blocks, len(targets), _LEAST_PROGRAMS), MOST_PROGRAMS, multiprocessors)
