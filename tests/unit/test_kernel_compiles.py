@@ -311,6 +311,8 @@ def test_tiles_are_chosen_by_their_number() -> None:
         return config.block_m, config.block_n, config.rounds
 
     assert chosen(98, 576, 1728, 4, True) == (128, 128, 1)
+    assert chosen(196, 4864, 48000, 1, True) == (128, 256, 1)  # 38 tiles in three parts occupy more than 76 tiles
+    assert chosen(196, 4864, 1000, 1, True) == (128, 128, 1)  # K is too short for parts
     assert chosen(3.5, 12032, 26624, 4, True) == (16, 128, 1)
     assert chosen(281, 5696, 4480, 1, True) == (128, 256, 1)
     assert chosen(264, 14848, 25152, 2, True) == (128, 256, 2)

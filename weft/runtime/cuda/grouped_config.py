@@ -38,6 +38,8 @@ TWO_ROUNDS_K = 12800
 time of the tile, plus the time of 30 steps of the loop over K."""
 FEW_ROUNDS = 4
 """Largest number of rounds of tiles for which sharing the last round is faster."""
+LEAST_OCCUPIED = 0.75
+"""The least number of multiprocessors that narrow tiles must occupy to be chosen, divided by the number that wide tiles occupy."""
 FEW_ROWS = 192
 """Up to this number of rows in a segment, tiles of 64 rows are faster than larger tiles, and MERGED tiles are faster
 still.
@@ -81,7 +83,8 @@ def choose_config(
       64 rows. Store these tiles in two pieces: if the kernel sends products back to their sources (`BACK`), the addresses of a
       whole tile would not fit in the registers.
     - If at most half of the multiprocessors would have a tile, use narrow tiles, which occupy more multiprocessors. With `merged`
-      and more than 64 rows, this took 0.77 times as long on an H100 (geometric mean of 23 shapes; the worst 1.01).
+      and more than 64 rows, this took 0.77 times as long on an H100 (geometric mean of 23 shapes; the worst 1.01). But if several
+      multiprocessors share a tile, wide tiles may occupy more: 196 rows x 4864 x 48000 with one expert took 268 us, not 378.
     - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
       H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
     - If an expert has few rows, the time is that of reading the weights. Tiles of 16 rows leave shared memory for more weights
@@ -104,7 +107,7 @@ def choose_config(
         tiles = _tiles(_SMALL, rows_per_segment, n, segments)
         few, many = 2 * tiles <= multiprocessors, tiles > FEW_ROUNDS * multiprocessors
         best = _NARROW if segments and (few or (many and rows_per_segment <= _SMALL.block_m)) else _SMALL
-    elif merged and segments and 2 * _tiles(LARGE, rows_per_segment, n, segments) <= multiprocessors:
+    elif merged and segments and _suits_few(rows_per_segment, n, k, segments, multiprocessors):
         best = _FEW
     else:
         best = LARGE if k >= 768 and not merged else _SHORT_K
@@ -114,6 +117,18 @@ def choose_config(
     # the number of rows is an estimate, so a last round that is expected to be a little fuller or emptier may be cut too
     cut = best is not _FEW and not best.swap and k >= TWO_ROUNDS_K and splits > 2 and 0.35 <= rounds % 1 <= 0.8
     return replace(best, splits=splits, rounds=1 + cut) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
+
+
+def _suits_few(rows_per_segment: float, n: int, k: int, segments: int, multiprocessors: int) -> bool:
+    """Return True if tiles of `LARGE` occupy at most half of the multiprocessors, and tiles of `_FEW` occupy enough of them.
+    Multiprocessors can share a tile.
+    """
+    narrow, wide = (_tiles(config, rows_per_segment, n, segments) for config in (_FEW, LARGE))
+    if 2 * wide > multiprocessors:
+        return False
+    most = max(1, min(MAX_SPLITS, -(-k // LARGE.block_k) // LEAST_STEPS))
+    occupied, by_wide = (tiles * min(most, max(1, multiprocessors // max(1, tiles))) for tiles in (narrow, wide))
+    return occupied >= LEAST_OCCUPIED * by_wide
 
 
 def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:
