@@ -4,13 +4,15 @@ H200.
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
 
 import pytest
 from support.sim_toys import TOY, applicable, gpu
 
-from weft.builders import AllToAllMatmul
+from weft.builders import AllToAllMatmul, named
+from weft.plan.predict import predict
 from weft.schedule import Compute, Draft
 from weft.sim import simulate
 from weft.sim.costs import cost
@@ -128,3 +130,16 @@ def test_copies_whose_sizes_only_the_run_knows_share_a_few_units(ranks: int) -> 
         assert held
         assert all(len(of_lane) == 1 for of_lane in held.values())
         assert sum(of_lane.pop() for of_lane in held.values()) == pytest.approx(16 / 132, rel=0.1)
+
+
+def test_an_exchange_in_one_launch_takes_longer_than_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of the launch arrive twice and poll for flags. A schedule with several launches takes no longer."""
+    p, module = replace(AllToAllMatmul.even(64, 256, 128, 2, 2), exact=False), importlib.import_module("weft.sim.lower")
+    names = "dispatch_by_expert[by=kernel,chunks=1]", "dispatch_by_expert[by=kernel,chunks=2]"
+
+    def us() -> list[float]:
+        return [predict(named(p, name).build(), gpu("h100", 2), "graph") for name in names]
+
+    usual = us()
+    monkeypatch.setattr(module, "_EXCHANGE_US", module._EXCHANGE_US + 5.0)
+    assert [more - less for more, less in zip(us(), usual, strict=True)] == pytest.approx([5.0, 0.0])

@@ -60,6 +60,7 @@ class NumberedStep(NamedTuple):
     same: a number by which equal items are recognised: it is the same for items that differ only in their origin.
     carried: True if a kernel that starts at an earlier step also runs this step.
     units: the compute units that the step's launch holds while it polls (`weft.schedule.launches`).
+    exchanges: True for the first copy of a launch that is a whole exchange of rows.
     """
 
     origin: Origin
@@ -74,6 +75,7 @@ class NumberedStep(NamedTuple):
     same: int = 0
     carried: bool = False
     units: int = 0
+    exchanges: bool = False
 
 
 class _Known:
@@ -144,6 +146,9 @@ class Numbers:
                     items[place] = items[place]._replace(
                         same=items[place].same + carried, carried=carried, units=launch.units
                     )
+            if launch.trip:  # a number of its own, because equal copies of other launches take less time
+                first = items[launch.begin]
+                items[launch.begin] = first._replace(same=-2 - first.same, exchanges=True)
         return items
 
     def _turns(self, loop: For, around: tuple[Iteration, ByRank]) -> Iterator[tuple[Iteration, ByRank]]:
