@@ -6,6 +6,7 @@ actions that a single rank may take, such as calling a norm or compiling a layer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.expert_rows_in_torch import fused
 from support.on_ranks import error_of
 from support.slow import slow
 from torch import nn
@@ -100,6 +102,17 @@ def experts(**other: Any) -> Call:
     return call
 
 
+def trained(of_fused: bool) -> Call:
+    """Return a call of experts for which a rank may need no gradient of x."""
+
+    def call(group: dist.ProcessGroup, differs: bool) -> Any:
+        layer = weft.nn.ExpertParallelMLP(HIDDEN, 8, 4, group=group, capacity=64)
+        with fused() if of_fused else contextlib.nullcontext():
+            return layer(X.clone().requires_grad_(not differs), torch.arange(8).view(-1, 1) % 4, torch.ones(8, 1))
+
+    return call
+
+
 def styled(style: Callable[[], Any]) -> Call:
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
@@ -165,6 +178,8 @@ CASES: dict[str, Call] = {
     "eps of a norm before": normed,
     "activation of experts": experts(activation=F.gelu),
     "gated": experts(gated=False),
+    "gradients of experts": trained(False),
+    "gradients of fused experts": trained(True),
     "bias of AllGatherLinear": function(AllGatherLinear),
     "bias of LinearReduceScatter": function(LinearReduceScatter),
 }
@@ -198,6 +213,9 @@ def test_ranks_that_give_a_layer_other_options_get_no_result(pool: Pool, known: 
     assert "rotary=None" in found["rotary, sequence_dim=1"][1]
     assert "rotary=given" in found["rotary, sequence_dim=1"][1]
     assert "eps=0.001" in found["eps of a norm before"][1]
+    for name in ("gradients of experts", "gradients of fused experts"):
+        assert "gradients=x and gate_up_proj and down_proj" in found[name][1]
+        assert "gradients=gate_up_proj and down_proj" in found[name][1]
 
 
 def styled_differently(group: dist.ProcessGroup) -> dict[str, tuple[str, str]]:

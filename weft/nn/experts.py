@@ -54,8 +54,9 @@ class ExpertParallelMLP(nn.Module):
     Each rank passes its own tokens, and owns E = num_experts / W of the experts, from expert rank * E on. W is the
     number of ranks. The router is not part of this module. If every rank has a copy of the router, reduce the gradients
     of the router's parameters over ranks, as in data parallelism. Tokens are neither padded nor dropped, unless they
-    exceed `max_rows`. All ranks of `group` must run every forward and every backward. Gradients of experts are already
-    summed over the tokens of all ranks: do not reduce them again.
+    exceed `max_rows`. All ranks of `group` must run every forward and every backward. They must enable gradients for
+    the same tensors; only top_k_weights may differ. Gradients of experts are already summed over the tokens of all
+    ranks: do not reduce them again.
 
     hidden, intermediate: the sizes of an expert.
     num_experts: the number of experts of all ranks, divisible by the number of ranks.
@@ -182,7 +183,8 @@ class ExpertParallelMLP(nn.Module):
         """
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
-        require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
+        first = self.get_parameter(self.first_name)
+        require_alike(self, x, first, self.down_proj)
         require_plain_by(type(self).__name__, self.group_name, x, top_k_weights)
         tokens = x.reshape(-1, x.shape[-1])
         fuses = self.gated and self.activation is F.silu and self.world_size > 1 and can_fuse(tokens, top_k_weights)
@@ -190,14 +192,18 @@ class ExpertParallelMLP(nn.Module):
         compare_options(
             type(self).__name__, self.group_name, x, hidden=self.hidden, intermediate=self.intermediate,
             num_experts=self.num_experts, gated=self.gated, activation=self.activation,
-            by_kernels=routing.kernels is not None,
+            by_kernels=routing.kernels is not None, gradients=self._gradients_of(x, first),
         )  # fmt: skip
         if routing.kernels is not None:
-            first = self.get_parameter(self.first_name)
             return fused_experts(self, tokens, top_k_weights, first, self.down_proj, routing).view(x.shape)
         h, received = self._dispatched(routing.rows_of(tokens), routing)
         y = self._combined(self._activated(h), received, routing)
         return self._summed(y, routing, top_k_weights).view(x.shape)
+
+    def _gradients_of(self, x: torch.Tensor, first: torch.Tensor) -> str:
+        """Return the names of the tensors whose gradients need communication in backward. first: the first weights."""
+        of = {"x": x, self.first_name: first, "down_proj": self.down_proj} if torch.is_grad_enabled() else {}
+        return " and ".join([name for name, t in of.items() if t.requires_grad]) or "none"
 
     def _dispatched(self, rows: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input of the activation, and the number of rows from each rank for each of this rank's experts."""

@@ -254,10 +254,13 @@ class Meeting:
             self._counts.met = self._counts.begun
             raise RefusedError(refusals)
         if any(payload[_LAYERS_AT:] != mine[_LAYERS_AT:] for payload in payloads):
-            if any(payload[_AT:] != of_topic for payload in payloads):
-                self._end(payloads, topic)
+            of_layers = ""
             if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
-                self._end_layers(noted)
+                of_layers = difference(self.comm.all_gather(noted.texts, what="options of layers"))
+            if any(payload[_AT:] != of_topic for payload in payloads):
+                self._end(payloads, topic, of_layers)
+            if of_layers:
+                self.disagree(of_layers)
         if not _one_forward(payloads, mine[_FORWARD_AT:_LAYERS_AT]):
             whose = by_rank((rank, _backward_of(number)) for rank, number in enumerate(map(_forward_of, payloads)))
             self.disagree(f"ranks run {topic.text} for different calls: {whose}")
@@ -301,9 +304,11 @@ class Meeting:
                 payload, deadline_s=deadline_s, name=lambda: self._named(what()), collective=collective
             ), {}
 
-    def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
+    def _end(self, payloads: list[bytes], topic: Topic, of_layers: str) -> NoReturn:
         """Raise `DisagreementError`, because ranks make different calls (their topics differ), and make the group fail. Every
         rank raises, because all have read the same payloads.
+
+        of_layers: the options of layers that differ too, as text.
         """
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         if "" in texts:  # the empty text of a `NumberedTopic`; every rank sees it
@@ -323,13 +328,8 @@ class Meeting:
             hint = (
                 "a rank may have run out of batches: give weft.nn.prefetched the same number of batches on every rank"
             )
+        calls += f". Also, {of_layers}" if of_layers else ""
         self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
-
-    def _end_layers(self, noted: Noted) -> NoReturn:
-        """Raise `DisagreementError`, because ranks call a layer with different options, and make the group fail. Every rank
-        must call this method, because it gathers the options of all ranks.
-        """
-        self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
         """Raise `DisagreementError` with `text` and `hint`, and make the group fail. Call it only for an error that every
