@@ -4,9 +4,10 @@ It calls the same operators as `weft.nn.experts`. Kernels that read and write ea
 the functions between the operators, and their nodes in the autograd graph. In small layers, the CPU time of these functions
 exceeds the time of the GPU's work.
 
-If the first weights need a gradient, dispatch also returns the received tokens, which backward then does not send again. They
-take as much memory as this rank's own rows, which backward then does not need. With `max_rows`, backward sends them again:
-some might have been dropped, but not the same as in the results. All ranks must run this function, or none.
+If the first weights need a gradient, dispatch also returns the received tokens, so that backward does not send the tokens
+again. The received tokens replace this rank's own rows in the memory that forward keeps. With `max_rows`, backward sends
+the tokens again. The reason is that dispatch drops rows beyond `max_rows`, and the returned tokens may lack other rows than
+the results. Either all ranks run this function, or none.
 """
 
 from __future__ import annotations
