@@ -81,8 +81,9 @@ class PooledCall {
           memory_(of["memory"]), free_(nb::cast<nb::list>(of["free"])), shared_(of["shared"]), owner_(of["owner"]), keyed_(of["keyed"]),
           jagged_(of["jagged"]), make_jagged_(of["make_jagged"]), keys_(of["keys"]), checked_(of["checked"]), tables_(of["tables"]),
           run_(nb::object(of["program"]).attr("run")), stream_(of["stream"]), as_tensor_(of["as_tensor"]), ids_(code(of["values"])),
-          offsets_(code(of["offsets"])), outputs_(int_of("outputs")), bags_(int_of("bags")), most_(int_of("most")), record_(word_of("record")),
-          base_(word_of("base")), slot_bytes_(word_of("slot_bytes")), watched_(words_of("watched")), before_(words_of("before")),
+          offsets_(code(of["offsets"])), outputs_(int_of("outputs")), bags_(int_of("bags")), most_(int_of("most")),
+          is_single_(int_of("single") != 0), record_(word_of("record")), base_(word_of("base")),
+          slot_bytes_(word_of("slot_bytes")), watched_(words_of("watched")), before_(words_of("before")),
           addresses_(words_of("addresses")), numbers_(words_of("numbers")), after_(words_of("after")), rows_(word_of("rows")),
           columns_(word_of("columns")) {
         if (const nb::object weights = of["weights"]; !weights.is_none()) of_ids_ = code(weights);
@@ -132,6 +133,7 @@ class PooledCall {
             if (!is_row(view, *of_ids_) || view.shape[0] != ids.shape[0]) return nb::none();
         }
         if (!find(shape_.slots_per_unit(ids.shape[0]))) return nb::none();
+        if (is_single_ && int64_t(ids.shape[0]) != bags_) return nb::none();  // the kernel would be slow
         if (!are_known(tables, gradients)) return nb::none();
         if (!is_ready()) return nb::none();
         if (!is_keyed) return nb::borrow(features);
@@ -242,6 +244,7 @@ class PooledCall {
     nb::object shared_, owner_, keyed_, jagged_, make_jagged_, keys_, checked_, tables_, run_, stream_, as_tensor_;
     Code ids_, offsets_;
     int64_t outputs_, bags_, most_;
+    bool is_single_;
     uint64_t record_, base_, slot_bytes_;
     std::vector<uint64_t> watched_, before_, addresses_, numbers_, after_;
     size_t rows_, columns_;

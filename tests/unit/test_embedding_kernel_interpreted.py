@@ -31,6 +31,7 @@ class Case:
     calls: int = 1
     bad: dict[int, int] = field(default_factory=dict)  # {position in rank 0's values: bad id}
     timed: bool = False
+    single: bool = False  # as if all bags had one id
 
 
 SHARED = (
@@ -77,6 +78,14 @@ CASES: dict[str, Case] = {
     "bad ids": Case(problem(2, (8, 4), 5, weighted=True), bad={1: -1, 3: 30, 4: 2**40}),
     "bad ids, wider than a block, put": Case(problem(2, (300, 4), 5, weighted=True), PUT, bad={0: 31, 5: -(2**40)}),
     "trusted ids": Case(problem(2, (8, 4), 5), {"bounds_check": "ignore"}),
+    "single ids": Case(problem(2, (8, 8, 8), 6, longest=1), single=True, calls=2),
+    "single ids and others, any width, mean, weighted": Case(problem(3, (8, 3, 16, 1, 70), 7, weighted=True), single=True),
+    "single ids, more tables than rows at once": Case(problem(2, (64,) * 40, 3, longest=1, dtype=torch.float16), single=True),
+    "single ids and long bags": Case(problem(1, (64, 256), 4, longest=90), single=True),
+    "single ids, hashed int32": Case(
+        problem(2, (8, 4), 5, longest=1, hash=True, index_dtype=torch.int32), {"hash": True}, single=True
+    ),
+    "single ids, bad ids": Case(problem(2, (8, 4), 5, weighted=True), bad={1: -1, 3: 30, 4: 2**40}, single=True),
     "timed": Case(problem(3, (8, 3, 16, 4), 7), timed=True),
     "timed, put": Case(problem(3, (8, 3, 16, 4), 7, dtype=torch.float16), PUT, timed=True),
 }  # fmt: skip
@@ -93,6 +102,9 @@ class Ranks:
         self.world = case.p.sharding.world_size
         self.plan = EmbeddingPlan(case.p.sharding, EmbeddingOptions(**case.options))
         self.kernels = [EmbeddingKernel(self.plan, rank, torch.device("cpu")) for rank in range(self.world)]
+        if case.single:
+            for kernel in self.kernels:
+                kernel._pools_single_ids = lambda jagged: True  # type: ignore[method-assign]
         self.inputs = [self.input(rank) for rank in range(self.world)]
         self.slot_elements = max(1, max(case.p.batch_sizes) * case.p.sharding.total_dim) + 3
         self.outputs = torch.full((self.world, 2, self.slot_elements), torch.nan, dtype=self.plan.output_dtype)

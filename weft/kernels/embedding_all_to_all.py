@@ -31,7 +31,9 @@ matter. A bag is a chain of three dependent loads (offsets, ids, rows). So each 
 time: while rows of the first bag arrive, it loads the ids of the second bag and the offsets of the third. Ids are read one per
 lane, and a gather passes them to the lanes that load the row. Values that can be read again are not kept in registers, which
 are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static distribution the
-slowest program ends 5-25% later.
+slowest program ends 5-25% later. With AHEAD, the first rows of a bag are loaded while rows of the preceding bag are summed. This
+needs registers, which only small tiles (16-bit or narrow rows) leave. If bags have one id each, a program pools all features of a
+unit at once (`weft.kernels.embedding_single_ids`).
 """
 
 from __future__ import annotations
@@ -41,17 +43,22 @@ import triton.language as tl
 
 from weft.kernels.embedding_bags import (
     IDS,
+    SLOT_BITS,
     SLOT_FIELDS,
     UNIT_FIELDS,
     bag_at,
-    ends_of,
+    fill_with_nan,
     load_ids,
     load_rows,
     rows_of,
     samples_of,
     slot_after,
+    table_of,
+    target_of,
     unit_at,
+    weighted_rows,
 )
+from weft.kernels.embedding_single_ids import pool_single_ids
 from weft.kernels.signals import (
     POISON,
     load_acquire,
@@ -79,10 +86,8 @@ _R_BAD_INDICES, _R_BAD_POSITION, _R_BAD_OFFSETS = map(tl.constexpr, range(5, 8))
 WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = range(1, 5)
 _WAIT_READY, _WAIT_DONE, _WAIT_FLAG, _DISAGREE = map(tl.constexpr, range(1, 5))
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
-SLOT_BITS = 8
 NO_POSITION = (1 << 62) - 1
 _SLOT_BITS = tl.constexpr(SLOT_BITS)
-_SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
 _POISON = tl.constexpr(POISON)
 _NO_POSITION = tl.constexpr(NO_POSITION)
 _IDS = tl.constexpr(IDS)
@@ -96,16 +101,6 @@ TIMELINE_FIELDS = 5
 START, END, SENT, PROGRAM, PUT = range(TIMELINE_FIELDS)
 _, _END, _SENT, _PROGRAM, _PUT = map(tl.constexpr, range(TIMELINE_FIELDS))
 _TIMELINE_FIELDS = tl.constexpr(TIMELINE_FIELDS)
-
-
-@triton.jit
-def _fill_with_nan(out, items, DTYPE: tl.constexpr):
-    block = tl.arange(0, 1024)
-    nan = tl.full([1024], float("nan"), tl.float32).to(DTYPE)
-    at = items * 0
-    while at < items:
-        tl.store(out + at + block, nan, mask=at + block < items)
-        at += 1024
 
 
 @triton.jit(
@@ -155,6 +150,7 @@ def embedding_all_to_all_kernel(
     STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
     HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
+    AHEAD: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Run the pooling and the exchange that the module docstring describes.
 
@@ -179,6 +175,8 @@ def embedding_all_to_all_kernel(
     DTYPE, ITEM_BYTES: the type of the elements of tables, and its size. OUT_DTYPE, OUT_BYTES: the same for outputs.
     ENTER, EXIT: if several launches form one call, ENTER is True only in the first, and EXIT only in the last.
     WAIT: False if one process runs all ranks one after the other.
+    AHEAD: True to load the first rows of a bag before the sum of the preceding bag is computed. SINGLE: True if bags
+        probably have one id each (`weft.kernels.embedding_single_ids`).
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -234,164 +232,202 @@ def embedding_all_to_all_kernel(
     if TIMELINE:
         started = now_ns(PTX)
 
-    unit0 = program
-    sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch, by_slot)
-    start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
-    # The number of a program determines its units of the first two rounds. Later units come from a counter, because
-    # incrementing one word in memory takes a nanosecond per program.
-    unit1, sample1, slot1, stop1, grabbed = slot_after(
-        unit0, sample0, slot0, stop0, program + programs, state + _GRABBED, programs,
-        n_units, units, units_per_sample, first_sample, batch, by_slot,
-    )  # fmt: skip
-    start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
-    ids = load_ids(values, start0, end0, id_lanes)
-
-    while unit0 < n_units:
-        slot_entry = slots + slot0 * _SLOT_FIELDS
-        weight = tl.multiple_of(tl.load(slot_entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
-        rows_in_table = tl.load(slot_entry + 1)
-        column = tl.multiple_of(tl.load(slot_entry + 4), ALIGN)
-        stride = tl.full([], BLOCK_D, tl.int64)
-        width = tl.full([], BLOCK_D, tl.int64)
-        if not UNIFORM:
-            stride = tl.multiple_of(tl.load(slot_entry + 2), ALIGN)
-            width = tl.multiple_of(tl.load(slot_entry + 5), ALIGN)
-        counts = tl.full([], 1, tl.int64)
-        if CHECK and not UNIFORM:
-            counts = tl.load(slot_entry + 7)
-
-        rows, bad, bad_at = rows_of(ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW)
-        ids = load_ids(values, start0 + _IDS, end0, id_lanes)
-        ids_next = load_ids(values, start1, end1, id_lanes)
-        unit2, sample2, slot2, stop2, grabbed = slot_after(
-            unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
+    if SINGLE:
+        bad, bad_at, cut = pool_single_ids(
+            slots, units, values, offsets, per_sample_weights, batch_starts, out_addresses, mine, state + _GRABBED, bad, bad_at,
+            batch, n_units, n_values, out_slot, out_slot_bytes, units_per_sample, first_sample, is_even, by_slot,
+            WORLD, WORLD_P2, OUT_STRIDE, ROWS, BLOCK_D, UNIFORM, ALIGN, DTYPE, ITEM_BYTES, OUT_DTYPE, OUT_BYTES, ROW, POSITION,
+            WEIGHTED, ANY_MEAN, HASH, CHECK,
+        )  # fmt: skip
+    else:
+        unit0 = program
+        sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch, by_slot)
+        start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
+        # The number of a program determines its units of the first two rounds. Later units come from a counter, because
+        # incrementing one word in memory takes a nanosecond per program.
+        unit1, sample1, slot1, stop1, grabbed = slot_after(
+            unit0, sample0, slot0, stop0, program + programs, state + _GRABBED, programs,
             n_units, units, units_per_sample, first_sample, batch, by_slot,
         )  # fmt: skip
-        start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
+        start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
+        ids = load_ids(values, start0, end0, id_lanes)
+        if AHEAD:
+            ids_next = load_ids(values, start1, end1, id_lanes)
+            unit2, sample2, slot2, stop2, grabbed = slot_after(
+                unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
+                n_units, units, units_per_sample, first_sample, batch, by_slot,
+            )  # fmt: skip
+            start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
+            weight, rows_in_table, stride, width, counts = table_of(
+                slots, slot0, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
+            )
+            rows, bad, bad_at = rows_of(
+                ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
+            )
+            block = load_rows(weight, rows, 0, stride, cols, width, lanes, UNIFORM, BLOCK_D)
+        sample_before = tl.full([], -1, tl.int32)
+        owner = tl.full([], 0, tl.int32)
+        owner_start = tl.full([], 0, tl.int32)
+        owner_batch = owner_start + batch
+        out_row_at = tl.full([], 0, tl.int64)
 
-        # The target is the row of the sample in its owner's output. Its address is read from memory each time, since
-        # registers are needed for rows in flight. The ready word contains the peer's slot.
-        if WORLD > 1:
-            ends = ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD)
-            owner = tl.sum((is_rank & (ends <= sample0)).to(tl.int32), 0)
-            owner_start = tl.max(tl.where(is_rank & (ends <= sample0), ends, 0), 0)
-            owner_batch = tl.min(tl.where(is_rank & (ends > sample0), ends, batch), 0) - owner_start
-            ready_word = tl.load(words(mine + 16 * owner + 8))
-            out_address = tl.load(out_addresses + owner) + (ready_word & _SLOT_MASK) * out_slot_bytes
-            is_local = owner == RANK
-        else:
-            owner_start = tl.full([], 0, tl.int32)
-            owner_batch = batch
-            out_address = tl.load(out_addresses) + out_slot * out_slot_bytes
-            is_local = owner_start == 0
-        out_row = out_address.to(tl.pointer_type(OUT_DTYPE)) + (sample0 - owner_start).to(tl.int64) * OUT_STRIDE
-        out_row = tl.multiple_of(out_row, ALIGN * OUT_BYTES)
-
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        begin = start0
-        while begin < end0:
-            if begin > start0:  # a bag of more than _IDS ids
+        while unit0 < n_units:
+            slot_entry = slots + slot0 * _SLOT_FIELDS
+            column = tl.multiple_of(tl.load(slot_entry + 4), ALIGN)
+            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            if AHEAD:
+                # Load the first rows of the next bag, then reduce those of the current bag.
+                weight, rows_in_table, stride, width, counts = table_of(
+                    slots, slot1, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
+                )
+                rows_next, bad, bad_at = rows_of(
+                    ids_next, start1 + id_lanes, end1, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
+                )
+                block_next = load_rows(weight, rows_next, 0, stride, cols, width, lanes, UNIFORM, BLOCK_D)
+                ids = load_ids(values, start0 + _IDS, end0, id_lanes)
+                ids_next = load_ids(values, start2, end2, id_lanes)
+                unit3, sample3, slot3, stop3, grabbed = slot_after(
+                    unit2, sample2, slot2, stop2, grabbed, state + _GRABBED, programs,
+                    n_units, units, units_per_sample, first_sample, batch, by_slot,
+                )  # fmt: skip
+                start3, end3, cut = bag_at(
+                    offsets, slots, slot3, sample3, batch, n_values, unit3 < n_units, cut, POSITION
+                )
+                weight, rows_in_table, stride, width, counts = table_of(
+                    slots, slot0, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
+                )
+                acc += weighted_rows(block, rows, 0, start0, per_sample_weights, lanes, WEIGHTED)
+            else:
+                weight, rows_in_table, stride, width, counts = table_of(
+                    slots, slot0, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
+                )
                 rows, bad, bad_at = rows_of(
-                    ids, begin + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
+                    ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
                 )
-                ids = load_ids(values, begin + _IDS, end0, id_lanes)
-            here = tl.minimum(end0 - begin, _IDS).to(tl.int32)
-            done = tl.full([], 0, tl.int32)
-            while done < here:
-                acc += load_rows(
-                    weight,
-                    rows,
-                    done,
-                    begin,
-                    per_sample_weights,
-                    stride,
-                    cols,
-                    width,
-                    lanes,
-                    WEIGHTED,
-                    UNIFORM,
-                    BLOCK_D,
+                ids = load_ids(values, start0 + _IDS, end0, id_lanes)
+                ids_next = load_ids(values, start1, end1, id_lanes)
+                unit2, sample2, slot2, stop2, grabbed = slot_after(
+                    unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
+                    n_units, units, units_per_sample, first_sample, batch, by_slot,
+                )  # fmt: skip
+                start2, end2, cut = bag_at(
+                    offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION
                 )
-                done += ROWS
-            begin += _IDS
-        pooled = tl.sum(acc, 0)
-        if ANY_MEAN:
-            is_mean = tl.load(slot_entry + 6) != 0
-            count = tl.where(is_mean & (end0 > start0), end0 - start0, 1).to(tl.float32)
-            pooled = pooled / count
 
-        target = out_row + column
-        if STAGED:
-            # The columns of a slice are adjacent, so its vectors are staged contiguously. Local slices need no copy: they are
-            # pooled in place.
-            stage = staging + program * STAGE_WIDTH
-            place = tl.where(is_local, target.to(tl.int64), (stage + staged).to(tl.int64))
-            target = tl.multiple_of(place.to(tl.pointer_type(OUT_DTYPE)), ALIGN * OUT_BYTES)
-            staged += width.to(tl.int32)
-        if UNIFORM:
-            tl.store(target + cols, pooled.to(OUT_DTYPE))
-        else:
-            tl.store(target + cols, pooled.to(OUT_DTYPE), mask=cols < width)
+            # The target is the row of the sample in its owner's output. All slots of a unit have the same sample.
+            if sample0 != sample_before:
+                sample_before = sample0
+                out_row_at, owner, owner_start, owner_batch = target_of(
+                    sample0, batch_starts, batch, is_even, mine, out_addresses, out_slot, out_slot_bytes,
+                    WORLD, WORLD_P2, OUT_STRIDE, OUT_BYTES,
+                )  # fmt: skip
+            is_local = owner == RANK
+            out_row = tl.multiple_of(out_row_at.to(tl.pointer_type(OUT_DTYPE)), ALIGN * OUT_BYTES)
 
-        if STAGED:
-            if slot0 + 1 >= stop0:
-                if is_local == 0:
-                    # Memory latency is a microsecond when all programs access memory, so all operands of the copy are
-                    # loaded before the first barrier. The flag set here belongs to the previous slice, whose copy has
-                    # had the time of a whole slice to arrive. So the release does not wait.
-                    flag = (
-                        (sample0 - owner_start).to(tl.int64) * units_per_sample
-                        + unit0 % units_per_sample
-                        + owner_batch.to(tl.int64) * flags_before
+            begin = start0
+            while begin < end0:
+                if begin > start0:  # a bag of more than _IDS ids
+                    rows, bad, bad_at = rows_of(
+                        ids, begin + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
                     )
-                    next_flag = tl.load(flag_addresses + owner) + flag * 8
-                    if owed_flag != 0:
-                        store_release(words(owed_flag), epoch, PTX)
-                        flags_raised += 1
-                    owed_flag = next_flag
-                    if TIMELINE:
-                        tl.store(timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS + _PUT, now_ns(PTX))
-                    tl.debug_barrier()
-                    slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * OUT_BYTES)
-                    block = tl.arange(0, 512)
-                    c = staged * 0
-                    while c < staged:
-                        inside = c + block < staged
-                        tl.store(slice_row + c + block, tl.load(stage + c + block, mask=inside), mask=inside)
-                        c += 512
-                    # The next slice may not overwrite the staging area before every lane has read it.
-                    tl.debug_barrier()
-                    copies += 1
-                staged = staged * 0
-        if TIMELINE:
-            if slot0 + 1 >= stop0:
-                now = now_ns(PTX)
-                number = tl.where(by_slot != 0, unit0 // tl.maximum(batch, 1), unit0 % units_per_sample)
-                unit_bytes = tl.load(units + number * _UNIT_FIELDS + 3) * OUT_BYTES
-                line = timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS
-                tl.store(line, started)
-                tl.store(line + _END, now)
-                tl.store(line + _SENT, tl.where(is_local, 0, unit_bytes))
-                tl.store(line + _PROGRAM, program)
-                started = now
+                    ids = load_ids(values, begin + _IDS, end0, id_lanes)
+                here = tl.minimum(end0 - begin, _IDS).to(tl.int32)
+                done = tl.full([], 0, tl.int32)
+                if AHEAD:
+                    done = tl.where(begin > start0, 0, ROWS)
+                while done < here:
+                    more = load_rows(weight, rows, done, stride, cols, width, lanes, UNIFORM, BLOCK_D)
+                    acc += weighted_rows(more, rows, done, begin, per_sample_weights, lanes, WEIGHTED)
+                    done += ROWS
+                begin += _IDS
+            pooled = tl.sum(acc, 0)
+            if ANY_MEAN:
+                is_mean = tl.load(slot_entry + 6) != 0
+                count = tl.where(is_mean & (end0 > start0), end0 - start0, 1).to(tl.float32)
+                pooled = pooled / count
 
-        unit0 = unit1
-        sample0 = sample1
-        slot0 = slot1
-        stop0 = stop1
-        start0 = start1
-        end0 = end1
-        ids = ids_next
-        unit1 = unit2
-        sample1 = sample2
-        slot1 = slot2
-        stop1 = stop2
-        start1 = start2
-        end1 = end2
-    if unit0 < 0:
-        # Never true. Triton 3.6 miscounts a loop's results when the last one, here `ids`, is not used after the loop, and
-        # fails to compile ("PassManager::run failed").
-        tl.store(state + _COPIES, tl.sum(ids.to(tl.int64), 0))
+            target = out_row + column
+            if STAGED:
+                # The columns of a slice are adjacent, so its vectors are staged contiguously. Local slices need no copy: they are
+                # pooled in place.
+                stage = staging + program * STAGE_WIDTH
+                place = tl.where(is_local, target.to(tl.int64), (stage + staged).to(tl.int64))
+                target = tl.multiple_of(place.to(tl.pointer_type(OUT_DTYPE)), ALIGN * OUT_BYTES)
+                staged += width.to(tl.int32)
+            if UNIFORM:
+                tl.store(target + cols, pooled.to(OUT_DTYPE))
+            else:
+                tl.store(target + cols, pooled.to(OUT_DTYPE), mask=cols < width)
+
+            if STAGED:
+                if slot0 + 1 >= stop0:
+                    if is_local == 0:
+                        # Memory latency is a microsecond when all programs access memory, so all operands of the copy are
+                        # loaded before the first barrier. The flag set here belongs to the previous slice, whose copy has
+                        # had the time of a whole slice to arrive. So the release does not wait.
+                        flag = (
+                            (sample0 - owner_start).to(tl.int64) * units_per_sample
+                            + unit0 % units_per_sample
+                            + owner_batch.to(tl.int64) * flags_before
+                        )
+                        next_flag = tl.load(flag_addresses + owner) + flag * 8
+                        if owed_flag != 0:
+                            store_release(words(owed_flag), epoch, PTX)
+                            flags_raised += 1
+                        owed_flag = next_flag
+                        if TIMELINE:
+                            tl.store(timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS + _PUT, now_ns(PTX))
+                        tl.debug_barrier()
+                        slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * OUT_BYTES)
+                        block = tl.arange(0, 512)
+                        c = staged * 0
+                        while c < staged:
+                            inside = c + block < staged
+                            tl.store(slice_row + c + block, tl.load(stage + c + block, mask=inside), mask=inside)
+                            c += 512
+                        # The next slice may not overwrite the staging area before every lane has read it.
+                        tl.debug_barrier()
+                        copies += 1
+                    staged = staged * 0
+            if TIMELINE:
+                if slot0 + 1 >= stop0:
+                    now = now_ns(PTX)
+                    number = tl.where(by_slot != 0, unit0 // tl.maximum(batch, 1), unit0 % units_per_sample)
+                    unit_bytes = tl.load(units + number * _UNIT_FIELDS + 3) * OUT_BYTES
+                    line = timeline + unit0.to(tl.int64) * _TIMELINE_FIELDS
+                    tl.store(line, started)
+                    tl.store(line + _END, now)
+                    tl.store(line + _SENT, tl.where(is_local, 0, unit_bytes))
+                    tl.store(line + _PROGRAM, program)
+                    started = now
+
+            unit0 = unit1
+            sample0 = sample1
+            slot0 = slot1
+            stop0 = stop1
+            start0 = start1
+            end0 = end1
+            unit1 = unit2
+            sample1 = sample2
+            slot1 = slot2
+            stop1 = stop2
+            start1 = start2
+            end1 = end2
+            if AHEAD:
+                unit2 = unit3
+                sample2 = sample3
+                slot2 = slot3
+                stop2 = stop3
+                start2 = start3
+                end2 = end3
+                rows = rows_next
+                block = block_next
+            else:
+                ids = ids_next
+        if unit0 < 0:
+            # Never true. Triton 3.6 miscounts a loop's results when the last one, here `ids`, is not used after the loop, and
+            # fails to compile ("PassManager::run failed").
+            tl.store(state + _COPIES, tl.sum((ids_next if AHEAD else ids).to(tl.int64), 0))
     if STAGED:
         if owed_flag != 0:
             store_release(words(owed_flag), epoch, PTX)
@@ -464,7 +500,7 @@ def embedding_all_to_all_kernel(
                 # Fill the output, so that no rank mistakes the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
                 items = samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
-                _fill_with_nan(own.to(tl.pointer_type(OUT_DTYPE)), items, OUT_DTYPE)
+                fill_with_nan(own.to(tl.pointer_type(OUT_DTYPE)), items, OUT_DTYPE)
         tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
         tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))
         tl.store(state + _FAILED, tl.full([], 0, tl.int64))

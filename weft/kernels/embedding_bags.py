@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.signals import words
+
 # Columns of the slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean
 # pooling, 1 for the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
 SLOT_FIELDS = 8
@@ -17,10 +19,13 @@ SLOT_FIELDS = 8
 UNIT_FIELDS = 4
 # Ids of a bag that are read at a time, one per lane.
 IDS = 32
+# The lowest bits of the signal "ready" are the number of an output buffer.
+SLOT_BITS = 8
 
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
 _IDS = tl.constexpr(IDS)
+_SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
 
 
 @triton.jit
@@ -117,16 +122,33 @@ def rows_of(
 
 
 @triton.jit
-def load_rows(
-    weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
-    WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
+def table_of(
+    slots, slot, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGN: tl.constexpr, UNIFORM: tl.constexpr, CHECK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return ROWS table rows as float32 `[ROWS, BLOCK_D]`, times their per-sample weights: the rows whose numbers are
-    `rows[first : first + ROWS]`. Number -1 gives zeros.
+    """Return what the slot table says about feature `slot`: (table, rows, stride, width, counts), as for `rows_of` and
+    `load_rows`.
+    """
+    entry = slots + slot * _SLOT_FIELDS
+    weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+    rows_in_table = tl.load(entry + 1)
+    stride = tl.full([], BLOCK_D, tl.int64)
+    width = tl.full([], BLOCK_D, tl.int64)
+    if not UNIFORM:
+        stride = tl.multiple_of(tl.load(entry + 2), ALIGN)
+        width = tl.multiple_of(tl.load(entry + 5), ALIGN)
+    counts = tl.full([], 1, tl.int64)
+    if CHECK and not UNIFORM:
+        counts = tl.load(entry + 7)
+    return weight, rows_in_table, stride, width, counts
 
-    weight: the table.
-    at: the position, in the tensor of ids, of the id that belongs to `rows[0]`. Its per-sample weight has the same position.
-    stride, width: the row pitch of the table, and its columns; with UNIFORM, both are BLOCK_D.
+
+@triton.jit
+def load_rows(weight, rows, first, stride, cols, width, lanes, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return ROWS table rows `[ROWS, BLOCK_D]`: the rows whose numbers are `rows[first : first + ROWS]`. Number -1 gives
+    zeros.
+
+    weight: the table. stride, width: the row pitch of the table, and its columns; with UNIFORM, both are BLOCK_D.
     """
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0
@@ -135,8 +157,18 @@ def load_rows(
     else:
         inside = real[:, None] & (cols < width)[None, :]
         block = tl.load(weight + row.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def weighted_rows(block, rows, first, at, per_sample_weights, lanes, WEIGHTED: tl.constexpr):
+    """Return the rows that `load_rows` has loaded, as float32, times their per-sample weights.
+
+    at: the position, in the tensor of ids, of the id that belongs to `rows[0]`. Its per-sample weight has the same position.
+    """
     block = block.to(tl.float32)
     if WEIGHTED:
+        real = tl.gather(rows, first + lanes, 0) >= 0
         block *= tl.load(per_sample_weights + at + first + lanes, mask=real, other=0.0)[:, None]
     return block
 
@@ -152,6 +184,33 @@ def ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
 
 
 @triton.jit
+def target_of(
+    sample, batch_starts, batch, is_even, mine, out_addresses, out_slot, out_slot_bytes,
+    WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Return (the address of a sample's row in the output of its rank, that rank, the rank's first sample, its number of
+    samples).
+
+    mine: the address of this rank's signals.
+    """
+    owner = tl.full([], 0, tl.int32)
+    owner_start = tl.full([], 0, tl.int32)
+    owner_batch = owner_start + batch
+    if WORLD > 1:
+        ranks = tl.arange(0, WORLD_P2)
+        is_rank = ranks < WORLD
+        ends = ends_of(batch_starts, ranks, is_rank, batch, is_even, WORLD)
+        owner = tl.sum((is_rank & (ends <= sample)).to(tl.int32), 0)
+        owner_start = tl.max(tl.where(is_rank & (ends <= sample), ends, 0), 0)
+        owner_batch = tl.min(tl.where(is_rank & (ends > sample), ends, batch), 0) - owner_start
+        ready_word = tl.load(words(mine + 16 * owner + 8))  # it contains the peer's slot
+        address = tl.load(out_addresses + owner) + (ready_word & _SLOT_MASK) * out_slot_bytes
+    else:
+        address = tl.load(out_addresses) + out_slot * out_slot_bytes
+    return address + (sample - owner_start).to(tl.int64) * (OUT_STRIDE * OUT_BYTES), owner, owner_start, owner_batch
+
+
+@triton.jit
 def samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
     """Return the number of samples of a rank, int64."""
     if is_even != 0:
@@ -159,3 +218,13 @@ def samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
     else:
         count = tl.load(batch_starts + rank + 1) - tl.load(batch_starts + rank)
     return count
+
+
+@triton.jit
+def fill_with_nan(out, items, DTYPE: tl.constexpr):
+    block = tl.arange(0, 1024)
+    nan = tl.full([1024], float("nan"), tl.float32).to(DTYPE)
+    at = items * 0
+    while at < items:
+        tl.store(out + at + block, nan, mask=at + block < items)
+        at += 1024

@@ -28,10 +28,10 @@ from weft.symm.lasting import lasting
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MAX_ROWS = 16  # rows that a program loads at once
 _TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: more registers, fewer programs
-_REGISTERS = {
-    False: 168,
-    True: 128,
-}  # limit per thread, without and with staged slices; on H200 faster than other limits from 112 to 168
+# The limit of registers per thread. True: with staged slices, or with rows loaded ahead. Other limits from 64 to 168 are slower on
+# H200.
+_REGISTERS = {False: 168, True: 128}
+_AHEAD_BYTES = 2048  # the largest tile whose rows are loaded ahead. For larger tiles, registers are too few
 _BY_SLOT_IDS = 2  # mean ids of a bag from which the kernel pools feature by feature; with one id, H100 is slower
 # With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
 # bytes, but at least this many per SM. Measured on H100.
@@ -68,6 +68,8 @@ class VariantKey(NamedTuple):
     leave: bool
     registers: int | None = None
     """The limit of registers per thread; None: the launcher's own."""
+    single: bool = False
+    """True if the kernel pools all features of a unit of work at once, because bags have one id each."""
 
 
 class Occupancy(NamedTuple):
@@ -126,6 +128,8 @@ class EmbeddingKernel(KernelTables):
             for i in plan.sharding.local_tables(rank)
         }
         self._pools_by_slot = not self._staged and len(sizes) == 1
+        self._loads_ahead = not self._staged and self._rows * self._block_d * self._item_bytes <= _AHEAD_BYTES
+        self._one_piece = all(slot.dim <= self._block_d for slot in self._slots)
         self._slices_before = sum(plan.slices_per_sample[:rank])
         self._slices_in_all = sum(plan.slices_per_sample)
         state = [
@@ -222,7 +226,20 @@ class EmbeddingKernel(KernelTables):
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
         registers = None if occupancy is None else occupancy.registers
-        key = (jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave, registers)
+        single = not timed and self._pools_single_ids(jagged)
+        key = (
+            jagged.values.dtype,
+            jagged.offsets.dtype,
+            wide,
+            weighted,
+            wait,
+            count,
+            timed,
+            enter,
+            leave,
+            registers,
+            single,
+        )
         variant = self._variants.get(key) or self._compile(VariantKey(*key))  # type: ignore[call-overload]
         given = slot_table, jagged.values, jagged.offsets, jagged.weights, timeline
         numbers = (
@@ -257,6 +274,12 @@ class EmbeddingKernel(KernelTables):
             variant.program.run(0, 1, (grid, 1, *arguments), (stream,))
         else:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
+
+    def _pools_single_ids(self, jagged: JaggedInput) -> bool:
+        """True if the kernel pools all features of a unit of work at once, because the bags of this input probably have one id
+        each.
+        """
+        return self._one_piece and not self._staged and jagged.values.numel() == jagged.offsets.numel() - 1
 
     def _fingerprint(self, checked: CheckedInput) -> int:
         """Return a hash of the batch sizes, which the kernels of all ranks compare in each call."""
@@ -298,6 +321,8 @@ class EmbeddingKernel(KernelTables):
             "COUNT": key.counted,
             "TIMELINE": key.timeline,
             "PTX": self._on_nvidia,
+            "AHEAD": self._loads_ahead,
+            "SINGLE": key.single,
         }
 
     def _compile(self, key: VariantKey) -> _Variant:
@@ -335,7 +360,7 @@ class EmbeddingKernel(KernelTables):
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
         # By default ptxas saves registers and splits the loads of a block of rows. With a limit, it uses up to this
         # many registers.
-        limit = {"maxnreg": key.registers or _REGISTERS[self._staged]} if self._on_nvidia else {}
+        limit = {"maxnreg": key.registers or _REGISTERS[self._staged or self._loads_ahead]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
 

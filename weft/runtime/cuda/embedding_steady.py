@@ -72,7 +72,8 @@ def launch_words(
     them. The arguments are those of `EmbeddingKernel.launch`.
     """
     weighted, batch = jagged.weights is not None, checked.global_batch
-    key = (jagged.values.dtype, jagged.offsets.dtype, False, weighted, True, False, False, True, True, None)
+    single = kernel._pools_single_ids(jagged)
+    key = (jagged.values.dtype, jagged.offsets.dtype, False, weighted, True, False, False, True, True, None, single)
     variant = kernel._variants.get(VariantKey(*key))
     if variant is None or variant.program is None or not embedding_tables._is_even(checked.batch_sizes, batch):
         return None
@@ -96,7 +97,7 @@ def launch_words(
             for power, work in enumerate(works)
         ],
         "bags": jagged.offsets.numel() - 1, "batch": batch, "most": embedding_kernel._INT32_POSITIONS,
-        "staged": kernel._staged, "by_slot": kernel._pools_by_slot, "features": len(kernel._slots),
+        "single": single, "staged": kernel._staged, "by_slot": kernel._pools_by_slot, "features": len(kernel._slots),
         "multiprocessors": kernel._sms, "resident": variant.resident, "mean_bytes": kernel._mean_bytes,
         "program_bags": embedding_kernel._PROGRAM_BAGS, "program_bytes": embedding_kernel._PROGRAM_BYTES,
         "programs_per_sm": embedding_kernel._PROGRAMS_PER_SM, "by_slot_ids": embedding_kernel._BY_SLOT_IDS,
