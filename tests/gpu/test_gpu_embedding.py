@@ -101,6 +101,28 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("dims", [(16,) * 13, (64,) * 40, (8, 3, 16, 1, 70)], ids=["narrow", "many", "any width"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_bags_of_one_id_have_the_bits_of_other_bags(
+    dims: tuple[int, ...], weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.runtime.cuda.embedding_kernel import EmbeddingKernel
+
+    tables, batch = tables_of(dims), 500
+    lengths = torch.ones(len(dims) * batch, dtype=torch.int64)
+    lengths[[7, *range(20, 60)]] = 0
+    lengths[9], lengths[61] = 2, 41  # as many ids as bags
+    generator = torch.Generator().manual_seed(5)
+    rows = min(table.num_embeddings for table in tables)
+    values = torch.randint(0, rows, (len(lengths),), generator=generator)
+    psw = [torch.randn(len(values), generator=generator)] if weighted else []
+    features = tuple(there([values, torch.cat([lengths[:1] * 0, lengths.cumsum(0)]), *psw]))
+    weights = there([torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) for t in tables])
+    single = weft.embedding_pool(weights, features, tables)
+    monkeypatch.setattr(EmbeddingKernel, "_pools_single_ids", lambda kernel, jagged: False)
+    assert torch.equal(single.view(torch.int32), weft.embedding_pool(weights, features, tables).view(torch.int32))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
     p = CASES[name]
