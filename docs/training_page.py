@@ -3,6 +3,7 @@
     dedup         *-row-wise-dedup.json: `python benchmarks/row_wise_dedup.py --json FILE`
     alternatives  h100-embedding-alternatives.json: ways to send gradients that weft does not have, measured once
     atomics       the same record: SGD that sorts ids, and SGD by atomic additions
+    prefetch      h100-embedding-prefetch.json: `torchrun --nproc-per-node 2 benchmarks/embedding_prefetch.py --json FILE`
 
 Records are in benchmarks/results. A test compares the page with them.
 """
@@ -26,6 +27,7 @@ DEDUP = {
     "two H100s with NVLink": "h100-row-wise-dedup",
 }
 ALTERNATIVES = "h100-embedding-alternatives"
+PREFETCH = "h100-embedding-prefetch"
 _MARK = re.compile(r"(?P<open><!-- training:(?P<name>\w+) -->\n).*?(?P<close><!-- /training -->)", re.DOTALL)
 _BAGS: dict[str, Callable[[float], bool]] = {
     "at most 0.5 distinct ids a bag": lambda ids: ids <= 0.5,
@@ -71,6 +73,16 @@ def atomics() -> str:
     return _milliseconds("whole steps", {name: itemgetter(name) for name in ("SGD, sorted", "SGD, atomics")})
 
 
+def prefetch() -> str:
+    """Return a table of milliseconds of a step: with and without `prefetch`, with and without `max_ids`."""
+    columns = {
+        "plain": "plain", "prefetch": "`prefetch`", "bounded": "`max_ids`", "ahead": "`max_ids` and `prefetch`",
+        "distributed": "without the exchange of ids",
+    }  # fmt: skip
+    rows = [[of["case"], *(f"{of['ms'][way]:.2f}" for way in columns)] for of in read(PREFETCH)["records"]]
+    return markdown_table(["milliseconds", *columns.values()], rows)
+
+
 def _milliseconds(part: str, columns: dict[str, Callable[[Any], float]]) -> str:
     rows = []
     for of in read(ALTERNATIVES)[part]:
@@ -80,7 +92,7 @@ def _milliseconds(part: str, columns: dict[str, Callable[[Any], float]]) -> str:
     return markdown_table(["milliseconds", *columns], rows)
 
 
-TABLES = {"dedup": dedup, "alternatives": alternatives, "atomics": atomics}
+TABLES = {"dedup": dedup, "alternatives": alternatives, "atomics": atomics, "prefetch": prefetch}
 
 
 def written() -> str:
