@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.all_to_all_matmul_ranks import tokens_gradient_alone
-from support.on_ranks import device, own_group, poisoned_memory, told, waits_end_after
+from support.on_ranks import applicable, device, own_group, poisoned_memory, told, waits_end_after
 from support.operators.experts import AllToAllMatmulCall, Experts
 from support.slow import in_turn
 
@@ -41,6 +41,27 @@ def test_the_heuristic_takes_columns_where_tokens_are_few_and_long(pool: Pool, e
     by = "dma" if exact else "kernel"
     found = pool.run(by_columns, exact, ranks=3, timeout_s=60)
     assert set(found) == {f"ficco_2d[start=uniform,gemms=fused,steps=0,by={by}]"}
+
+
+def of_other_sizes(group: dist.ProcessGroup) -> dict[str, str]:
+    """Call every schedule with many tokens, with few, and with many again. Return the errors."""
+    found = {}
+    for name in [one.name for one in applicable(AllToAllMatmulCall(Experts(), group, 0).problem())]:
+
+        def run(name: str = name) -> None:
+            for seed, count in enumerate((8, 1, 12)):
+                tables = ((count, 2, 0, 1),) * group.size()
+                call = AllToAllMatmulCall(Experts(schedule=name), group, seed, tables)
+                with call.poisoned():
+                    call.check(group, call(group))
+
+        found[name] = told(run)
+    return found
+
+
+def test_every_schedule_serves_calls_of_other_sizes(pool: Pool) -> None:
+    for found in pool.run(of_other_sizes, ranks=2, timeout_s=60):
+        assert set(found.values()) == {"nothing"}, found
 
 
 def left_out(group: dist.ProcessGroup) -> None:

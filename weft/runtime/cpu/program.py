@@ -68,10 +68,12 @@ class Program:
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
         self.lanes: BoundLanes = []
+        self._known: list[dict[str, PrefixSums]] = []  # what each lane has read in this run, by buffer
         open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all sizes
         for lane in checked.lanes:
             steps = []
-            known: dict[str, PrefixSums] = {}  # contents that the lane has read, by buffer
+            known: dict[str, PrefixSums] = {}
+            self._known.append(known)
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
                 dynamic = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
@@ -140,6 +142,8 @@ class Program:
             return str(error)
         stale: dict[Bound, None] = {}
         self._made.clear()
+        for known in self._known:
+            known.clear()
         moved = [(one, key) for one, key in zip(self._given, keys, strict=True) if key is not None and key != one.key]
         for given, key in moved:
             self.places.put(given.name, given.place(key))
