@@ -31,7 +31,7 @@
 namespace weft {
 
 enum class Transport : int { direct = 0, put = 1 };
-enum class Bounds : int { ignore = 0, warning = 1, fatal = 2 };
+enum class Bounds : int { none = 0, warning = 1, fatal = 2 };
 
 struct Slot {
     const char *weight;

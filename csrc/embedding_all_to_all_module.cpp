@@ -59,7 +59,7 @@ Counts run(const Table &slots, uintptr_t values, int values_bits, int64_t n_valu
     require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": pass 0 (fp32), 1 (fp16) or 2 (bf16)");
     require(transport == 0 || transport == 1, "transport=" + std::to_string(transport) + ": pass 0 (direct) or 1 (put)");
     require(bounds >= 0 && bounds <= 2,
-            "bounds=" + std::to_string(bounds) + ": pass 0 (ignore), 1 (warning) or 2 (fatal)");
+            "bounds=" + std::to_string(bounds) + ": pass 0 (none), 1 (warning) or 2 (fatal)");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     require_slice_size(slice_size);
     require(batch_starts.shape(0) == world + 1 && rank >= 0 && size_t(rank) < world,

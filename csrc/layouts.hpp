@@ -76,7 +76,8 @@ class LayoutReader {
         std::vector<size_t> rows;  // the places of the numbers of rows of matrices
 
         nb::bytes bytes() const { return nb::bytes(reinterpret_cast<const char *>(data()), size() * sizeof(int64_t)); }
-        // Returns the key that calls share in which matrices with `number` rows have any other number of rows.
+        // Replaces the number of rows of each matrix with `number` rows by -1, and returns the key. Calls that differ only in this
+        // number of rows have the same key.
         nb::bytes of_any_rows(int64_t number) {
             for (size_t place : rows)
                 if ((*this)[place] == number) (*this)[place] = -1;

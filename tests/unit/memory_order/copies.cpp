@@ -55,7 +55,7 @@ void call(const Case &c) {
         call.outputs.push_back(results.back().get());
     }
     call.output_stride = stride, call.dtype = Dtype::fp32, call.transport = c.transport, call.remote_first = true;
-    call.slice_size = 2, call.bounds = Bounds::ignore, call.threads = c.threads, call.epoch = 1, call.isa = &isa;
+    call.slice_size = 2, call.bounds = Bounds::none, call.threads = c.threads, call.epoch = 1, call.isa = &isa;
     const int64_t flags_of_rank = c.batch * int64_t(slices_of(call.slots, call.slice_size).size());
     std::vector<std::vector<std::atomic<int64_t>>> flags(world_size);
     for (auto &of_rank : flags) {
