@@ -109,7 +109,7 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
         if own.rank() == 0:
             ranks.call(own, p, transport=transport, deadline_s=1.0)
             torch.cuda.synchronize()
-            assert operator._record[R_STATUS]
+            assert operator._failures.record[R_STATUS]
         return error_of(product)
     finally:
         del watch._look

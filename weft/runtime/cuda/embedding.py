@@ -8,8 +8,6 @@ overwrite this rank's signals with POISON. Kernels that wait for the signals the
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import Any, cast
 
 import torch
@@ -21,10 +19,9 @@ from weft.embedding.check import CheckedInput, bad_index_message, first_bad_inde
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
-from weft.kernels.signals import R_EPOCH, R_FOUND, R_STATUS
 from weft.runtime.capture import is_captured, refuse_capture
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Occupancy, RankAddresses, Tables
-from weft.runtime.cuda.watch import OwnDeadlines, watch
+from weft.runtime.cuda.kernel_failures import KernelFailures
 from weft.runtime.meeting import refuse
 from weft.runtime.outputs import LendingExecutor, OutputPool
 from weft.symm import Communicator, Region, set_up_within
@@ -54,7 +51,6 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._captured = False
         self._memory: RankAddresses | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
-        self._record = _numbers_of(self.kernel.record)
         self._row_bytes = plan.sharding.total_dim * plan.output_dtype.itemsize
         self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
@@ -62,12 +58,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(comm.device, priority=-1)
         self._take_back = comm.on_failure(self._release_waiters)
-        self._failure: WeftError | None = None
-        self._noting = threading.Lock()
-        self._look = _Look(self)
-        comm._holders.add(self._look)
-        watch.add(self._look)
-        comm.before_check(self.look)  # otherwise only the watching thread would see the failure, perhaps late
+        self._failures = KernelFailures(comm, self.kernel.record, self._failure_of)
 
     def run(
         self,
@@ -146,44 +137,22 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         """Raise the error of an earlier call or of the group, if any, and warn of bad indices in earlier calls. Do not wait for
         the device.
         """
-        record = self._record
-        _warn_of_bad_input(self.kernel, record, self._last_input, self.comm.rank)
-        self.look()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.comm.check()
+        _warn_of_bad_input(self.kernel, self._failures.record, self._last_input, self.comm.rank)
+        self._failures.check()
 
-    def look(self) -> None:
-        """Make the group fail if the device has recorded that a call failed. The watching thread and every call of the
-        group run this method.
-        """
-        if self._record[R_STATUS]:
-            with self._noting:
-                self._note_failure(self._record)
-
-    def _note_failure(self, record: Any) -> None:
-        status = record[R_STATUS]
-        record[R_STATUS] = 0
-        if status == 0 or self.comm.failed:  # another failure ended this rank's waits
-            return
-        epoch, peer, wanted, found = record[R_EPOCH : R_FOUND + 1]
+    def _failure_of(self, status: int, epoch: int, peer: int, wanted: int, found: int) -> WeftError:
         if status == device_code.DISAGREE:
-            text = (
+            return DisagreementError(
                 f"rank {self.comm.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
                 f"the same global batch and batch_sizes on every rank"
             )
-            self._failure = DisagreementError(text)
-            self.comm.poison(text)
-            return
         text = (
             f"rank {self.comm.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
             f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Check that all ranks made the same call"
         )
         if status == device_code.WAIT_FLAG:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
-        self._failure = DeadlineError(text)
-        self.comm.poison(text)
+        return DeadlineError(text)
 
     def close(self) -> None:
         """Free the memory, after the devices of all ranks are done. Captured graphs must not be replayed afterwards.
@@ -192,7 +161,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         if self.closed:
             return
         self.closed = True
-        self._look.close()
+        self._failures.close()
         self._take_back()
         self.outputs.close()
         self._signals.give_back()
@@ -246,21 +215,6 @@ class EmbeddingAllToAllCuda(LendingExecutor):
                 timeline.add(rank, "wait", "wait for peers", start_ns / 1e3, end_ns / 1e3, 0, program)
 
 
-class _Look(OwnDeadlines):
-    """A weak reference to an executor, by which the watching thread checks the executor without keeping it alive."""
-
-    def __init__(self, operator: EmbeddingAllToAllCuda) -> None:
-        self._operator = weakref.ref(operator)
-
-    def look(self) -> None:
-        operator = self._operator()
-        if operator is not None:
-            operator.look()
-
-    def close(self) -> None:
-        watch.remove(self)
-
-
 def _warn_of_bad_input(
     kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
@@ -293,11 +247,6 @@ def _warn_of_bad_input(
         warn(f"rank {rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
 
 
-def _numbers_of(record: torch.Tensor) -> Any:
-    """Return a memoryview of the pinned tensor `record`. Reading a number from it takes nanoseconds."""
-    return memoryview(cast(Any, record.numpy()))
-
-
 class _LocalPool:
     """The cached kernel of `pool_on_gpu`, for a world size of 1.
 
@@ -307,7 +256,7 @@ class _LocalPool:
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)
-        self.record = _numbers_of(self.kernel.record)
+        self.record = memoryview(cast(Any, self.kernel.record.numpy()))
         self.words = lasting(
             device, lambda: torch.zeros(4, dtype=torch.int64, device=device)
         )  # stand in for signals and flags

@@ -187,8 +187,7 @@ class ScheduleMemory:
             "and its rows in the result are NaN: on all ranks pass `received` and `splits` of the same exchange; "
             "WEFT_CHECK_CALLS=1 finds the call"
         )
-        self.run.failure = DisagreementError(text)
-        self.comm.poison(text)
+        self._end(DisagreementError(text))
 
     def standing_still(self, seconds: float) -> None:
         """Make the group fail if a run is blocked in a wait. The error names the peer and the signal. Runs on the watching
@@ -232,8 +231,15 @@ class ScheduleMemory:
             f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}{run}. "
             "Check that all ranks made the same call"
         )
-        self.run.failure = DeadlineError(text)
-        self.comm.poison(text)
+        self._end(DeadlineError(text))
+
+    def _end(self, error: DeadlineError | DisagreementError) -> None:
+        """Make the group fail with `error`, which the next call raises. Do nothing if the group has already failed: a failure
+        overwrites the counts that ranks compare, and ends waits, so what the device reports afterwards is not the cause.
+        """
+        if not self.comm.failed:
+            self.run.failure = error
+            self.comm.poison(str(error))
 
     def _release_waiters(self) -> None:
         """Write NaN to all buffers that peers write, then end every wait of this rank's streams. Runs on the watchdog

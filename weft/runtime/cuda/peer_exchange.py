@@ -1,27 +1,23 @@
 """The base of exchanges between GPUs by kernels that store into peers' memory and wait for signals.
 
-The kernels have deadlines. A kernel that misses one writes a record to pinned memory, and ends. Then the next call of the
-exchange, or the watching thread, makes the group fail. If the group fails for another reason, the watchdog ends the waits
-by overwriting the signals.
+The kernels have deadlines, and report missed ones (`weft.runtime.cuda.kernel_failures`). If the group fails for another
+reason, the watchdog ends the waits by overwriting the signals.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import Any, cast
-
 import torch
 
 from weft.errors import DeadlineError, WeftError
-from weft.kernels.signals import POISON, R_EPOCH, R_FOUND, R_STATUS, RECORD_WORDS
+from weft.kernels.signals import POISON, RECORD_WORDS
 from weft.runtime.capture import is_captured
+from weft.runtime.cuda.kernel_failures import KernelFailures
 from weft.runtime.cuda.streams import current_stream
-from weft.runtime.cuda.watch import OwnDeadlines, watch
 from weft.symm import Communicator, Region
 from weft.symm.lasting import lasting
 
 
-class PeerExchange(OwnDeadlines):
+class PeerExchange:
     """The base class of exchanges on a communicator. All ranks must construct this object, and make the same calls.
 
     signals: the number of signal words of a rank.
@@ -31,18 +27,14 @@ class PeerExchange(OwnDeadlines):
     def __init__(self, comm: Communicator, signals: int) -> None:
         self.comm = comm
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
-        self._record = memoryview(cast(Any, self.record.numpy()))
         self._last: torch.cuda.Stream | None = None  # the stream of the last call, which recorded `_done` at its end
         self._done = torch.cuda.Event()
         # Allocate what the watchdog needs now: it must not load a module while a kernel waits.
         self._poison = torch.full((signals,), POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(comm.device, priority=-1)
-        self._failure: WeftError | None = None
-        self._noting = threading.Lock()
         self._take_back = comm.on_failure(self._release_waiters)
         comm._holders.add(self)
-        watch.add(self)
-        comm.before_check(self.look)  # because the watching thread may be late
+        self._failures = KernelFailures(comm, self.record, self.failure)
 
     def signals(self) -> torch.Tensor:
         """Return this rank's signal words, int64."""
@@ -75,28 +67,11 @@ class PeerExchange(OwnDeadlines):
 
     def check(self) -> None:
         """Raise the error of an earlier call or of the group, if any. Do not wait for the device."""
-        self.look()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.comm.check()
-
-    def look(self) -> None:
-        """Make the group fail if the device has recorded that a call missed its deadline."""
-        if not self._record[R_STATUS]:
-            return
-        with self._noting:
-            status = self._record[R_STATUS]
-            self._record[R_STATUS] = 0
-            if not status or self.comm.failed:
-                return
-            epoch, peer, wanted, found = self._record[R_EPOCH : R_FOUND + 1]
-            self._failure = self.failure(status, epoch, peer, wanted, found)
-            self.comm.poison(str(self._failure))
+        self._failures.check()
 
     def close(self) -> None:
         """Stop the checks of this exchange by the watching thread. The communicator frees the memory."""
-        watch.remove(self)
+        self._failures.close()
         self._take_back()
 
     def addresses(self, region: Region) -> torch.Tensor:
