@@ -222,7 +222,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
 
     def _table(self, weights: list[torch.Tensor], checked: CheckedInput) -> np.ndarray:
         key_of_slot = checked.key_of_slot
-        key = (checked.tables or tuple([weight.data_ptr() for weight in weights]), key_of_slot)
+        key = (checked.tables or tuple([(weight.data_ptr(), len(weight)) for weight in weights]), key_of_slot)
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= 4:

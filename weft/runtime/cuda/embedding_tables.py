@@ -89,7 +89,7 @@ class KernelTables:
 
     def _slot_table(self, weights: list[torch.Tensor], checked: CheckedInput) -> torch.Tensor:
         key_of_slot = checked.key_of_slot
-        key = (checked.tables or tuple([weight.data_ptr() for weight in weights]), key_of_slot)
+        key = (checked.tables or tuple([(weight.data_ptr(), len(weight)) for weight in weights]), key_of_slot)
         table = self._slot_tables.get(key)
         if table is not None:
             return table
