@@ -248,7 +248,7 @@ DIFFERENT: dict[str, tuple[Callable[[Problem], Any], list[str]]] = {
     "transport": (option(transport="put"), ["transport", "'direct'", "'put'"]),
     "order": (option(order="natural"), ["order", "'remote_first'", "'natural'"]),
     "slice_size": (option(slice_size=3), ["slice_size", "'32'", "'3'"]),
-    "bounds_check": (option(bounds_check="ignore"), ["bounds_check", "'warning'", "'ignore'"]),
+    "bounds_check": (option(bounds_check="none"), ["bounds_check", "'warning'", "'none'"]),
     "hash": (option(hash=True), ["hash", "'False'", "'True'"]),
     "outputs": (option(outputs=3), ["outputs", "'2'", "'3'"]),
 }

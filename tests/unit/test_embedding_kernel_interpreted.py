@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
     "waits that are over, a launch per table": Case(problem(2, (8, 3, 16), 5), wait=True, launch_per_table=True, calls=2),
     "bad ids": Case(problem(2, (8, 4), 5, weighted=True), bad={1: -1, 3: 30, 4: 2**40}),
     "bad ids, wider than a block, put": Case(problem(2, (300, 4), 5, weighted=True), PUT, bad={0: 31, 5: -(2**40)}),
-    "trusted ids": Case(problem(2, (8, 4), 5), {"bounds_check": "ignore"}),
+    "trusted ids": Case(problem(2, (8, 4), 5), {"bounds_check": "none"}),
     "single ids": Case(problem(2, (8, 8, 8), 6, longest=1), single=True, calls=2),
     "single ids and others, any width, mean, weighted": Case(problem(3, (8, 3, 16, 1, 70), 7, weighted=True), single=True),
     "single ids, more tables than rows at once": Case(problem(2, (64,) * 40, 3, longest=1, dtype=torch.float16), single=True),

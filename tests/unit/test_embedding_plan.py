@@ -113,7 +113,7 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
     [
         ({"transport": "pigeon"}, "transport='pigeon' must be one of 'auto', 'serial', 'direct', 'put'"),
         ({"order": ""}, "order='' must be one of 'remote_first'"),
-        ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore'"),
+        ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore', 'none'"),
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),
         ({"outputs": 0}, "outputs=0 must be between 1 and 255"),
         ({"outputs": 256}, "outputs=256 must be between 1 and 255"),

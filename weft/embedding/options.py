@@ -10,7 +10,7 @@ from weft.schedule.kernels import SliceOrder, SliceTransport
 
 Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
 Order: TypeAlias = SliceOrder
-BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore"]
+BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore", "none"]
 OutputDtype: TypeAlias = Literal["table", "fp16", "bf16"]
 
 
@@ -48,6 +48,16 @@ class EmbeddingOptions:
     def refuses_bad_ids(self) -> bool:
         """True if calls raise for an id out of range before anything is written. With `hash`, no id is out of range."""
         return self.bounds_check == "fatal" and not self.hash
+
+    @property
+    def checks_ids(self) -> bool:
+        """True if lookups check ids, so that an id out of range reads a row of zeros."""
+        return self.bounds_check != "none" and not self.hash
+
+    @property
+    def reports_bad_ids(self) -> bool:
+        """True if a call tells the user of ids out of range, by an error or a warning."""
+        return self.checks_ids and self.bounds_check != "ignore"
 
 
 def _is_whole(given: object) -> bool:

@@ -84,7 +84,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
         `RefusedError` with the numbers of all ranks, before ids are sent.
     hash: True to map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: how ids out of range are treated. "warning" reads them as zero rows, and warns. "fatal" refuses the
-        call on every rank. "ignore" reads them as zero rows.
+        call on every rank. "ignore" and "none" read them as zero rows, without a warning.
     deadline_s: the longest wait for a peer, in seconds. The default is WEFT_DEADLINE_S on CPU, and the process group's
         timeout on GPUs. On GPUs of one host this deadline applies to the exchange of the numbers of ids, from the second
         batch on. Ids, rows and gradients are sent by NCCL, for which the group's timeout applies.

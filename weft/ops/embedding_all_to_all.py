@@ -98,8 +98,9 @@ def embedding_all_to_all(
         batch. "direct" on GPUs pools feature by feature if bags have two or more ids on average, and samples in this order
         for each feature.
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
-        GPUs at the next call). "fatal" refuses the call on every rank before anything is written (on GPUs the CPU waits
-        for the device). "ignore" does not check.
+        GPUs at the next call). "ignore" reads them as zero rows, without a warning. "fatal" refuses the call on every rank
+        before anything is written (on GPUs the CPU waits for the device). "none" does not check: all indices must be in
+        range, because a lookup would read memory beside the table.
     hash: True to map any 64-bit id to a row, by splitmix64's finalizer modulo the number of rows
         (`weft.embedding.hash_ids`).
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With

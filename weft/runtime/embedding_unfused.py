@@ -216,4 +216,4 @@ def pool_alone(
     counts = cpu.run_native(plan, 0, table, jagged, checked.batch_sizes, [pooled.data_ptr()], [], 0)
     if narrows:
         out.copy_(pooled)
-    return partial(cpu.warn_of_bad_indices, plan.sharding, 0, counts)
+    return partial(cpu.warn_of_bad_indices, plan, 0, counts)

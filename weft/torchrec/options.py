@@ -42,7 +42,7 @@ _OF_CACHES = {
 """Options that are ignored, because they have no effect on tables in device memory, or only together with another
 option.
 """
-_BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "ignore"}
+_BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "none"}
 
 
 @dataclass(frozen=True)

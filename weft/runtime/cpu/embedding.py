@@ -35,7 +35,6 @@ from weft.words import counted
 _EXTRA = struct.Struct("<qq")  # `number` of `meet`, hash of the batch sizes
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
-_BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # "fatal" checks all indices before the call begins
 _LOOK_S = 1.0  # interval at which a wait for flags checks the group
 _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 
@@ -98,7 +97,7 @@ def run_native(
         remote_first=plan.options.order == "remote_first",
         slice_size=plan.slice_size,
         hash=plan.options.hash,
-        bounds=_BOUNDS_CODE[plan.options.bounds_check],
+        bounds=int(plan.options.checks_ids),  # "fatal" checks all indices before the call begins
         n_threads=torch.get_num_threads(),
         flags=np.asarray(flags, dtype=np.int64),
         epoch=epoch,
@@ -106,10 +105,10 @@ def run_native(
     )
 
 
-def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[int, ...]) -> None:
+def warn_of_bad_indices(plan: EmbeddingPlan, rank: int, counts: tuple[int, ...]) -> None:
     bad, slot, sample, position, value = counts[:5]
-    if bad:
-        first = bad_index_message(sharding, rank, slot, sample, position, value)
+    if bad and plan.options.reports_bad_ids:
+        first = bad_index_message(plan.sharding, rank, slot, sample, position, value)
         warn(f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}")
 
 
@@ -206,7 +205,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
         output = self.outputs.lend(slot, shape, sharding.dtype)
-        warn_of_bad_indices(sharding, rank, counts)
+        warn_of_bad_indices(self.plan, rank, counts)
         return {"out": output}
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class FarFirst:
         if alone is None or not bad:
             return out, None
         first = min((counts for counts in found if counts[0]), key=lambda counts: counts[1:4])
-        return out, partial(cpu.warn_of_bad_indices, alone.sharding, 0, (bad, *first[1:]))
+        return out, partial(cpu.warn_of_bad_indices, alone, 0, (bad, *first[1:]))
 
     def _of(self, phase: int | None) -> list[int]:
         """Return the ranks whose samples are pooled in a phase of the call.

@@ -233,7 +233,7 @@ def _warn_of_bad_input(
             f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values; they were clamped. "
             f"Check the offsets on the CPU, or pass bounds_check='fatal'"
         )
-    if bad:
+    if bad and kernel.plan.options.reports_bad_ids:
         where = f"the first at position {at} of values"
         if last_input is not None and at < last_input[0].values.numel():
             jagged, checked = last_input

@@ -314,7 +314,7 @@ class EmbeddingKernel(KernelTables):
             "WEIGHTED": key.weighted,
             "ANY_MEAN": any(sharding.tables[slot.table].pooling == "mean" for slot in self._slots),
             "HASH": self.plan.options.hash,
-            "CHECK": self.plan.options.bounds_check != "ignore" and not self.plan.options.hash,
+            "CHECK": self.plan.options.checks_ids,
             "ENTER": key.enter,
             "EXIT": key.leave,
             "WAIT": key.wait,

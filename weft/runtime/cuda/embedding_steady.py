@@ -22,8 +22,10 @@ from weft.runtime.cuda.embedding import EmbeddingAllToAllCuda
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, VariantKey, first_sample
 from weft.runtime.layouts import READER
 
-_WATCHED = (R_STATUS, device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS)
-"""The words of the kernel's record that Python must read if they are not 0."""
+_WATCHED = (R_STATUS, device_code.R_BAD_OFFSETS)
+"""The words of the kernel's record that Python must read if they are not 0. Unless bad indices are ignored, Python must also
+read their number.
+"""
 _as_jagged = functools.partial(tuple.__new__, JaggedInput)
 
 
@@ -48,13 +50,14 @@ def steady_call(
     if READER is None or launch is None:
         return None
     outputs, rank = executor.outputs, executor.comm.rank
+    watched = (*_WATCHED, device_code.R_BAD_INDICES) if executor.plan.options.reports_bad_ids else _WATCHED
     return _core.PooledCall(
         {
             **launch,
             "reader": READER, "executor": executor, "memory": executor._memory, "owner": outputs._region.owner(rank),
             "free": outputs._free, "shared": outputs._shared, "outputs": outputs.count, "out": out,
             "base": outputs._region.address(rank), "slot_bytes": outputs.slot_bytes,
-            "record": executor.kernel.record.data_ptr(), "watched": _WATCHED,
+            "record": executor.kernel.record.data_ptr(), "watched": watched,
             "rows": checked.batch_sizes[rank], "columns": executor.plan.sharding.total_dim,
             "stream": torch._C._cuda_getCurrentRawStream, "as_tensor": torch._C._from_dlpack,
             "keyed": KeyedJaggedTensor, "jagged": JaggedInput, "make_jagged": _as_jagged,
