@@ -146,6 +146,9 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
     def close(self) -> None:
         """Do nothing: calls allocate no symmetric memory."""
 
+    def _buffer_bytes(self) -> Sequence[int]:
+        return (self._on_device.nbytes,)
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return list(self.partition.tables)
 
@@ -172,23 +175,32 @@ def _call(table: EmbeddingBagConfig, slots: int, samples: int, rows: int) -> For
 
 class _RowsOnDevice:
     """Memory for distinct rows on a GPU, at an address that changes seldom. Kernels of pooling read a list of tables, which
-    the CPU would otherwise have to copy to the device in each call.
+    the CPU would otherwise have to copy to the device in each call. All streams share the memory, one after the other.
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory: torch.Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None  # the stream of the last call
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
 
     def of(self, rows: torch.Tensor, rounded: int) -> torch.Tensor:
         """Return `rows` as the first rows of a table of `rounded` rows; on CPU, a table of at least one row.
 
-        The result is valid until the next call on the current stream.
+        The result is valid until the next call. Pool it on the current stream.
         """
         if rows.device.type == "cpu":
             return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
-        stream = torch.cuda.current_stream(rows.device).cuda_stream
-        memory = self._memory.get(stream)
+        here, memory = torch.cuda.current_stream(rows.device), self._memory
+        if self._stream is not None and self._stream != here:
+            here.wait_stream(self._stream)  # the last call may still read the memory
+            if memory is not None:
+                memory.record_stream(here)
+        self._stream = here
         if memory is None or len(memory) < rounded or memory.dtype != rows.dtype:
-            memory = self._memory[stream] = rows.new_empty(rounded, rows.shape[1])
+            memory = self._memory = rows.new_empty(rounded, rows.shape[1])
         memory[: len(rows)].copy_(rows)
         return memory[:rounded]
 

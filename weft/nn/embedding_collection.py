@@ -338,7 +338,8 @@ class ShardedEmbeddingCollection(PartitionedTables):
         """Return the memory of this module on this rank, in bytes. `print` shows the result as text, with a line for
         each part of a table. Ranks do not communicate.
 
-        `buffers` is 0, because ranks exchange rows in ordinary memory. `workspace` does not include the gradients of
+        `buffers` is 0, because ranks exchange rows in ordinary memory. `ShardedEmbeddingBagCollection(dedup=True)` on GPUs
+        counts the memory from which it pools the distinct rows. `workspace` does not include the gradients of
         data-parallel tables.
         """
         weights = dict(zip(self._table_modules(), self._all_weights(), strict=True))
@@ -347,7 +348,10 @@ class ShardedEmbeddingCollection(PartitionedTables):
         in_flight += 0 if self._replicated is None else self._replicated.bytes_in_flight
         columns = self.partition.parts[0].columns if self.partition.parts else 0
         workspace = rows_workspace(*self._exchanged, columns, self._dtype, self.device)
-        return memory_of(weights, self._update, in_flight, (), workspace)
+        return memory_of(weights, self._update, in_flight, self._buffer_bytes(), workspace)
+
+    def _buffer_bytes(self) -> Sequence[int]:
+        return ()
 
     def _note(self, route: RowRoute, arrived: Sequence[torch.Tensor]) -> None:
         """Record the ids of a call with gradients, for `memory`."""

@@ -24,7 +24,8 @@ class EmbeddingMemory:
 
     tables, states: the bytes of each table of this rank, and of its optimizer states, by table name.
     gradients: the bytes of `.grad`, for tables without an optimizer.
-    buffers: the symmetric memory of results, which modules with equal arguments share.
+    buffers: the symmetric memory of results, which modules with equal arguments share. With `dedup=True` on GPUs, the memory
+        from which a call pools its distinct rows.
     in_flight: the bytes of ids, offsets and weights of calls whose backward has not run, of data that `accumulate()`
         keeps, and of prefetched batches. On GPUs it includes the last call's input, which is needed to report bad ids.
         Without pooling, it is the bytes of ids and of their routing.
