@@ -189,3 +189,29 @@ def test_bad_batches_are_reported(how: str) -> None:
         assert not any("Error" in text for text in errors[:2]), errors
         assert any(text.startswith(("RefusedError", "PoisonedGroupError")) for text in errors[2:]), errors
     assert any(BAD[how] in text for errors in found for text in errors), found
+
+
+def edges(group: dist.ProcessGroup, alone: bool) -> list[bool]:
+    """Call with no ids, with exactly `max_ids` ids, and with no ids again, on one rank or on all. Compare with a module without
+    boxes.
+    """
+    most = 3 * SAMPLES * 4 * group.size()  # if all bags have 4 ids, the rank with 3 tables receives as many
+    plain, boxed = module_on(group, False), module_on(group, True, max_ids=most)
+    equal = []
+    for length in (1, 0, 4, 0, 4, 1):
+        own = 1 if alone and group.rank() == 0 else length
+        lengths = torch.full((len(NAMES) * SAMPLES,), own, device=ranks.device())
+        ids = torch.arange(own * len(lengths), device=ranks.device()) % 40
+        one = KeyedJaggedTensor(NAMES, ids, lengths=lengths)
+        of_plain, of_boxed = plain(one).values(), boxed(one).values()
+        of_plain.sum().backward()
+        of_boxed.sum().backward()
+        equal.append(torch.equal(of_plain, of_boxed))
+    states = zip(plain.state_dict().values(), boxed.state_dict().values(), strict=True)
+    return [*equal, *(torch.equal(a, b) for a, b in states)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_ids_and_as_many_as_allowed(pair: Pool, alone: bool) -> None:
+    for equal in pair.run(edges, alone, timeout_s=60):
+        assert all(equal), equal
