@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
             ),
             ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
             ({"scale": 0.5}, r"scale=0\.5: .* only tables can: name a smaller shape"),
-            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
+            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use 1, 2, 3 or 6 ranks"),
             ({"preset": "8x8x8-e2-top3"}, "top_k=3 must be at most experts=2"),
             (
                 {"preset": "mixtral"},
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
                 {"variants": ("combine[chunks=1,by=dma]-bounded",)},
                 r"supports none of these shapes \(first shape: the CPU must not wait for sizes",
             ),
-            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
+            ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use 1, 2, 3 or 6 ranks"),
         ],
     ),
     "all_gather_matmul": (

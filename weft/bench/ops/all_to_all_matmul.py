@@ -354,10 +354,11 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
             if shape.experts % options.ranks:
-                fitting = ", ".join(str(ranks) for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0)
+                *some, most = [str(ranks) for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
+                fitting = f"{', '.join(some)} or {most} ranks" if some else "1 rank"
                 raise ValueError(
                     f"{shape.name}: {counted(shape.experts, 'expert')} cannot be divided evenly over "
-                    f"{options.ranks} ranks: use one of {fitting}"
+                    f"{options.ranks} ranks: use {fitting}"
                 )
         super().check_options(options)
 
