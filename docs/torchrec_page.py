@@ -33,7 +33,9 @@ _NOTES = {
         "fp32, the same plans",
         "All times are of `DistributedModelParallel`, with TorchRec's sharder or with weft's. A step is forward, backward and "
         "the update of all\ntables. The update is SGD. The cases `row-wise, rows` look up rows without pooling, with "
-        "`use_index_dedup=True` and rowwise Adagrad: B is\nsamples x ids of a sample, and 2% of the ids of a batch are distinct.",
+        "`use_index_dedup=True` and rowwise Adagrad: B is\nsamples x ids of a sample, and 2% of the ids of a batch are distinct. "
+        "In the\ncase `distinct ids`, all ids are distinct, so removing duplicates only costs time. "
+        "TorchRec without\n`use_index_dedup` was not timed.",
     ),
     "pipeline": (
         "fp32, table-wise with the same owner of each table",
