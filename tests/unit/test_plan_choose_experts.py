@@ -100,3 +100,9 @@ def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
 
 def test_no_tokens_are_serial() -> None:
     assert plan.choose(AllToAllMatmul.even(0, 8, 8, 2, 2), H200).candidate.name == "serial"
+
+
+def test_few_tokens_are_sorted_before_a_long_gemm() -> None:
+    """Sorted tokens of all ranks share tiles of 16 rows, which leave more room for weights in flight."""
+    p = replace(AllToAllMatmul.even(14, 12032, 26624, 4, 2), exact=False)
+    assert decide(p, model_of(load_machine("h100"), 2), mode="graph").candidate.name == "dispatch_sorted[chunks=1]"
