@@ -46,10 +46,6 @@ ONE_KERNEL_SINCE = "2026-11-27T20:02"
 needed 13 launches, and copied at 0.42 times this rate."""
 
 
-OWN_SUMS_APART = "2026-11-27T22:00"
-"""Since this time, all-reduces copy their own sums on a lane of their own. Older records of the schedules that do are left out."""
-
-
 @cache
 def _model(machine: str) -> Model:
     return model_of(load_machine(machine), 2)
@@ -87,12 +83,6 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
         if (record["op"], record["mode"]) == (op, mode):
             problems = _problems(machine, record)
             if record["chosen"] == IN_ONE_LANE and record["date"] < SINCE:
-                continue
-            if (
-                record["chosen"].startswith("two_shot")
-                and record["date"] < OWN_SUMS_APART
-                and op == "matmul_all_reduce"
-            ):
                 continue
             us = [predict(named(p, record["chosen"]).build(), model, mode, least_us(p, model)) for p in problems]  # type: ignore[arg-type]
             found.append(statistics.fmean(us) / (1e3 * statistics.median(record["weft_ms"])) - 1)
