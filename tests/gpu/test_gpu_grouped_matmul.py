@@ -1,4 +1,4 @@
-"""Test tiles of the grouped GEMM on one GPU against float64: tiles of the last round in parts."""
+"""Test tiles of the grouped GEMM on one GPU against float64: tiles of the last round in parts, and rows without alignment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ CONFIGS = {
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tiles_with_rows_of_all_sources(name: str, back: bool, transposed: bool) -> None:
-    """Each launch runs twice with poisoned results, and gives the same bits."""
+    check(CONFIGS[name], back, transposed)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("config", [grouped_config.LARGE, grouped_config.CONFIGS[-1]], ids=str)
+def test_rows_without_alignment(config: grouped_config.Config, back: bool) -> None:
+    check(config, back, transposed=True, shift=1)
+
+
+def check(config: grouped_config.Config, back: bool, transposed: bool, shift: int = 0) -> None:
+    """Each launch runs twice with poisoned results, and gives the same bits. shift: the first element of x in its memory."""
     n, k = 21 * 256 - 120, 2048 - 8
     w = torch.randn(2, k, n, device="cuda", dtype=torch.bfloat16)
     w = w.mT.contiguous().mT if transposed else w
@@ -37,7 +47,7 @@ def test_tiles_with_rows_of_all_sources(name: str, back: bool, transposed: bool)
         halves = torch.tensor([[r // 2 for r in rows], [r - r // 2 for r in rows]], device="cuda")
         splits = torch.cat([halves[0], halves[0]])
         slot_rows = int(halves[1].sum()) + 3
-        x = torch.randn(sum(rows) + 2, k, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(shift + (sum(rows) + 2) * k, device="cuda", dtype=torch.bfloat16)[shift:].view(-1, k)
         found = []
         for _ in range(2):
             slots = torch.full((slot_rows, n if back else k), NAN, device="cuda", dtype=torch.bfloat16)
@@ -51,7 +61,7 @@ def test_tiles_with_rows_of_all_sources(name: str, back: bool, transposed: bool)
                 splits,
                 rank=0,
                 slot_rows=slot_rows,
-                config=CONFIGS[name],
+                config=config,
                 back=back,
                 merged=True,
             )

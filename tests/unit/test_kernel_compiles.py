@@ -320,6 +320,16 @@ def test_tiles_are_chosen_by_their_number() -> None:
     assert chosen(517, 640, 19840, 8, False) == (128, 256, 1)
 
 
+@pytest.mark.parametrize("config", grouped_config.CONFIGS, ids=str)
+def test_kernels_for_rows_without_alignment_have_small_tiles(config: grouped_matmul.Config) -> None:
+    """The compilation of large tiles takes seconds, and such rows are rare."""
+    w = torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    variant = grouped_matmul._variant(w, w.device, 2, config, False, False, False, False)
+    assert not variant.aligned
+    assert not variant.tma
+    assert variant.config.tile <= grouped_config.PLAIN.tile
+
+
 def test_the_model_of_grouped_gemms_has_the_kernels_numbers() -> None:
     """The simulator imports no kernels, so it has copies of their constants."""
     least_k = {grouped_config.LEAST_STEPS * config.block_k for config in grouped_config.CONFIGS}

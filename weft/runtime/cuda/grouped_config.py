@@ -27,6 +27,11 @@ class Config:
     rounds: int = 1  # the largest number of rounds that the parts of shared tiles take
     swap: bool = False
 
+    @property
+    def tile(self) -> int:
+        """The number of elements of a tile of the result."""
+        return self.block_m * self.block_n
+
 
 MAX_SPLITS = 8
 """Largest number of programs that share a tile. The last program reads all partial sums."""

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _core
 from weft.kernels import grouped_matmul as device_code
-from weft.runtime.cuda.grouped_config import Config, choose_config
+from weft.runtime.cuda.grouped_config import PLAIN, Config, choose_config
 from weft.runtime.cuda.kernel_call import Base, Count, Mapped, RowTiles, kernel_call, loaded, record_one_of
 from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
@@ -160,6 +160,10 @@ def _variant(
     # The hardware rounds a tensor map's innermost extent to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(device)[0]
+    if not aligned and config.tile > PLAIN.tile:
+        # Rows without alignment are rare, and a kernel of large tiles would take three times as long to compile as that for
+        # aligned rows.
+        config = PLAIN
     return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds, merged)
 
 
@@ -242,13 +246,13 @@ class GroupedMatmulLauncher:
         self._slots, self._counts, self._splits, self._config = slots, counts, splits, config
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
         self._segments = n_sources * n_experts
-        self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
+        self._multiprocessors = tma_and_multiprocessors(counts.device)[1] - spare
         self._back, self._adds, self._merged = back, adds, merged
         self._scratch = scratch or Scratch()
         shares = config.splits > 1 and not adds
-        tile = config.block_m * config.block_n
-        self._scratch.require(counts.device, config.rounds * self._programs * tile if shares else 1)
-        count = self._programs if shares else 1  # for each shared tile, the number of finished programs
+        programs = config.per_sm * self._multiprocessors
+        self._scratch.require(counts.device, config.rounds * programs * config.tile if shares else 1)
+        count = programs if shares else 1  # for each shared tile, the number of finished programs
         self._arrived = lasting(counts.device, lambda: torch.zeros(count, dtype=torch.int32, device=counts.device))
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
@@ -276,7 +280,7 @@ class GroupedMatmulLauncher:
         own = own if own.numel() else slots
         aligned = all(is_aligned(t) for t in (own, slots, whole))
         variant = _variant(w, w.device, self._world, self._config, aligned, self._back, self._adds, self._merged)
-        tiles = RowTiles(self._programs, len(whole), self._config.block_m, self._segments, variant.column_tiles)
+        tiles = self._tiles(variant, len(whole))
         operands = (own, slots, w.mT if variant.transposed else w, whole)
         maps = [variant.map(i, operand) for i, operand in enumerate(operands)]
         given = (*maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers)
@@ -285,6 +289,12 @@ class GroupedMatmulLauncher:
             _compiled(w.device, variant)[grid](*given, *constants.values())
         else:
             device_code.grouped_matmul_kernel[grid](*given, **constants)
+
+    def _tiles(self, variant: GroupedVariant, rows: int | Count) -> RowTiles:
+        """Return the grid of a launch of `variant`. rows: the number of rows of `whole`."""
+        config = variant.config
+        programs = config.per_sm * self._multiprocessors
+        return RowTiles(programs, rows, config.block_m, self._segments, variant.column_tiles)
 
     def record(
         self, program: _core.StreamProgram, stream: int, x: Operand, w: Operand, y: Operand, partials: Base
@@ -316,7 +326,7 @@ class GroupedMatmulLauncher:
             )  # fmt: skip
             arguments = [operand.argument(i, variant) for i, operand in enumerate(operands)]
             arguments += [self._counts, self._splits, partials, self._arrived, *numbers]
-            grid = RowTiles(self._programs, whole.rows, self._config.block_m, self._segments, variant.column_tiles)
+            grid = self._tiles(variant, whole.rows)
             call = kernel_call(program, _compiled(device, variant), grid, arguments, only_if)
             calls.append((ALIGNMENT if aligned else 1, call))
         return record_one_of(program, stream, calls)
