@@ -39,7 +39,9 @@ void register_group_calls(nb::module_ &m) {
         .def("waits", &FamilySizes::waits, nb::arg("rows"), nb::arg("counts"))
         .def("add", &FamilySizes::add, nb::arg("rows"))
         .def_ro("served", &FamilySizes::served)
-        .def_rw("once", &FamilySizes::once);
+        .def_rw("once", &FamilySizes::once)
+        .def_rw("unfused_from", &FamilySizes::unfused_from)
+        .def_rw("unfused_to", &FamilySizes::unfused_to);
     nb::class_<CallDigest>(m, "CallDigest", "A running digest of all calls, kept for the most recent calls.")
         .def(nb::init<size_t>(), nb::arg("kept"))
         .def("note", &CallDigest::note, nb::arg("fingerprint"), nb::arg("what"))

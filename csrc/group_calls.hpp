@@ -89,8 +89,9 @@ struct FamilySizes {
     FamilySizes(int64_t passing, int64_t most) : passing_(passing), most_(most) {}
 
     // Returns true if a call of this size is to run unfused without compilation: the size is new and other sizes have not recurred,
-    // or the size recurs, but it is too early to compile it (weft/symm/compilations.py).
+    // or the size recurs, but it is too early to compile it (weft/symm/compilations.py), or compiled it would run unfused too.
     bool waits(int64_t rows, const CallCounts &counts) const {
+        if (unfused_from <= rows && rows <= unfused_to) return true;
         return contains(served, number(rows)) ? counts.begun < counts.compile_from : once >= passing_;
     }
     // Records that a call of this size runs unfused. Returns false if that is recorded already. Drops the older half of the sizes
@@ -107,6 +108,7 @@ struct FamilySizes {
 
     nb::dict served;  // the sizes that were called, but not compiled, as keys in the order of their first calls
     int64_t once = 0;  // the number of sizes that have been compiled, but called only once
+    int64_t unfused_from = 1, unfused_to = 0;  // the smallest and the largest size that would run unfused; 1 and 0: unknown
 
   private:
     int64_t passing_, most_;

@@ -73,15 +73,28 @@ class LayoutReader {
 
     // The words of a key. One object per call, because querying a tensor may run Python code, which may run another call.
     struct Words : std::vector<int64_t> {
-        std::vector<size_t> rows;  // the places of the numbers of rows of matrices
+        using Places = std::vector<size_t>;  // indices, in ascending order
+        Places rows;                          // of the numbers of rows of matrices
+        bool begins_with_matrix = false;      // true if the first argument is a matrix
 
         nb::bytes bytes() const { return nb::bytes(reinterpret_cast<const char *>(data()), size() * sizeof(int64_t)); }
-        // Replaces the number of rows of each matrix with `number` rows by -1, and returns the key. Calls that differ only in this
-        // number of rows have the same key.
-        nb::bytes of_any_rows(int64_t number) {
+        // Returns the number of rows of the first argument; -1 if it is not a matrix with rows.
+        int64_t rows_of_first() const { return begins_with_matrix && at(rows[0]) > 0 ? at(rows[0]) : -1; }
+        // Returns the places of the numbers of rows that equal the first argument's.
+        Places alike() const {
+            Places found;
             for (size_t place : rows)
-                if ((*this)[place] == number) (*this)[place] = -1;
-            return bytes();
+                if (at(place) == at(rows[0])) found.push_back(place);
+            return found;
+        }
+        // Returns the key with -1 in place of the numbers of rows in `places`, which are equal. Calls that differ only in this number
+        // have the same key.
+        nb::bytes of_any_rows(const Places &places) {
+            const int64_t number = at(places[0]);
+            for (size_t place : places) at(place) = -1;
+            const nb::bytes key = bytes();
+            for (size_t place : places) at(place) = number;
+            return key;
         }
     };
     // Reads a call's arguments into `words`. Unlike `signature`, it also allows strings, tuples, and objects of the types in
@@ -91,23 +104,17 @@ class LayoutReader {
                    nb::handle of_size = nb::none()) const {
         words.clear();
         words.rows.clear();
+        words.begins_with_matrix = false;
         words.reserve(96);
-        for (nb::handle argument : nb::borrow<nb::tuple>(arguments))
+        bool is_first = true;
+        for (nb::handle argument : nb::borrow<nb::tuple>(arguments)) {
             if (!sign_any(words, argument, gradients, identified)) return false;
+            if (is_first) words.begins_with_matrix = is_plain(argument) && !words.rows.empty();
+            is_first = false;
+        }
         for (auto [name, argument] : nb::borrow<nb::dict>(named))
             if (!name.equal(of_size) && (!sign_text(words, name) || !sign_any(words, argument, gradients, identified))) return false;
         return true;
-    }
-    // Returns the number of rows of the first argument; -1 if it is not a matrix with rows.
-    int64_t rows_of_first(nb::handle arguments) const {
-        TensorView first{};
-        const nb::tuple given = nb::borrow<nb::tuple>(arguments);
-        if (nb::len(given) == 0 || !is_plain(given[0])) return -1;
-        if (api_->tensor_of(nb::object(given[0]).ptr(), &first)) {
-            PyErr_Clear();
-            return -1;
-        }
-        return first.ndim == 2 && first.shape[0] > 0 ? first.shape[0] : -1;
     }
     // Returns true for a plain tensor or parameter whose storage holds all of its elements, and that is no negated view. Without
     // `gradients`, also returns false if it requires a gradient.

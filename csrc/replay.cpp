@@ -9,6 +9,7 @@
 // thread out of the calls of the group.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <new>
@@ -32,7 +33,7 @@ namespace {
 // The names that native code looks up in Python objects.
 struct Names {
     nb::object acquire = interned("acquire"), called = interned("called"), called_at = interned("called_at"),
-               calls = interned("calls"), chosen = interned("chosen"), closed = interned("closed"), end = interned("end"), failed = interned("failed"),
+               calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
                is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"),
                refused = interned("refused"), release = interned("release"), run = interned("run"), takes = interned("takes");
 };
@@ -49,6 +50,7 @@ struct Surroundings {
     nb::object coalescing;  // the groups whose collectives torch collects into one, as a dict
     nb::object is_any_autocast_enabled;  // faster than `is_autocast_enabled`, which must parse the name of a device type
     nb::object is_autocast_enabled, is_capturing;
+    nb::object looks_at_frames;  // true if Dynamo would compile the Python functions that a call enters
     Names names{};
 };
 
@@ -71,7 +73,7 @@ class KnownCall {
           fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
           differentiated_(nb::cast<bool>(of.attr("differentiated"))),
           ignores_autocast_(nb::cast<bool>(of.attr("ignores_autocast"))), notes_(nb::cast<bool>(of.attr("notes"))),
-          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
+          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), lock_(counts_->running), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
         if (any_rows_ && native_[0] && steps_) any_size_.emplace(of);
         if (!inputs.is_none()) inputs_.emplace(inputs);
@@ -84,18 +86,21 @@ class KnownCall {
     // that allow any number of rows.
     nb::object repeat(const Given &given, int64_t rows) {
         const Names &names = surroundings_.names;
-        const nb::object group = call(group_);
+        const nb::object group = nb::borrow(PyWeakref_GetObject(group_.ptr()));
         if (group.is_none() || !contains(surroundings_.groups, group)) return {};
-        if (!attribute(prepared_, names.chosen).is(chosen_)) return {};
+        if (!any_size_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
         if (!health_->is_well()) return {};
         if (!ignores_autocast_ && is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
-        const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
+        // Calls that run in the same way under capture do not ask, because CUDA takes microseconds to answer.
+        const bool capturing = on_gpu_ && !any_size_ && !(native_[0] && native_[1]) && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
         if (!on_gpu_ && !turns_) {
             const nb::object result = call_method(of_, names.in_python, given.positional, given.named, group);
             return result.is(Py_NotImplemented) ? nb::object() : result;
         }
         const bool native = native_[capturing];
+        const bool enters_python = !native || turns_ || counts_->has_layers;
+        if (enters_python && is_true(call(surroundings_.looks_at_frames))) return {};
         const nb::handle captured = capturing ? Py_True : Py_False;
         if (native) {
             if (PyDict_Size(surroundings_.coalescing.ptr()) > 0 && contains(surroundings_.coalescing, group)) return {};
@@ -110,7 +115,7 @@ class KnownCall {
             if (!combined || !turns_->is_usual()) return {};
         }
         if (counts_->unanswered || counts_->is_refused(counts_->begun + 1)) return {};
-        Running running(counts_->running);
+        const Running running = counts_->running.is(lock_.object) ? lock_ : Running(counts_->running);
         if (!running.acquire(names)) return {};
         nb::object results;
         {
@@ -122,7 +127,7 @@ class KnownCall {
                 ++counts_->begun;
                 if (!any_size_) {
                     count();
-                } else if (any_size_->takes(rows, *counts_, names)) {
+                } else if (any_size_->takes(rows, *counts_, surroundings_)) {
                     fingerprint = any_size_->number * uint64_t(2 * rows + 1);  // weft/operator/across.py: of_size
                 } else {
                     --counts_->begun;
@@ -184,13 +189,14 @@ class KnownCall {
     // The state of calls that allow any number of rows (`Passing`).
     struct AnySize {
         explicit AnySize(nb::handle of)
-            : sizes_object(of.attr("sizes")), control(of.attr("control")), sizes(nb::cast<FamilySizes *>(sizes_object)),
+            : sizes_object(of.attr("sizes")), sizes(nb::cast<FamilySizes *>(sizes_object)),
               number(nb::cast<uint64_t>(of.attr("number"))), multiple(nb::cast<int64_t>(of.attr("multiple"))) {}
-        bool takes(int64_t rows, const CallCounts &counts, const Names &names) const {
-            if (rows % multiple != 0 || is_true(attribute(control, names.closed))) return false;
-            return sizes->waits(rows, counts) || is_true(call_method(sizes_object, names.takes, weft::number(rows)));
+        bool takes(int64_t rows, const CallCounts &counts, const Surroundings &around) const {
+            if (rows % multiple != 0) return false;
+            if (sizes->waits(rows, counts)) return true;
+            return !is_true(call(around.looks_at_frames)) && is_true(call_method(sizes_object, around.names.takes, weft::number(rows)));
         }
-        nb::object sizes_object, control;
+        nb::object sizes_object;
         FamilySizes *sizes;
         uint64_t number;
         int64_t multiple;
@@ -249,6 +255,7 @@ class KnownCall {
     const CombineSteps *combine_;
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, ignores_autocast_, notes_, on_gpu_, came_back_ = false;
+    Running lock_;    // of `counts_`, unless a test has replaced it
     bool native_[2];  // for calls outside of captures, and inside
     std::optional<AnySize> any_size_;
     std::optional<CpuTurns> turns_;  // set if native code makes the call on CPU
@@ -275,7 +282,7 @@ class KnownCalls {
         for (nb::handle one : unusual) unusual_.push_back(nb::borrow(one));
     }
 
-    nb::object repeat(nb::tuple positional, nb::dict named) const {
+    nb::object repeat(nb::tuple positional, nb::dict named) {
         if (nb::cast<int64_t>(nb::object(forward_ad_[level_])) >= 0) return unknown(nb::none(), nb::none());
         for (const nb::object &one : unusual_)
             if (is_true(call(one))) return unknown(nb::none(), nb::none());
@@ -287,20 +294,33 @@ class KnownCalls {
         const nb::object known = found(calls_, key);
         if (known.is_valid()) {
             if (known.is_none()) return unknown(known, known);
-            nb::object result = nb::cast<KnownCall *>(known)->repeat(given, -1);
+            nb::object result = nb::inst_ptr<KnownCall>(known)->repeat(given, -1);
             return result.is_valid() ? result : unknown(key, nb::none());
         }
-        const int64_t rows = reader_.rows_of_first(positional);
+        const int64_t rows = words.rows_of_first();
         if (rows < 0) return unknown(key, nb::none());
         if (!of_size_.is_none()) reader_.read_call(words, positional, named, gradients, identified_, of_size_);
-        const nb::object family = words.of_any_rows(rows);
-        const nb::object passing = found(families_, family);
-        nb::object result;
-        if (passing.is_valid()) result = nb::cast<KnownCall *>(passing)->repeat(given, rows);
-        return result.is_valid() ? result : unknown(key, family);
+        const LayoutReader::Words::Places places = words.alike();
+        const nb::object family = words.of_any_rows(places);
+        nb::object passing = found(families_, family), result;
+        if (!passing.is_valid() && places.size() > 1) passing = found_of_fewer(words, places);
+        if (passing.is_valid()) result = nb::inst_ptr<KnownCall>(passing)->repeat(given, rows);
+        if (result.is_valid()) return result;
+        if (std::find(varying_.begin(), varying_.end(), places) == varying_.end() && varying_.size() < MOST_VARYING) varying_.push_back(places);
+        return unknown(key, family);
     }
 
   private:
+    static constexpr size_t MOST_VARYING = 64;
+
+    // Returns the record of a family in which fewer numbers of rows vary: a weight may happen to have as many rows as the first
+    // argument.
+    nb::object found_of_fewer(LayoutReader::Words &words, const LayoutReader::Words::Places &places) const {
+        for (const auto &one : varying_)
+            if (one.size() < places.size() && std::includes(places.begin(), places.end(), one.begin(), one.end()))
+                if (nb::object passing = found(families_, words.of_any_rows(one)); passing.is_valid()) return passing;
+        return {};
+    }
     static nb::object unknown(nb::object key, nb::object family) {
         return nb::cast(UnknownCall{std::move(key), std::move(family)});
     }
@@ -319,7 +339,29 @@ class KnownCalls {
     nb::dict forward_ad_;
     nb::object of_size_;
     nb::object level_ = interned("_current_level");  // negative unless forward-mode gradients are computed
+    std::vector<LayoutReader::Words::Places> varying_;  // the places of the numbers of rows that vary in a family
 };
+
+namespace {
+
+// The slot `tp_call` of `KnownCalls`. A method `__call__` of nanobind would look up the method and convert the arguments, which takes
+// microseconds if the processor's caches do not hold this code.
+PyObject *repeat_call(PyObject *self, PyObject *positional, PyObject *named) noexcept {
+    try {
+        const nb::dict by_name = named ? nb::borrow<nb::dict>(named) : nb::dict();
+        return nb::inst_ptr<KnownCalls>(self)->repeat(nb::borrow<nb::tuple>(positional), by_name).release().ptr();
+    } catch (nb::python_error &error) {
+        error.restore();
+    } catch (const std::bad_alloc &) {
+        PyErr_NoMemory();
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+PyType_Slot repeat_slots[] = {{Py_tp_call, reinterpret_cast<void *>(repeat_call)}, {0, nullptr}};
+
+}  // namespace
 
 }  // namespace weft
 
@@ -332,8 +374,9 @@ void register_replay(nb::module_ &m) {
             "__call__", [](const Recipe &self, nb::object positional, nb::dict named) { return self.make({positional, named}); },
             nb::arg("positional"), nb::arg("named"));
     nb::class_<Surroundings>(m, "Surroundings", "State that all known calls of a process read.")
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"),
-             nb::arg("coalescing"), nb::arg("is_any_autocast_enabled"), nb::arg("is_autocast_enabled"), nb::arg("is_capturing"));
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"),
+             nb::arg("coalescing"), nb::arg("is_any_autocast_enabled"), nb::arg("is_autocast_enabled"), nb::arg("is_capturing"),
+             nb::arg("looks_at_frames"));
     nb::class_<KnownCall>(m, "KnownCall", "A recorded call, to be repeated with other tensors.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, nb::object, bool, bool>(), nb::arg("of"),
              nb::arg("surroundings"), nb::arg("inputs").none(), nb::arg("steps").none(), nb::arg("results"), nb::arg("returned"),
@@ -348,9 +391,8 @@ void register_replay(nb::module_ &m) {
     nb::class_<UnknownCall>(m, "UnknownCall", "A call that has not been recorded.")
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);
-    nb::class_<KnownCalls>(m, "KnownCalls", "The recorded calls of a function.")
+    nb::class_<KnownCalls>(m, "KnownCalls", "The recorded calls of a function.", nb::type_slots(repeat_slots))
         .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict, nb::object>(), nb::arg("reader"),
              nb::arg("calls"), nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"),
-             nb::arg("forward_ad"), nb::arg("of_size").none())
-        .def("__call__", &KnownCalls::repeat, nb::arg("positional"), nb::arg("named"));
+             nb::arg("forward_ad"), nb::arg("of_size").none());
 }

@@ -310,6 +310,8 @@ class FamilySizes:
     """
 
     once: int
+    unfused_from: int
+    unfused_to: int
     def __init__(self, passing: int, most: int) -> None: ...
     @property
     def served(self) -> dict[int, None]: ...
@@ -435,6 +437,7 @@ class Surroundings:
         is_any_autocast_enabled: Callable[[], bool],
         is_autocast_enabled: Callable[[str], bool],
         is_capturing: Callable[[], bool],
+        looks_at_frames: Callable[[], object],
     ) -> None: ...
 
 class KnownCall:
@@ -527,7 +530,7 @@ class KnownCalls:
         forward_ad: dict[str, Any],
         of_size: str | None,
     ) -> None: ...
-    def __call__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def __call__(self, *positional: Any, **named: Any) -> Any:
         """Replay an earlier call with these arguments and return its result, or return an `UnknownCall`."""
 
 # csrc/mapping.cpp

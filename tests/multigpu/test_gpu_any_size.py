@@ -14,11 +14,14 @@ import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from support.compile_at_once import at_once
 from support.experts_of_any_size import many_sizes
 
 import weft
 from weft import symm
 from weft.launch import Pool
+from weft.operator import select
+from weft.operator.cache import PASSING
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.symm.cuda import slab_bytes
@@ -187,6 +190,41 @@ def captured_in_turn(group: dist.ProcessGroup) -> None:
             work.look(y, shards)
         work.done()
         own = work.group = dist.new_group(list(range(group.size())))
+
+
+@at_once
+def between_serial(group: dist.ProcessGroup) -> list[int]:
+    """Let sizes recur between sizes for which serial is chosen, also captured. Return the numbers of compiled sizes."""
+    native, own = select._names_near, dist.new_group(list(range(group.size())))
+    select._names_near = lambda *_, **__: ("serial", "serial")
+    try:
+        work, found = Work(own, None), list[int]()
+        for number in range(PASSING):
+            work.call(8 + 8 * number)
+        for rows in (12, 20, 12, 20, 12):
+            work.call(rows)
+            found.append(len(prepared_calls(OPERATOR, own)))
+        x = torch.empty(20, K, device=device())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, (y,) = weft.all_gather_matmul(x, [work.w], 0, own, return_A=False)
+        for turn in range(3):
+            shards = work.shards(len(x), 500 + turn)
+            x.copy_(shards[own.rank()])
+            y.fill_(float("nan"))
+            graph.replay()
+            work.look(y, shards)
+            work.call(20)
+            found.append(len(prepared_calls(OPERATOR, own)))
+        work.done()
+        return found
+    finally:
+        select._names_near = native
+
+
+def test_sizes_between_serial_sizes_are_not_compiled_when_they_recur(pair: Pool) -> None:
+    assert pair.run(between_serial, timeout_s=60) == [[PASSING] * 8] * 2
 
 
 @pytest.mark.parametrize("schedule", [SHARD, GATHER, KERNEL, HALVES, CHUNKS, None])

@@ -269,7 +269,7 @@ def as_on_gpus() -> Iterator[None]:
     recorded_calls.Recorded.__init__ = recorded
     recorded_calls.SURROUNDINGS = _core.Surroundings(
         groups=recorded_calls._pg_map, coalescing=recorded_calls.COALESCING, is_any_autocast_enabled=bool, is_autocast_enabled=bool,
-        is_capturing=bool,
+        is_capturing=bool, looks_at_frames=bool,
     )  # fmt: skip
     try:
         yield

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ class Recorded:
         self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()
         self.counts, self.health, self.ready = GroupCalls(), _core.Health(60.0), True
         self.digest = self.counts.made
-        self.sizes, self.number, self.multiple, self.control = Sizes(0, 1 << 16), 101, 1, SimpleNamespace(closed="")
+        self.sizes, self.number, self.multiple = Sizes(0, 1 << 16), 101, 1
         self.told: list[Any] = []
         vars(self).update(changes)
 
@@ -137,14 +136,14 @@ class Played:
 
     def __init__(self, *, overlapped: bool = False, **changes: Any) -> None:
         assert READER is not None
-        self.group, self.torch, self.capturing, self.autocast = Group(), Torch(), False, False
+        self.group, self.torch, self.capturing, self.autocast, self.looks = Group(), Torch(), False, False, False
         self.groups: dict[Any, Any] = {self.group: None}
         self.coalescing: dict[Any, Any] = {}
         self.of = Recorded(self.group, **changes)
         around = _core.Surroundings(
             groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: self.autocast,
             is_autocast_enabled=lambda kind: self.autocast,
-            is_capturing=lambda: self.capturing,
+            is_capturing=lambda: self.capturing, looks_at_frames=lambda: self.looks,
         )  # fmt: skip
         inputs = ("list", [("given", 0), ("given", 1, 0)])
         steps = _core.PlainSteps(self.torch.calls(), BUFFERS, STEPS, WORLD)
@@ -165,7 +164,7 @@ class Played:
 
     def __call__(self, rows: int = 2) -> Any:
         self.x = torch.randn(rows, 3)
-        return self._known((self.x, [self.w]), {"group": self.group})
+        return self._known(self.x, [self.w], group=self.group)
 
     def is_slow(self, rows: int = 2) -> bool:
         before = self.counts()

@@ -181,6 +181,25 @@ def test_a_size_between_sizes_that_run_unfused_is_never_compiled() -> None:
         assert [_call(table, fresh, rows, unfused=True) for _ in range(3)] == [False, True, True]
 
 
+def test_native_code_knows_the_sizes_that_run_unfused() -> None:
+    """Then a call of a size that recurs enters no Python function."""
+    table, group = Table(), _Group()
+    counts = calls_of(group)  # type: ignore[arg-type]
+    for rows in range(0, 10 * PASSING, 10):
+        _call(table, group, rows, unfused=True)
+    known = table.of_group(group).family("family")  # type: ignore[arg-type]
+    known.once = 0
+    assert not known.waits(55, counts)
+    assert known.takes(55)
+    assert [rows for rows in range(-9, 200, 3) if known.waits(rows, counts)] == list(range(0, 10 * PASSING - 9, 3))
+    assert _call(table, group, 300, unfused=False)
+    assert not known.waits(55, counts), "the choice for the newest size may be between them"
+    assert known.takes(55)
+    assert known.waits(55, counts)
+    table.of_group(group).tuned()  # type: ignore[arg-type]
+    assert not known.waits(55, counts)
+
+
 def test_a_size_is_compiled_if_a_similar_size_overlaps() -> None:
     table, group = Table(), _Group()
     for rows in range(0, 10 * PASSING, 10):

@@ -339,14 +339,15 @@ def test_a_size_that_the_family_does_not_take_is_slow() -> None:
     assert played.is_slow(6), "fewer sizes than 2 were called only once"
     played.of.sizes.once = 2
     assert played.is_slow(4)
-    played.capturing = True
-    assert played.is_slow(6)
-    played.capturing, played.of.control.closed = False, "destroyed"
-    assert played.is_slow(6)
-    played.of.control.closed = ""
     assert (dict(played.of.sizes.served), played.of.counts.begun) == ({}, 0)
     assert torch.equal(played(6), played.expected())
     assert dict(played.of.sizes.served) == {6: None}
+
+
+def test_unfused_calls_are_the_same_under_capture() -> None:
+    for played in (Played(), Played(any_rows=True)):
+        played.capturing = True
+        assert torch.equal(played(), played.expected())
 
 
 def test_a_size_that_recurs_too_early_runs_unfused() -> None:
@@ -357,6 +358,38 @@ def test_a_size_that_recurs_too_early_runs_unfused() -> None:
         assert torch.equal(played(2), played.expected())
     assert played.is_slow(2)
     assert torch.equal(played(5), played.expected()), "a new size still runs unfused"
+
+
+def test_a_size_that_would_run_unfused_too_is_never_too_late() -> None:
+    played = Played(any_rows=True)
+    played(4)
+    played.of.sizes.unfused_from, played.of.sizes.unfused_to = 2, 4
+    assert torch.equal(played(4), played.expected())
+    played(5)
+    assert played.is_slow(5)
+
+
+def test_a_weight_with_as_many_rows_as_the_shard_is_no_other_family() -> None:
+    played = Played(any_rows=True)
+    assert len(played.w) == 3
+    assert not played.is_slow(3)
+    played.of.sizes.served.clear()
+    assert torch.equal(played(3), played.expected())
+    played.w = torch.randn(3, 3)
+    assert played.is_slow(3), "a weight of another shape is another family"
+
+
+def test_only_calls_that_enter_python_are_slow_while_dynamo_looks_at_frames() -> None:
+    native, overlapped, of_any_size = Played(), Played(overlapped=True), Played(any_rows=True)
+    for played in (native, overlapped, of_any_size):
+        played.looks = True
+    assert torch.equal(native(), native.expected())
+    assert overlapped.is_slow()
+    assert torch.equal(of_any_size(2), of_any_size.expected())
+    of_any_size.of.sizes.recur = frozenset({2})
+    assert of_any_size.is_slow(2), "Python decides on a size that recurs"
+    native.of.counts.has_layers = True
+    assert native.is_slow()
 
 
 def test_a_size_that_runs_unfused_again_is_served_once() -> None:

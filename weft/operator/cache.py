@@ -46,7 +46,9 @@ class Entry(Protocol):
 
     @property
     def runs_unfused(self) -> bool:
-        """True if a schedule has been chosen, and the choice is to run all calls unfused."""
+        """True if a schedule has been chosen, the choice is to run all calls unfused, and calls of other sizes can run unfused as
+        fast.
+        """
 
     @property
     def captured(self) -> bool:
@@ -114,6 +116,7 @@ class Family(_core.FamilySizes, Generic[E]):
     - once: the number of sizes that have been compiled, but called only once.
     - served: the sizes that have been called, but not compiled: their calls ran unfused. A dict without values, whose keys have
       the order of the first calls.
+    - unfused_from, unfused_to: sizes from the first to the second run unfused without compilation. 1 and 0 if there are none.
     """
 
     def __init__(self, typical: E, counts: GroupCalls) -> None:
@@ -136,6 +139,7 @@ class Family(_core.FamilySizes, Generic[E]):
         """Record that a size has been compiled. uniform: as for `_OfGroup.prepared`."""
         self.typical = prepared
         self.is_uniform &= uniform
+        self.unfused_from, self.unfused_to = 1, 0  # until `_stays_unfused` has read this size's choice
         self._count += 1
         if self.is_uniform:
             self._compiled[rows] = prepared  # its first call chooses, so the choice is read later
@@ -158,7 +162,10 @@ class Family(_core.FamilySizes, Generic[E]):
             self._is_mixed = any(
                 self._unfused[0] <= size <= self._unfused[1] for size in self._overlapped if self._unfused
             )
-        return not self._is_mixed and bool(self._unfused) and self._unfused[0] <= rows <= self._unfused[1]
+        if self._is_mixed or not self._unfused:
+            return False
+        self.unfused_from, self.unfused_to = self._unfused
+        return self._unfused[0] <= rows <= self._unfused[1]
 
     def serve(self, rows: int) -> None:
         """Record that the current call, of this size, runs unfused."""
@@ -176,8 +183,8 @@ class _OfGroup(Generic[E]):
     called only once. (The problems of a family differ only in size: `weft.builders.Problem.family`.) If the count has
     reached `PASSING` (16), a new size first runs unfused, without compilation and without the agreement of a first
     call. A later call compiles it if compilations take a small share of the time (`weft.symm.compilations`). CPU ranks
-    still compare the call in the rendezvous of its collective. On CPU no call compiles a size if it would run unfused
-    anyway (`Family.takes`).
+    still compare the call in the rendezvous of its collective. No call compiles a size if it would run unfused anyway
+    (`Family.takes`).
 
     All ranks must count alike. But if a call is refused, some ranks have counted it and others have not. So with each
     count, this class gives `counts` a function that undoes the count. The function runs if ranks refuse the call.
@@ -247,8 +254,8 @@ class _OfGroup(Generic[E]):
         """Record that an operator has been compiled for a new size of a problem family.
 
         prepared: the compiled operator.
-        uniform: True if a size between two sizes with the serial schedule need not be compiled. False on GPUs, because captures
-            need a compiled size, and if gradients are wanted, because native code repeats such calls only of compiled sizes.
+        uniform: True if a size between two sizes with the serial schedule need not be compiled. False if gradients are wanted,
+            because native code repeats such calls only of compiled sizes.
         """
         known = self._families.setdefault(family, Family(prepared, self._counts))
         prepared.family, prepared.came_back = family, rows in known.served
@@ -263,6 +270,7 @@ class _OfGroup(Generic[E]):
         self._is_tuned = True
         for family in self._families.values():
             family.is_uniform = False
+            family.unfused_from, family.unfused_to = 1, 0
 
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called shapes if one more shape would exceed a limit.

@@ -337,7 +337,7 @@ def prepared_for(
         if not (op.sizes_are_alike or op.has_executors):  # the sizes of a refused call must not limit later calls
             calls_of(group).undo_if_refused(table.forget, group, prepared)
         if family is not None:
-            table.of_group(group).prepared(family, rows, prepared, device.type == "cpu" and True not in wanted)
+            table.of_group(group).prepared(family, rows, prepared, uniform=True not in wanted)
         elif pinned == plan.AUTOTUNE:
             table.of_group(group).tuned()
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))

@@ -414,8 +414,12 @@ class CompiledOperator:
 
     @property
     def runs_unfused(self) -> bool:
-        """True if a schedule has been chosen, and the choice is to run all calls unfused."""
-        return self.chosen is not None and not self.chosen.executors()
+        """True if a schedule has been chosen, the choice is to run all calls unfused, and calls of other sizes can run unfused as
+        fast. On GPUs native code must repeat calls of any size, because otherwise only compiled sizes take the fast path.
+        """
+        if self.chosen is None or self.chosen.executors():
+            return False
+        return self.device.type == "cpu" or (self.in_steps and self.steps().plain is not None)
 
     def known_serial(self, capturing: bool) -> bool:
         """True if a schedule has been chosen, and the choice is to run this call unfused. Raise the group's error if the group

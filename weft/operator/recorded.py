@@ -21,6 +21,7 @@ from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.collectives import COALESCING
 from weft.runtime.meeting import HEADER, Topic, meeting_of, number_of_collective
+from weft.runtime.opaque import looks_at_frames
 from weft.runtime.unfused.serial import Unfused
 from weft.symm.calls import calls_of
 from weft.symm.communicator import LOOK_S
@@ -31,6 +32,7 @@ SURROUNDINGS = _core.Surroundings(
     is_any_autocast_enabled=torch._C._is_any_autocast_enabled,
     is_autocast_enabled=torch.is_autocast_enabled,
     is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+    looks_at_frames=looks_at_frames,
 )
 
 
@@ -199,7 +201,7 @@ class Passing(RecordedOnCpu):
 
     Native code begins such a call: it reads and updates `sizes`, the record of the family's sizes. number: the contribution of
     the problem family to the hash of calls that ranks compare (`of_size` adds the size). multiple: calls must have a multiple of
-    this number of rows. control: has an attribute `closed`, which is true if the communicator is closed.
+    this number of rows.
     """
 
     any_rows = True
@@ -214,7 +216,7 @@ class Passing(RecordedOnCpu):
         written = self._averaged(results.returned(returned, views=False), seen.recorded)
         self._world, self._wanted = prepared.p.world_size, self.op.wanted(seen.recorded)
         self.number = number_of_family(self.op.name, prepared.family)
-        self.sizes, self.control = self.here.family(prepared.family), self._comm._control
+        self.sizes = self.here.family(prepared.family)
         self.multiple = self.op.multiple_of_rows(self._world)
         if self.kind == "cpu":
             self._call, self._returned = _core.Recipe(call), _core.Recipe(written)
@@ -240,7 +242,7 @@ class Passing(RecordedOnCpu):
         NotImplemented if the call must take the slow path.
         """
         rows = p[0].shape[0]
-        if rows % self.multiple or self.control.closed or not self.sizes.takes(rows):
+        if rows % self.multiple or self._comm.closed or not self.sizes.takes(rows):
             return NotImplemented
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)

@@ -53,11 +53,10 @@ _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
 _TRANSFORMED: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._are_functorch_transforms_active,
-    looks_at_frames,
 )
 _UNUSUAL = (*_TRANSFORMED, plan.pinned_around)
-"""Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or under
-a pinned schedule. Also if Dynamo would compile functions of weft.
+"""Functions that return True if a call must take the slow path: inside a dispatch mode or a torch.func transform, or
+under a pinned schedule. Calls that enter Python also take it if Dynamo would compile the functions that they enter.
 """
 
 
@@ -86,8 +85,8 @@ def watching(records: bool) -> Iterator[list[Seen]]:
 
 def is_unusual() -> bool:
     """True if a call must take the slow path: inside a dispatch mode or a transform of torch, or while Dynamo looks at frames."""
-    has_modes, transforms, looks = _TRANSFORMED
-    return bool(forward_ad._current_level >= 0 or has_modes() or transforms() or looks())
+    has_modes, transforms = _TRANSFORMED
+    return bool(forward_ad._current_level >= 0 or has_modes() or transforms() or looks_at_frames())
 
 
 class _Known:
@@ -164,7 +163,7 @@ def replayed(function: Callable[P, R], of_size: str | None = None) -> Callable[P
         if is_dynamo_compiling():
             return function(*args, **kwargs)
         try:
-            found = repeat(args, kwargs)
+            found = repeat(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C, perhaps before the call was counted
                 interrupted(function.__name__, signature.bind_partial(*args, **kwargs).arguments.get("group"), error)

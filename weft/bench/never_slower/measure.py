@@ -32,6 +32,8 @@ _SECONDS = {"cuda": 0.03, "cpu": 0.05}
 """For each type of device, the time in seconds for which the slowest variant is measured in a mode."""
 _WARM = 20
 """The number of sizes in mode `changing` that are called to warm up. weft compiles at least 16 sizes (`weft.operator.cache`)."""
+_IN_A_ROW, _ROW_BYTES = 8, 4 << 30
+"""In mode `changing` the calls of a variant with this many sizes follow each other. Their results take at most `_ROW_BYTES`."""
 _FP8 = (8, 9)
 """The lowest compute capability with fp8 GEMMs."""
 _LIMIT = 4.0
@@ -143,26 +145,32 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
     work: the inputs and variants of the largest size.
 
-    An untimed call of serial comes first, because cuBLAS needs up to 5 ms more for the first GEMM of a size.
+    Calls of a variant follow each other, as in mode `single`, a row of sizes at a time. Untimed calls of serial with these sizes
+    come first, because cuBLAS needs up to 5 ms more for the first GEMM of a size.
     """
     names = work.pair("single")
     times = list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for number, size in enumerate(item.sizes):
-        of_size = work.resized(size)
-        variants = [of_size.variant(name) for name in names]
-        took, made = [0.0, 0.0], [torch.empty(0)] * 2
-        variants[1](0)
-        for which in (0, 1) if number % 2 else (1, 0):
+    nbytes = ranks.most(float(work.variant(names[1])(0).nbytes))
+    in_a_row = max(1, min(_IN_A_ROW, int(_ROW_BYTES / max(2 * nbytes, 1))))
+    for first in range(0, len(item.sizes), in_a_row):
+        of_sizes = [work.resized(size) for size in item.sizes[first : first + in_a_row]]
+        variants = [[one.variant(name) for one in of_sizes] for name in names]
+        took, made = [[0.0, 0.0] for _ in of_sizes], [[torch.empty(0)] * 2 for _ in of_sizes]
+        for call in variants[1]:
+            call(0)
+        for which in (0, 1) if first // in_a_row % 2 else (1, 0):
             ranks.synchronize()
             ranks.start_together()
-            start = time.perf_counter()
-            made[which] = variants[which](0)
-            ranks.synchronize()
-            took[which] = 1e3 * (time.perf_counter() - start)
-        times.append(took)
-        apart = torch.maximum(apart, _apart(*made))
-        del made, variants, of_size
+            for number, call in enumerate(variants[which]):
+                start = time.perf_counter()
+                made[number][which] = call(0)
+                ranks.synchronize()
+                took[number][which] = 1e3 * (time.perf_counter() - start)
+        times += took
+        for pair in made:
+            apart = torch.maximum(apart, _apart(*pair))
+        del made, variants, of_sizes
     limit = _LIMIT * work.limit(work.baselines[0], {})
     if not (worst := ranks.most(float(apart))) <= limit:
         raise RuntimeError(
@@ -172,7 +180,8 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     flat = ranks.gather([ms for took in times[counted_from:] for ms in took])
     slowest = np.asarray(flat).reshape(ranks.world_size, -1, 2).max(axis=0)
     weft, serial = (_spread(slowest[:, which]) for which in (0, 1))
-    return {"changing": {"weft_ms": weft, "serial_ms": serial, "sizes": len(slowest), "warm": counted_from}}
+    counts = {"sizes": len(slowest), "warm": counted_from, "in_a_row": in_a_row}
+    return {"changing": {"weft_ms": weft, "serial_ms": serial, **counts}}
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
