@@ -151,7 +151,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     names = work.pair("single")
     times = list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    nbytes = ranks.most(float(work.variant(names[1])(0).nbytes))
+    nbytes = ranks.most(float(work.resized(max(item.sizes)).variant(names[1])(0).nbytes))
     in_a_row = max(1, min(_IN_A_ROW, int(_ROW_BYTES / max(2 * nbytes, 1))))
     for first in range(0, len(item.sizes), in_a_row):
         of_sizes = [work.resized(size) for size in item.sizes[first : first + in_a_row]]
@@ -164,9 +164,12 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
             ranks.start_together()
             for number, call in enumerate(variants[which]):
                 start = time.perf_counter()
-                made[number][which] = call(0)
+                result = call(0)
                 ranks.synchronize()
                 took[number][which] = 1e3 * (time.perf_counter() - start)
+                made[number][which] = result.clone()  # the next call may need the result's memory
+                del result
+                ranks.synchronize()
         times += took
         for pair in made:
             apart = torch.maximum(apart, _apart(*pair))

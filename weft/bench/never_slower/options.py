@@ -32,8 +32,9 @@ _EXAMPLES = """modes:
   queued    the CPU launches calls ahead of the GPU, as in training
   graph     a CUDA graph is captured and replayed, as in decoding. Only on GPUs, for operators that can be captured
   single    the CPU synchronises after each call. The verdict is on the microseconds that weft adds
-  changing  each call has another size, and the CPU synchronises after it. Weft and serial take turns every 8 sizes. Before them,
-            untimed serial calls load cuBLAS's kernels. The first 20 sizes are not counted. The verdict is on mean and 99th percentile
+  changing  each call has another size, and the CPU synchronises after it. Weft and serial take turns every 8 sizes. Before
+            that, untimed serial calls load cuBLAS's kernels. The first 20 sizes are not counted. The verdict is on mean and 99th
+            percentile
 
 examples:
   weft bench never-slower                                  5 minutes on two GPUs
