@@ -33,11 +33,13 @@ class Comm:
     def __init__(self) -> None:
         self.taken: list[Region] = []
         self.others: list[Any] = []
+        self.exchanges = 0
 
     def allocate(self, nbytes: int, what: str) -> Region:
         return Region(self, nbytes)
 
     def all_gather(self, mine: Any, what: str) -> list[Any]:
+        self.exchanges += 1
         return [mine, self.others.pop() if self.others else mine]
 
     @property
@@ -103,6 +105,25 @@ def test_nobody_joins_an_arena_whose_graphs_have_no_barrier(comm: Comm) -> None:
     assert Memory(comm, 150 * MB).arena is third.arena
     comm.others = [False]  # the other rank has captured a run
     assert Memory(comm, 150 * MB).arena is not third.arena
+
+
+def test_ranks_exchange_nothing_about_an_arena_that_one_of_them_may_have_freed(comm: Comm) -> None:
+    first = Memory(comm, 300 * MB)
+    held = first.arena
+    first.close()
+    assert Memory(comm, 200 * MB).arena is not held
+    assert comm.exchanges == 0
+
+
+def test_an_outgrown_arena_that_another_rank_has_captured_stays(comm: Comm) -> None:
+    first = Memory(comm, 300 * MB)
+    comm.others = [[True]]
+    second = Memory(comm, 400 * MB, first)
+    assert comm.exchanges == 1
+    assert second.arena is not first.arena
+    assert comm.nbytes == (300 + 450) * MB
+    first.close()
+    assert comm.nbytes == 450 * MB
 
 
 def test_memory_is_that_of_the_largest(comm: Comm) -> None:

@@ -59,9 +59,16 @@ class Arena:
         self._handle = -1
 
     @property
+    def is_known(self) -> bool:
+        """True if schedules use this arena and no larger one has replaced it. All ranks agree on this. They may not agree on
+        whether a closed arena still exists, because that depends on garbage collection.
+        """
+        return len(self.memories) > 0 and not self.outgrown
+
+    @property
     def is_open(self) -> bool:
         """True if another schedule may use this arena, as far as this rank knows."""
-        return len(self.memories) > 0 and not self.outgrown and (self.is_shared or not self.captured)
+        return self.is_shared or not self.captured
 
     @property
     def bytes_of_each(self) -> int:
@@ -139,7 +146,7 @@ def arena_for(
     shares = shares and nbytes >= LEAST_SHARED_BYTES
     known = group.of[family]() if shares and family in group.of else None
     # Ranks may have captured different calls.
-    if known is not None and all(comm.all_gather(known.is_open, what=f"{what}, shared")):
+    if known is not None and known.is_known and all(comm.all_gather(known.is_open, what=f"{what}, shared")):
         if nbytes <= known.nbytes:
             return known
         before = known
@@ -163,13 +170,15 @@ def _outgrow(group: _OfGroup, arena: Arena) -> None:
         return
     arena.outgrown = True
     group.outgrown.append(weakref.ref(arena))
-    known = [one for ref in group.outgrown if (one := ref()) is not None]
-    left = [one for one in known if len(one.memories) and not one.captured]
-    group.outgrown[:] = [weakref.ref(one) for one in left]
-    if sum(one.nbytes for one in left) <= SPARE_BYTES:
+    known = [one for ref in group.outgrown if (one := ref()) is not None and len(one.memories)]
+    group.outgrown[:] = [weakref.ref(one) for one in known]
+    if sum(one.nbytes for one in known) <= SPARE_BYTES:
         return
     torch.cuda.synchronize(arena.comm.device)
-    arena.comm.all_gather(None, what="memory that was outgrown")  # afterwards no rank uses these arenas
+    # Ranks may have captured different calls. After this exchange no rank uses the arenas that no rank has captured.
+    captured = arena.comm.all_gather([one.captured for one in known], what="memory that was outgrown")
+    left = [one for one, *by_rank in zip(known, *captured, strict=True) if not any(by_rank)]
+    group.outgrown[:] = [weakref.ref(one) for one in left]
     while sum(one.nbytes for one in left) > SPARE_BYTES:
         for memory in list(left.pop(0).memories):
             memory.close()
