@@ -147,7 +147,7 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
         f"{len(verdict.below)} of {len(judged)}" if judged else "", f"{len(verdict.serial)} of {len(judged)}" if judged else "",
         "" if verdict.overlapped_share is None else f"{verdict.overlapped_share:.0%} of {len(verdict.gaining)}",
         *(number(verdict.added_us(how), 1) for how in (False, True)),
-        number(max((mean for mean, _ in changing), default=None), 2), number(max((ms for _, ms in changing), default=None), 2),
+        number(max((mean for mean, _ in changing), default=None), 3), number(max((ms for _, ms in changing), default=None), 2),
     ]  # fmt: skip
 
 
@@ -200,4 +200,4 @@ def slower_with_changing_sizes(rows: Sequence[Record]) -> str:
     if not changing:
         raise ValueError("never-slower: no row of calls with changing sizes: measure with --modes changing")
     means = [(row["op"], changing_ratios(row)[0]) for row in changing]
-    return ", ".join(f"{op} {times(mean)}" for op, mean in means if mean > CHANGING_MEAN) or "none"
+    return ", ".join(f"{op} {mean:.3f}x" for op, mean in means if mean > CHANGING_MEAN) or "none"
