@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from weft.builders import AllGatherMatmul, NotApplicableError, builder, unregister
+from weft.builders import PROBLEMS, AllGatherMatmul, NotApplicableError, builder, unregister
 from weft.builders.operands import all_gather_matmul_operands, offsets, peer
 from weft.schedule import RANK, Index, Schedule, Wait, lookup
 from weft.schedule.kernels import TileKernel
@@ -24,6 +24,11 @@ class Kernel(TileKernel):
 
     kind: ClassVar[str] = "made_up"
     name: str = "made_up"
+
+
+def registered_by_a_test(operator: str) -> bool:
+    """Return whether a test module defines the problem of `operator`. Importing such a module registers it for all tests."""
+    return operator in PROBLEMS and not PROBLEMS[operator].__module__.startswith("weft.")
 
 
 def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
