@@ -27,7 +27,7 @@ from weft.operator.flops import counted, flops_of
 from weft.operator.layers import require_kept_by
 from weft.operator.together import together
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import all_to_all_matmul_and_tokens
+from weft.ops.all_to_all_matmul_and_tokens import all_to_all_matmul_and_tokens
 from weft.ops.matmul_all_to_all import OPERATOR as COMBINE
 from weft.runtime.unfused.experts import begin_in_expert_order
 from weft.runtime.unfused.permutation import in_expert_order

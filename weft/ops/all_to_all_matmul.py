@@ -7,7 +7,7 @@ allocated once, for `capacity` tokens per rank. `weft.runtime.unfused.experts` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,17 +16,17 @@ import torch.distributed as dist
 from weft.arguments import check_count, check_tensor
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator_named, overlapped, within
+from weft.operator.calls import made, overlapped, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided, warn_of_copy
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
+from weft.ops.all_to_all_matmul_gradients import all_rows, dual_of, gradients_of_experts, send_again
 from weft.runtime.unfused import experts
-from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
-from weft.runtime.unfused.permutation import in_order_of_arrival
+from weft.runtime.unfused.grouped_matmul import grad_of_weights
 from weft.runtime.unfused.sizes import Sizes, remember, remember_total, sizes_of
-from weft.runtime.unfused.turn import STRAIGHT, Turn
+from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -136,27 +136,6 @@ def all_to_all_matmul(
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y
-
-
-@replayed
-def all_to_all_matmul_and_tokens(
-    tokens: torch.Tensor,
-    w_experts: torch.Tensor,
-    splits: torch.Tensor,
-    *,
-    group: dist.ProcessGroup | str,
-    capacity: int | None,
-    schedule: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make a call of `all_to_all_matmul` without max_rows. Return (y, received, x), where x [rows, K] are the received tokens, by
-    source rank and then by expert. y has the same bits as in a call of `all_to_all_matmul`. No gradients.
-    """
-
-    def form(group: dist.ProcessGroup | str | None) -> _Call:
-        return _Call(tokens, w_experts, splits, None, capacity, True)
-
-    y, received, x = made(OPERATOR, group, tokens, form, schedule=schedule)
-    return y, received, x
 
 
 class _Call(NamedTuple):
@@ -329,28 +308,17 @@ class _AllToAllMatmul(Operator[_Call]):
         them. Also, calls with and without gradients could then have different schedules, and results that differ by
         rounding. Activation checkpointing runs forward in both ways, and needs equal results.
         """
-        (tokens, w, *_), grad = saved, _all_rows(grads[0], sum(beside.host.came))
+        (tokens, w, *_), grad = saved, all_rows(grads[0], sum(beside.host.came))
         if p.world_size > 1 and not wanted[1]:
-            return [within(*self._dual(p, grad, w, beside), group, turn)[0], None, None]
+            return [within(*dual_of(p, grad, w, beside), group, turn)[0], None, None]
         has_dual = p.world_size > 1 and wanted[0] and w.is_cuda
-        overlap = overlapped(*self._dual(p, grad, w, beside), group, turn) if has_dual else None
+        overlap = overlapped(*dual_of(p, grad, w, beside), group, turn) if has_dual else None
         if overlap is None:
             if tokens is None:
                 tokens = w.new_empty(sum(beside.host.sent), p.k)
             return [*gradients_of_experts(tokens, w, beside, group, grad, wanted, turn), None]
-        grad_w = grad_of_weights(_in_expert_order(tokens, beside, group, turn)(), grad, w, beside)
+        grad_w = grad_of_weights(send_again(tokens, beside, group, turn)(), grad, w, beside)
         return [overlap()[0], grad_w, None]
-
-    def _dual(
-        self, p: AllToAllMatmul, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes
-    ) -> tuple[Operator[Any], Any]:  # fmt: skip
-        """Return the operator and the call that compute the gradient of tokens: `matmul_all_to_all`."""
-        dual, transposed = operator_named("matmul_all_to_all"), w.transpose(1, 2)
-        tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
-        if not w.is_cuda:  # the tables of forward, because the caller may have overwritten its tensors
-            tables = torch.from_numpy(sizes.tables[1]), torch.from_numpy(sizes.tables[0]).flatten()
-        form: Any = dual.form
-        return dual, form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most, tokens)
 
     # --- without overlap ---
 
@@ -360,69 +328,6 @@ class _AllToAllMatmul(Operator[_Call]):
         y, sizes, x = experts.dispatched(tokens, w, call.splits, group, call.max_rows, turn, return_x=call.return_x)
         remember(sizes)
         return [y, sizes.received, *([] if x is None else [x])]
-
-
-def _all_rows(grad_y: torch.Tensor, came: int) -> torch.Tensor:
-    """Return `grad_y` with exactly `came` rows. The gradients of rows that max_rows has left out are 0."""
-    missing = came - grad_y.shape[0]
-    if missing <= 0:
-        return grad_y[:came].contiguous()
-    return torch.cat((grad_y, grad_y.new_zeros(missing, grad_y.shape[1])))
-
-
-def _in_expert_order(
-    tokens: torch.Tensor | Callable[[], torch.Tensor], sizes: Sizes, group: dist.ProcessGroup, turn: Turn
-) -> Callable[[], torch.Tensor]:
-    """Send tokens again. Return a function that returns the received tokens, sorted by expert. tokens: as for
-    `gradients_of_experts`.
-    """
-    if not isinstance(tokens, torch.Tensor):
-        return tokens
-    return experts.begin_in_expert_order(tokens.contiguous(), sizes, group, turn, "exchange tokens again")
-
-
-def gradients_of_experts(
-    tokens: torch.Tensor | Callable[[], torch.Tensor],
-    w: torch.Tensor,
-    sizes: Sizes,
-    group: dist.ProcessGroup,
-    grad_y: torch.Tensor,
-    wanted: Sequence[bool],
-    turn: Turn = STRAIGHT,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tokens and of w; None for a gradient that is not wanted. All ranks must want the same
-    gradients.
-
-    tokens: this rank's tokens, or an exchange of them that has begun (`experts.begin_in_expert_order`).
-
-        grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T
-
-    x_e are the tokens that arrived on this rank for expert e. Tokens are sent again during the GEMM of grad x. grad x is then
-    sorted into the order of arrival, and sent back during the GEMM of grad w. The gradient of a weight is the sum, not the
-    mean, over the rows of all ranks, on the rank that has the weight.
-
-    sizes: the numbers of rows that this rank sends and receives.
-    """
-    world, grad_y = group.size(), _all_rows(grad_y, sum(sizes.host.came))
-    grad_tokens: torch.Tensor | None = None
-    returning: Any = None
-    arriving = _in_expert_order(tokens, sizes, group, turn) if wanted[1] else None
-    if wanted[0]:
-        grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
-        if world > 1 and w.shape[0] > 1:
-            grad_x = in_order_of_arrival(grad_x, sizes)
-        grad_tokens = grad_x
-        if world > 1:
-            grad_tokens = grad_x.new_empty(sum(sizes.host.sent), grad_x.shape[1])
-            returning = experts.send(
-                grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "exchange gradients of tokens"
-            )
-    grad_w = None
-    if arriving is not None:
-        grad_w = grad_of_weights(arriving(), grad_y, w, sizes)
-    if returning is not None:
-        returning.wait()
-    return grad_tokens, grad_w
 
 
 def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
