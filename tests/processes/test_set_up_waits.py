@@ -408,6 +408,23 @@ def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> N
             assert seconds < PROMPT_S, f"room for {room}: {seconds:.1f} s"
 
 
+def set_up_again_at_once(group: dist.ProcessGroup) -> list[int]:
+    """Close the communicator and set it up again, while rank 1 is slow to close its listener."""
+    own, close = own_group(group), bootstrap._Setup.close
+
+    def slowly(setup: bootstrap._Setup, *peers: bootstrap.Peer) -> None:
+        time.sleep(0.3)
+        close(setup, *peers)
+
+    with mock.patch.object(bootstrap._Setup, "close", slowly if group.rank() == BAD_RANK else close):
+        symm.communicator(own, "cpu", deadline_s=LONG_S).close()
+        return symm.communicator(own, "cpu", deadline_s=LONG_S).all_gather(group.rank(), what="ranks")
+
+
+def test_a_group_is_set_up_again_while_a_rank_still_leaves_the_first_attempt(pool: Pool) -> None:
+    assert pool.run(set_up_again_at_once, ranks=3, timeout_s=40) == [[0, 1, 2]] * 3
+
+
 def without_threads(group):
     own, start, send, before, goodbyes = own_group(group), threading.Thread.start, Watchdog.send, traces(), set()
 

@@ -4,8 +4,9 @@ Within a host, each rank listens on a socket in the abstract namespace under a r
 random token in the process group's store. A rank connects to every lower rank and accepts connections from every higher rank.
 On a connection the rank sends one packet: its identity, the peer's token, and one end of a new socket pair. From then on only
 the pair is used, because an accepted socket would keep the listener's name. When a rank has all its sockets, it sends "ready"
-with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it closes the listener and
-clears its entry. So no named socket remains.
+with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it closes the listener,
+clears its entry, sends "withdrawn", and waits for this message from all peers. So no named socket remains, and a rank that sets
+up the group again at once does not find entries of this attempt.
 
 Two ranks are on one host if their boot ids and network namespaces are equal, since abstract socket names are valid only
 there. In a group on several hosts, a rank also listens on a TCP port, which it publishes in the store. Higher ranks on
@@ -141,8 +142,6 @@ def _connect(setup: _Setup) -> Mesh:
         if isinstance(error, Exception) and not isinstance(error, WeftError):
             raise WeftError(f"rank {rank} could not set up symmetric memory: {error}") from error
         raise
-    setup.close()
-    setup.say("")
     peers = [setup.peers[other] for other in sorted(setup.peers)]
     if setup.control is not None:
         peers = [replace(peer, host=setup.hosts[peer.rank]) for peer in peers]
@@ -205,15 +204,7 @@ class _Setup(Attempt):
             self._accept()
         # All ranks must have seen the same attempt of each rank. A rank that failed and tries again has a new name.
         names = [self.entries[r].name for r in range(self.world_size)]
-        attempt = _digest(" ".join(names))
-        for peer in self.peers.values():
-            with self._giving_up(peer.rank):
-                peer.connection.send(
-                    json.dumps({"ready": _digest(self.entries[peer.rank].token), "attempt": attempt}).encode()
-                )
-        for peer in self.peers.values():
-            if self._receive(peer) != {"ready": _digest(self.mine.token), "attempt": attempt}:
-                raise PeerLostError(f"rank {peer.rank} is in another attempt to set up this group: try again")
+        self._exchange("ready", _digest(" ".join(names)))
         calls = [self.entries[r].calls for r in range(self.world_size)]
         if len(set(calls)) > 1:
             made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
@@ -221,6 +212,19 @@ class _Setup(Attempt):
                 f"ranks set up this group in different calls ({made}). A rank has missed a deadline before, so "
                 "the ranks are out of step: make a new process group"
             )
+        # A rank that leaves may set up the group again at once. It must not find this rank's entry or listener then.
+        self.close()
+        self.say("")
+        self._exchange("withdrawn", "")
+
+    def _exchange(self, what: str, value: str) -> None:
+        """Send `value` to every peer, and wait for the same value from every peer."""
+        for peer in self.peers.values():
+            with self._giving_up(peer.rank):
+                peer.connection.send(json.dumps({what: value, "to": _digest(self.entries[peer.rank].token)}).encode())
+        for peer in self.peers.values():
+            if self._receive(peer) != {what: value, "to": _digest(self.mine.token)}:
+                raise PeerLostError(f"rank {peer.rank} is in another attempt to set up this group: try again")
 
     def _read_entries(self) -> None:
         missing = self._others()
