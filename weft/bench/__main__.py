@@ -83,14 +83,16 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         "variant). Needs NVIDIA GPUs; traffic needs Hopper or later", action="store_true")  # fmt: skip
     # argparse takes -1,2,3 for an option, and would only say that --shape lacks an argument.
     joined = re.sub(r"(^|\0)--shape\0", r"\1--shape=", "\0".join(arguments))
-    given = parser.parse_args(joined.split("\0"))
+    given, unknown = parser.parse_known_args(joined.split("\0"))
 
     import torch
 
     from weft.bench.core.options import BenchOptions, parse_option, parse_scale
 
     given.op, given.dtype = plain(given.op, given.dtype)
-    op = operator(given.op)
+    op = operator(given.op, never_slower.COMMAND)  # before the options, which may be those of a misspelt operator
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if given.json is not None:
         check_file("--json", given.json)
     if given.pictures is not None:

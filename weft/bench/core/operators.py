@@ -60,9 +60,9 @@ def measured() -> list[str]:
     return [*names(), _TRAINING, *_STUDIES]
 
 
-def operator(name: str) -> Any:
+def operator(name: str, *commands: str) -> Any:
     """Return the `OperatorBenchmark` of operator `name`. For an unknown name raise `ValueError`, which lists the known
-    names.
+    names and `commands`.
 
     An operator that a user has registered can be measured too, if its spec (`weft.operator.spec.Operator`) draws random
     inputs and computes the expected results.
@@ -75,5 +75,5 @@ def operator(name: str) -> Any:
             importlib.import_module(f"weft.ops.{name}")
     calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))
     if name not in calls.OPERATORS:
-        raise one_of("operator", name, measured())
+        raise one_of("operator", name, [*measured(), *commands])
     return any_operator.AnyOperator(calls.OPERATORS[name])
