@@ -8,7 +8,7 @@ Peers are buffers of this process, so all signals that a rank waits for are set 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import pytest
@@ -330,7 +330,42 @@ def play_pooling_alone() -> None:
         assert [str(one.message)[: len("rank 1: 1 index")] for one in said] == [f"rank {rank}: 1 index"]
 
 
+def play_many_tables_alone() -> None:
+    """Pool more sets of tables than kernels are kept. The oldest kernels must be dropped, except one that a graph launches.
+    Bad ids of the last call of a dropped kernel must be reported, and a dropped kernel must work again.
+    """
+    from weft.runtime.cuda import embedding
+
+    p = problem(2, (8, 3), 6, weighted=True)
+    embedding.KEPT = 4
+
+    def pooled(number: int, bad: int = 0) -> torch.Tensor:
+        tables = tuple(replace(table, name=f"{number}.{table.name}") for table in p.tables)
+        plan = EmbeddingPlan(EmbeddingSharding(tables, (0, 0), 1), EmbeddingOptions("direct"))
+        values, *rest = p.whole()
+        values = values.clone()
+        values[:bad] = -1
+        jagged = JaggedInput(None, values, *rest)
+        out = torch.full((6, plan.sharding.total_dim), torch.nan)
+        checked = check_jagged(jagged, plan.sharding, 0, (6,), p.weights)
+        embedding.pool_on_gpu(plan, p.weights, jagged, checked, out, rank=1)
+        return out
+
+    wanted, pools = pooled(0), embedding._local_pools
+    next(iter(pools.values())).kernel._of_graphs.append(None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(1, 12):
+            pooled(number, bad=number == 1)
+            assert len(pools) <= 1 + embedding.KEPT
+    kept = [key[0].sharding.tables[0].name.partition(".")[0] for key in pools]
+    assert kept == ["0", "9", "10", "11"], kept
+    assert [str(one.message)[: len("rank 1: 1 index")] for one in said] == ["rank 1: 1 index"]
+    assert torch.equal(pooled(1), wanted)
+
+
 OTHERS = {
+    "many tables alone": play_many_tables_alone,
     "pooling alone": play_pooling_alone,
     "a disagreement": play_a_disagreement,
     "poison": play_poison,

@@ -8,6 +8,7 @@ overwrite this rank's signals with POISON. Kernels that wait for the signals the
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import torch
@@ -251,7 +252,7 @@ class _LocalPool:
     """The cached kernel of `pool_on_gpu`, for a world size of 1.
 
     words: memory that the kernel gets as the signals and flags of peers, because there are no peers. last_input: the last
-        call's input, for warnings of bad indices.
+        call's input, for warnings of bad indices. called_at: the number of the last call of `pool_on_gpu` that used it.
     """
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
@@ -261,9 +262,28 @@ class _LocalPool:
             device, lambda: torch.zeros(4, dtype=torch.int64, device=device)
         )  # stand in for signals and flags
         self.last_input: tuple[JaggedInput, CheckedInput] | None = None
+        self.called_at = 0
 
 
+KEPT = 64  # kernels of `pool_on_gpu`; those that captured graphs launch do not count
 _local_pools: dict[tuple[EmbeddingPlan, torch.device, int], _LocalPool] = {}
+_calls = itertools.count(1)
+
+
+def _make_room(device: torch.device, rank: int) -> None:
+    """Drop the less recently used half of the kernels of `pool_on_gpu` if there are `KEPT`. Kernels that captured graphs
+    launch stay. rank: the rank to name in warnings of bad input in their last calls.
+    """
+    free = [key for key, pool in _local_pools.items() if not pool.kernel.captured]
+    if len(free) < KEPT or is_captured(device):
+        return
+    free.sort(key=lambda key: _local_pools[key].called_at)
+    if device.type == "cuda":
+        for index in {key[1].index for key in free}:  # enqueued kernels still write into the memory that is freed
+            torch.cuda.synchronize(index)
+    for key in free[: KEPT // 2]:
+        pool = _local_pools.pop(key)
+        _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
 
 
 def pool_on_gpu(
@@ -278,7 +298,9 @@ def pool_on_gpu(
     key = (plan, out.device, widest)
     pool = _local_pools.get(key)
     if pool is None:
+        _make_room(out.device, rank)
         pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
+    pool.called_at = next(_calls)
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
     # The CPU runs ahead of the stream, so a fill kernel writes the address of `out` in stream order. A graph captures
     # the kernel too.

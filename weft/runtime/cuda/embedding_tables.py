@@ -82,6 +82,11 @@ class KernelTables:
         self._works: dict[tuple[tuple[int, ...] | None, int, int | None], Work] = {}
         self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
 
+    @property
+    def captured(self) -> bool:
+        """True if a CUDA graph that may be replayed launches this kernel."""
+        return bool(self._of_graphs)
+
     def _device_table(self, rows: list[list[int]], fields: int) -> torch.Tensor:
         refuse_capture(self.device)
         rows = rows or [[0] * fields]
