@@ -175,11 +175,26 @@ def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
     )
 
 
-def check_count(name: str, count: Any) -> None:
-    """Raise `ValueError` unless `count` is None or an integer from 0 to `MOST_ROWS`."""
-    is_whole = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
-    if count is not None and not (is_whole and 0 <= count <= MOST_ROWS):
-        raise ValueError(f"{name}={_shown(count)} must be a number of rows: pass a whole number from 0 to 2**40")
+def checked_count(name: str, count: Any) -> Any:
+    """Return the number of rows `count` as an integer, or None. Raise `ValueError` unless it is None or from 0 to `MOST_ROWS`."""
+    if count is None or (type(count) is int and 0 <= count <= MOST_ROWS):
+        return count
+    fix = "pass a whole number from 0 to 2**40"
+    number = count if type(count) is int else checked_whole(name, count, fix)
+    if not 0 <= number <= MOST_ROWS:
+        raise ValueError(f"{name}={_shown(number)} must be a number of rows: {fix}")
+    return number
+
+
+def checked_within(name: str, given: Any, least: int, most: int, allowed: str) -> int:
+    """Return `given` as an integer, as `checked_whole` does. Raise `ValueError` unless it is from `least` to `most`.
+
+    allowed: the allowed values in words, for error texts, such as "at least 1, or None for no limit".
+    """
+    number = int(checked_whole(name, given, f"pass a whole number, {allowed}"))
+    if not least <= number <= most:
+        raise ValueError(f"{name}={number} must be {allowed}")
+    return number
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
@@ -192,17 +207,18 @@ def checked_deadline(deadline_s: Any) -> float | None:
     """Return the deadline in seconds; None for the default. Raise `ValueError` for an invalid deadline."""
     if deadline_s is None:
         return None
-    is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
-    if is_number and 0 < deadline_s <= env.MOST_S:
-        return float(deadline_s)
-    raise ValueError(
-        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S:.0f}: pass the number of seconds that "
-        "a wait may take"
-    )
+    fix = "pass the number of seconds that a wait may take"
+    if not isinstance(deadline_s, numbers.Real) or isinstance(deadline_s, bool):
+        raise ValueError(f"deadline_s={deadline_s!r} is {kind(deadline_s)}: {fix}")
+    seconds: Any = deadline_s  # mypy cannot compare `Real`
+    if not 0 < seconds <= env.MOST_S:
+        raise ValueError(f"deadline_s={_shown(deadline_s)} must be positive and at most {env.MOST_S:.0f}: {fix}")
+    return float(seconds)
 
 
 def checked_whole(name: str, given: Any, fix: str) -> Any:
-    """Return `given` as an integer. Integers of numpy and torch's symbolic integers are allowed, bool is not.
+    """Return `given` as an integer. Allowed are integers of numpy, tensors with one integer, and torch's symbolic integers, but
+    no booleans.
 
     Raise `ValueError` for anything else, and for integers beyond 64 bits. name, fix: the argument's name and the advice
     in the error text.
@@ -212,7 +228,7 @@ def checked_whole(name: str, given: Any, fix: str) -> Any:
     else:
         number = None
         with contextlib.suppress(TypeError):
-            if not isinstance(given, bool):
+            if not isinstance(given, bool) and getattr(given, "dtype", None) is not torch.bool:
                 number = operator.index(given)
     if number is None:
         raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")

@@ -46,6 +46,8 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, another sharding, or"),
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
+        ([0, 0, 0, RowWise()], {"max_ids": 5.0}, "max_ids=5.0 is a float: pass a whole number, at least 1, or None for no limit"),
+        ([0, 0, 0, 0], {"batch_size": True, "max_ids": 5}, "batch_size=True is a bool: pass a whole number, at least 1"),
         ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 works only with input='local_batch'"),
         ([0, 0, 0, 0], {"batch_size": 4}, "batch_size=4 works only with max_ids"),
         ([0, 0, 0, 0], {"batch_size": 0, "max_ids": 5}, "batch_size=0 must be at least 1"),

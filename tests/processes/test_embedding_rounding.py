@@ -122,7 +122,7 @@ def test_a_learning_rate_that_differs_at_the_end_of_accumulate_is_found(pool: Po
         ({"clip_norm": 1.0, "clip_value": 1.0}, "pass only one of them"),
         ({"gradient_dtype": "fp8"}, "gradient_dtype='fp8' must be one of 'table', 'fp16', 'bf16'"),
         ({"rounding": "down"}, "rounding='down' must be one of 'nearest', 'stochastic'"),
-        ({"seed": -1}, "seed=-1 must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be from 0 to 2**63 - 1"),
     ],
 )
 def test_options_are_checked(numbers: dict[str, Any], text: str) -> None:

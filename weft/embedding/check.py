@@ -7,7 +7,6 @@ Kernels count ids out of range, and `first_bad_index` then finds the first of th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -281,7 +280,7 @@ def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
 
 
 def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    sizes = tuple(operator.index(size) for size in batch_sizes)
+    sizes = tuple(batch_sizes)
     if len(sizes) != world_size:
         raise ValueError(
             f"batch_sizes={sizes} has {counted(len(sizes), 'entry', 'entries')}: pass one for each of the "

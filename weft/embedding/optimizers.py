@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, TypeAlias, get_args
 
+from weft.arguments import checked_within
+
 StateShape: TypeAlias = Literal["row", "element"]
 
 
@@ -89,8 +91,7 @@ class EmbeddingOptimizer:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in (legal := get_args(choices)):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, legal))}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to 2**63 - 1")
+        object.__setattr__(self, "seed", checked_within("seed", self.seed, 0, 2**63 - 1, "from 0 to 2**63 - 1"))
         if self.clip_value is not None and self.clip_norm is not None:
             raise ValueError(f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass only one of them")
         for field in fields(self):

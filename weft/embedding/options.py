@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, TypeAlias, get_args
 
+from weft.arguments import checked_within
 from weft.schedule.kernels import SliceOrder, SliceTransport
 
 Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
@@ -37,12 +37,11 @@ class EmbeddingOptions:
                 raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
         if not isinstance(self.hash, bool):
             raise ValueError(f"hash={self.hash!r} must be True or False")
-        if self.slice_size is not None and not (_is_whole(self.slice_size) and 1 <= self.slice_size < 2**31):
-            raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
-        if not _is_whole(self.outputs) or not 1 <= self.outputs <= 255:
-            raise ValueError(
-                f"outputs={self.outputs!r} must be between 1 and 255: it is the number of result buffers of each rank"
-            )
+        if self.slice_size is not None:
+            vectors = "at least 1 pooled vector, and less than 2**31"
+            object.__setattr__(self, "slice_size", checked_within("slice_size", self.slice_size, 1, 2**31 - 1, vectors))
+        buffers = "between 1 and 255: it is the number of result buffers of each rank"
+        object.__setattr__(self, "outputs", checked_within("outputs", self.outputs, 1, 255, buffers))
 
     @property
     def refuses_bad_ids(self) -> bool:
@@ -58,7 +57,3 @@ class EmbeddingOptions:
     def reports_bad_ids(self) -> bool:
         """True if a call tells the user of ids out of range, by an error or a warning."""
         return self.checks_ids and self.bounds_check != "ignore"
-
-
-def _is_whole(given: object) -> bool:
-    return isinstance(given, Integral) and not isinstance(given, bool)

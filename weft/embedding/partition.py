@@ -15,7 +15,6 @@ For each part of a row-wise table there is a separate input feature, which conta
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
 
+from weft.arguments import checked_shape, checked_whole
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot, check_tables
 from weft.words import counted
@@ -35,7 +35,7 @@ class TableWise:
     rank: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", operator.index(self.rank))
+        object.__setattr__(self, "rank", checked_whole("rank", self.rank, "pass a whole number"))
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class ColumnWise:
     columns: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(operator.index(rank) for rank in self.ranks))
+        object.__setattr__(self, "ranks", checked_shape("ranks", self.ranks))
         if self.columns is not None:
-            object.__setattr__(self, "columns", tuple(operator.index(count) for count in self.columns))
+            object.__setattr__(self, "columns", checked_shape("columns", self.columns))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RowWise:
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
-            object.__setattr__(self, "ranks", tuple(operator.index(rank) for rank in self.ranks))
+            object.__setattr__(self, "ranks", checked_shape("ranks", self.ranks))
 
 
 @dataclass(frozen=True)
@@ -288,12 +288,9 @@ def partition_tables(
     values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
     for name, value in values.items():
         if not isinstance(value, TableSharding):
-            try:
-                operator.index(value)
-            except TypeError:
-                raise ValueError(
-                    f"placement of table {name!r} is {value!r}: pass a rank, TableWise, ColumnWise, RowWise or DataParallel"
-                ) from None
+            checked_whole(
+                f"placement of table {name!r}", value, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"
+            )
     ranks: Any = dict.fromkeys(values, 0) if isinstance(placement, Mapping) else [0] * len(values)
     alone = place_tables(tables, 1, rows_read=rows_read, placement=ranks)  # checks names and rows_read
     shardings = []

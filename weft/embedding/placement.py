@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from numbers import Integral
 from typing import TypeVar
 
 import numpy as np
 
+from weft.arguments import checked_whole, checked_within
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
 from weft.words import counted
 
@@ -53,21 +53,19 @@ def place_tables(
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
+    world_size = checked_within("world_size", world_size, 1, 2**31 - 1, "at least 1")
     rows = None if rows_read is None else tuple(float(r) for r in _per_table("rows_read", rows_read, tables))
     if rows is not None:
         for table, value in zip(tables, rows, strict=True):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"table {table.name!r}: rows_read={value} must be a number of rows, 0 or more")
     if placement is not None:
-        placed = _per_table("placement", placement, tables)
-        for table, rank in zip(tables, placed, strict=True):
-            if isinstance(rank, bool) or not isinstance(rank, Integral):
-                raise ValueError(
-                    f"placement: table {table.name!r} has {rank!r}: give a rank, a whole number from 0 to {world_size - 1}"
-                )
-        return EmbeddingSharding(tables, placed, world_size, rows)
+        fix = f"pass a rank, a whole number from 0 to {world_size - 1}"
+        placed = [
+            checked_whole(f"placement of table {table.name!r}", rank, fix)
+            for table, rank in zip(tables, _per_table("placement", placement, tables), strict=True)
+        ]
+        return EmbeddingSharding(tables, tuple(placed), world_size, rows)
 
     costs = np.array([t.bytes_per_sample(None if rows is None else rows[i]) for i, t in enumerate(tables)])
     memory = np.array([float(t.nbytes) for t in tables])

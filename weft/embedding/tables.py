@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from weft.arguments import checked_shape, checked_within
 from weft.words import counted
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -63,12 +63,7 @@ class EmbeddingBagConfig:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name={self.name!r}: pass a non-empty string as the table's name")
         for what in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, what)
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ValueError(f"{at}: {what}={value!r} must be a whole number")
-            size = operator.index(value)
-            if size < 1:
-                raise ValueError(f"{at}: {what}={size} must be at least 1")
+            size = checked_within(f"{at}: {what}", getattr(self, what), 1, 2**63 - 1, "at least 1")
             object.__setattr__(self, what, size)
         if isinstance(self.feature_names, str):
             raise ValueError(f"{at}: feature_names={self.feature_names!r} is a string: write [{self.feature_names!r}]")
@@ -223,10 +218,11 @@ class EmbeddingSharding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
-        object.__setattr__(self, "rank_of_table", tuple(operator.index(rank) for rank in self.rank_of_table))
+        object.__setattr__(self, "rank_of_table", checked_shape("rank_of_table", self.rank_of_table))
         check_tables(self.tables)
-        if self.world_size < 1:
-            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        object.__setattr__(
+            self, "world_size", checked_within("world_size", self.world_size, 1, 2**31 - 1, "at least 1")
+        )
         if len(self.rank_of_table) != len(self.tables):
             raise ValueError(
                 f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for "

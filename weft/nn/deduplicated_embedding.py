@@ -30,7 +30,7 @@ from weft.embedding.training import check_module_options
 from weft.nn.autocast import no_autocast
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_collection import ShardedEmbeddingCollection
-from weft.nn.making import check_input_options
+from weft.nn.making import checked_input_options
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import device_code
@@ -80,7 +80,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
 
     def _check(self, partition: Partition) -> None:
         super()._check(partition)
-        check_input_options(self.input, self._is_weighted, None)
+        checked_input_options(self.input, self._is_weighted, None)
         if self._batch_size is not None:
             raise ValueError(f"batch_size={self._batch_size!r} does not work with dedup=True: do not pass it")
         check_module_options(self._optimizer, self._sparse, "mean", self._deterministic)

@@ -33,7 +33,7 @@ from weft.nn.boxed_ids import IdBound
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, first_values, weights_of
 from weft.nn.input_dist import input_dist_of
-from weft.nn.making import agree_on_module, check_input_options, check_table_names, device_for, fill_together
+from weft.nn.making import agree_on_module, check_table_names, checked_input_options, device_for, fill_together
 from weft.nn.prefetching import Prefetched
 from weft.nn.prefetching_tables import PrefetchingTables
 from weft.nn.table_parts import check_full
@@ -163,7 +163,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            check_input_options(input, is_weighted, max_ids, batch_size)
+            max_ids, batch_size = checked_input_options(input, is_weighted, max_ids, batch_size)
             check_module_options(optimizer, sparse, gradients, deterministic)
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)

@@ -36,7 +36,7 @@ from weft.errors import WeftError
 from weft.nn.autocast import no_autocast
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of, rows_workspace
 from weft.nn.embedding_table import Table, filler_of
-from weft.nn.id_bound import check_max_ids
+from weft.nn.id_bound import checked_max_ids
 from weft.nn.making import agree_on_parts, check_table_names, device_for, fill_together
 from weft.nn.replicated_tables import require_sharded_norm, rows_or_zero
 from weft.nn.row_dist import RowDist, RowRoute
@@ -128,7 +128,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
             EmbeddingOptions(bounds_check=bounds_check, hash=hash)
             if not isinstance(dedup, bool):
                 raise ValueError(f"dedup={dedup!r} must be True or False")
-            check_max_ids(max_ids)
+            max_ids = checked_max_ids(max_ids)
             device = device_for(group, device)
             configs = [config_of(table) for table in tables]
             if placement is None:

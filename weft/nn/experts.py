@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from weft.arguments import checked_count
 from weft.nn.expert_rows import Routing, can_fuse
 from weft.nn.fused_experts import fused_experts
 from weft.nn.layer_arguments import check_dtype, checked_size
@@ -105,7 +106,8 @@ class ExpertParallelMLP(nn.Module):
         self.num_experts = checked_size("num_experts", num_experts, self.world_size)
         self.hidden, self.intermediate = checked_size("hidden", hidden), checked_size("intermediate", intermediate)
         check_dtype(dtype)
-        self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
+        self.activation, self.gated = activation, gated
+        self.max_rows, self.capacity = checked_count("max_rows", max_rows), checked_count("capacity", capacity)
         self.schedules = schedules
         local = self.num_experts // self.world_size
         rows = 2 * self.intermediate if gated else self.intermediate

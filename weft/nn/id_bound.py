@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.arguments import checked_within
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single
 from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
 
 
-def check_max_ids(max_ids: Any) -> None:
-    """Raise `ValueError` unless `max_ids` is None or an integer of at least 1."""
-    if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
-        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no limit")
+def checked_max_ids(max_ids: Any) -> int | None:
+    """Return `max_ids` as an integer; None if it is None. Raise `ValueError` unless it is at least 1."""
+    if max_ids is None:
+        return None
+    return checked_within("max_ids", max_ids, 1, 2**63 - 1, "at least 1, or None for no limit")
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
+from weft.arguments import checked_within
 from weft.embedding.check import DEVICE_TYPES
 from weft.embedding.partition import Partition
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.embedding_table import first_values
-from weft.nn.id_bound import check_max_ids
+from weft.nn.id_bound import checked_max_ids
 from weft.symm.groups import require_member
 from weft.words import by_rank
 
@@ -49,23 +50,25 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
     return device
 
 
-def check_input_options(input: Any, is_weighted: Any, max_ids: Any, batch_size: Any = None) -> None:
-    """Raise `ValueError` for invalid or contradictory options of a module's input."""
+def checked_input_options(
+    input: Any, is_weighted: Any, max_ids: Any, batch_size: Any = None
+) -> tuple[int | None, int | None]:
+    """Return `max_ids` and `batch_size`, each as an integer or None. Raise `ValueError` for invalid or contradictory options of a
+    module's input.
+    """
     if input not in ("local_batch", "global_batch"):
         raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
     if not isinstance(is_weighted, bool):
         raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
-    check_max_ids(max_ids)
+    max_ids = checked_max_ids(max_ids)
     if max_ids is not None and input == "global_batch":
         raise ValueError(
             f"max_ids={max_ids} works only with input='local_batch', because no ids are sent for a "
             "global batch: do not pass max_ids"
         )
     if batch_size is not None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size < 2**31:
-            raise ValueError(
-                f"batch_size={batch_size!r} must be at least 1 and less than 2**31, or None for any number of samples"
-            )
+        allowed = "at least 1 and less than 2**31, or None for any number of samples"
+        batch_size = checked_within("batch_size", batch_size, 1, 2**31 - 1, allowed)
         if max_ids is None:
             raise ValueError(
                 f"batch_size={batch_size} works only with max_ids, the largest number of ids that a rank receives: pass both"
@@ -75,6 +78,7 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any, batch_size: 
                 f"max_ids={max_ids} must be less than 2**31 with batch_size, because each rank allocates memory for max_ids "
                 "ids: pass the largest number of ids that a rank receives"
             )
+    return max_ids, batch_size
 
 
 def check_table_names(tables: Iterable[EmbeddingBagConfig]) -> None:

@@ -34,7 +34,7 @@ from weft.nn.autocast import no_autocast
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.embedding_memory import EmbeddingMemory, collected_bytes, memory_of, pooled_workspace
 from weft.nn.embedding_table import Table, filler_of
-from weft.nn.making import agree_on_parts, check_input_options, check_table_names, device_for, fill_together
+from weft.nn.making import agree_on_parts, check_table_names, checked_input_options, device_for, fill_together
 from weft.nn.partitioned_input import Arranged, PartitionedInput
 from weft.nn.replicated_tables import require_sharded_norm
 from weft.nn.table_parts import PartitionedTables
@@ -66,7 +66,7 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
         partition, refusal = None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            check_input_options(input, is_weighted, max_ids)
+            max_ids, _ = checked_input_options(input, is_weighted, max_ids)
             if options.pop("batch_size", None) is not None:
                 raise ValueError(
                     "batch_size supports only whole tables: do not pass it, or place each table on one rank by its number"

@@ -38,6 +38,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
+from weft.arguments import checked_deadline
 from weft.builders import NotApplicableError
 from weft.caller import caller
 from weft.errors import PoisonedGroupError, RefusedError, TooManyRowsError, WeftError
@@ -246,4 +247,7 @@ def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
 
 
 def _usable(deadline_s: Any) -> float | None:
-    return deadline_s if isinstance(deadline_s, int | float) and 0 < deadline_s < 1e6 else None
+    """Return the deadline in seconds; None for an invalid deadline."""
+    with contextlib.suppress(ValueError):
+        return checked_deadline(deadline_s)
+    return None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_count, check_tensor
+from weft.arguments import check_tensor, checked_count
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, overlapped, within
@@ -130,9 +130,8 @@ def all_to_all_matmul(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
-        for name, count in (("max_rows", max_rows), ("capacity", capacity)):
-            check_count(name, count)
-        return _Call(tokens, w_experts, splits, max_rows, capacity, False)
+        counts = checked_count("max_rows", max_rows), checked_count("capacity", capacity)
+        return _Call(tokens, w_experts, splits, *counts, False)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_count, check_tensor
+from weft.arguments import check_tensor, checked_count
 from weft.builders import MatmulAllToAll
 from weft.operator.calls import made, overlapped
 from weft.operator.dtypes import name_of_dtype
@@ -164,9 +164,8 @@ def _combine(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("h", h), ("w_experts", w_experts), ("received", received), ("splits", splits)):
             check_tensor(name, tensor)
-        for name, count in (("rows", rows), ("capacity", capacity)):
-            check_count(name, count)
-        return _Call(h, w_experts, received, splits, rows, capacity, tokens)
+        counts = checked_count("rows", rows), checked_count("capacity", capacity)
+        return _Call(h, w_experts, received, splits, *counts, tokens)
 
     (y,) = made(OPERATOR, group, h, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return y

@@ -1,0 +1,78 @@
+"""Public arguments that are whole numbers: integers of numpy and tensors with one integer are allowed. Other types are refused
+with the value, its type and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.arguments import checked_count, checked_deadline
+from weft.embedding import ColumnWise, EmbeddingBagConfig, RowWise, TableWise, place_tables
+from weft.embedding.options import EmbeddingOptions
+from weft.nn.making import checked_input_options
+
+TABLE = EmbeddingBagConfig(8, 4, "t", ("f",))
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "max_rows": lambda n: checked_count("max_rows", n),
+    "max_ids": lambda n: checked_input_options("local_batch", False, n)[0],
+    "batch_size": lambda n: checked_input_options("local_batch", False, 9, n)[1],
+    "slice_size": lambda n: EmbeddingOptions(slice_size=n).slice_size,
+    "outputs": lambda n: EmbeddingOptions(outputs=n).outputs,
+    "num_embeddings": lambda n: EmbeddingBagConfig(n, 4, "t", ("f",)).num_embeddings,
+    "embedding_dim": lambda n: EmbeddingBagConfig(8, n, "t", ("f",)).embedding_dim,
+    "rank": lambda n: TableWise(n).rank,
+    "ranks[0]": lambda n: RowWise((n,)).ranks[0],  # type: ignore[index]
+    "ranks[1]": lambda n: ColumnWise((0, n)).ranks[1],
+    "columns[0]": lambda n: ColumnWise((0, 1), (n, 1)).columns[0],  # type: ignore[index]
+    "world_size": lambda n: place_tables([TABLE], n).world_size,
+    "placement of table 't'": lambda n: place_tables([TABLE], 4, placement=[n]).rank_of_table[0],
+    "rank_of_table[0]": lambda n: weft.EmbeddingSharding((TABLE,), (n,), 4).rank_of_table[0],
+    "seed": lambda n: weft.SGD(lr=0.1, seed=n).seed,
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_whole_numbers_of_other_libraries(name: str) -> None:
+    for given in (3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)):
+        number = PLACES[name](given)
+        assert (type(number), number) == (int, 3), given
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_numbers_that_are_not_whole(name: str) -> None:
+    refused: list[tuple[Any, str]] = [
+        (3.0, "=3.0 is a float: pass "), (np.float32(3), "=np.float32(3.0) is a float32: pass "), (True, "=True is a bool: pass "),
+        (torch.tensor(3.0), "=tensor(3.) is a Tensor: pass "), (torch.tensor(True), "=tensor(True) is a Tensor: pass "),
+        (np.bool_(True), "=np.True_ is a bool: pass "), ("3", "='3' is a str: pass "), ([3], "=[3] is a list: pass "),
+    ]  # fmt: skip
+    for given, text in refused:
+        with pytest.raises(ValueError, match=r" is an? ") as error:
+            PLACES[name](given)
+        assert f"{name}{text}" in str(error.value), given
+
+
+@pytest.mark.parametrize("name", ["max_ids", "batch_size", "slice_size", "outputs", "num_embeddings", "world_size"])
+def test_numbers_below_one(name: str) -> None:
+    for given in (0, -1, np.int64(-5)):
+        with pytest.raises(ValueError, match=rf"{name}={int(given)} must be (at least 1|between 1 and)"):
+            PLACES[name](given)
+
+
+def test_deadlines() -> None:
+    assert [checked_deadline(given) for given in (np.float32(2), np.int64(2), 2)] == [2.0] * 3
+    for given, text in (
+        (torch.tensor(2.0), "=tensor(2.) is a Tensor"),
+        ("2", "='2' is a str"),
+        (True, "=True is a bool"),
+    ):
+        with pytest.raises(ValueError, match=r" is an? ") as error:
+            checked_deadline(given)
+        assert f"deadline_s{text}: pass the number of seconds" in str(error.value)
+    with pytest.raises(ValueError, match="deadline_s=a number of 16610 bits must be positive and at most 1000000"):
+        checked_deadline(10**5000)
