@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.graphs import capture
 from support.reference import Problem, assert_close, problem, tables_of
 
 import weft
@@ -292,11 +293,7 @@ class Fixed:
 
 def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = call()
-    return graph, output
+    return capture(call)
 
 
 def assert_replays(graph: torch.cuda.CUDAGraph, output: torch.Tensor, fixed: Fixed) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from schedule_ranks import device
 from support.all_to_all_matmul_reference import added_to, assert_rows, expected, inputs, random_splits
+from support.graphs import capture
 
 from weft import symm
 from weft.builders import AllToAllMatmul, NotApplicableError, candidates, named
@@ -147,9 +148,7 @@ def replay_sizes(
     executor.run(held.tensors)
     torch.cuda.synchronize()
     held.check("before the capture", *added)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        executor.run(held.tensors)
+    graph, _ = capture(lambda: executor.run(held.tensors))
     for number, case in enumerate(cases):
         held.fill(case)
         if number % 7 == 3 * group.rank():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.graphs import capture
 
 from weft import symm
 from weft.builders import AllGatherMatmul, NotApplicableError, candidates
@@ -114,10 +115,7 @@ def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int,
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         executor.run(case.tensors)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        executor.run(case.tensors)
+    graph, _ = capture(lambda: executor.run(case.tensors), stream)
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     for number in range(count):
         other = number % len(fresh)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.compile_at_once import at_once
 from support.experts_of_any_size import many_sizes
+from support.graphs import capture
 
 import weft
 from weft import symm
@@ -94,10 +95,9 @@ def captured(group: dist.ProcessGroup, schedule: str) -> None:
         x = torch.empty(rows, K, device=device())
         with torch.cuda.stream(stream):
             weft.all_gather_matmul(x, [work.w], 0, group, return_A=False, schedule=schedule)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            _, (y,) = weft.all_gather_matmul(x, [work.w], 0, group, return_A=False, schedule=schedule)
+        graph, (_, (y,)) = capture(
+            lambda x=x: weft.all_gather_matmul(x, [work.w], 0, group, return_A=False, schedule=schedule), stream
+        )
         graphs.append((graph, x, y))
     for turn in range(30):
         work.call(16 + 11 * turn)
@@ -166,18 +166,11 @@ def captured_in_turn(group: dist.ProcessGroup) -> None:
         _, (y,) = weft.all_gather_matmul(x, [work.w], 0, own, return_A=False, schedule=schedule)
         return y
 
-    def graph_of(schedule: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        with torch.cuda.stream(stream):
-            call(schedule)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            y = call(schedule)
-        return graph, y
-
     for first in (SHARD, GATHER):
         call(first)
-        graph, y = graph_of(SHARD)
+        with torch.cuda.stream(stream):
+            call(SHARD)
+        graph, y = capture(lambda: call(SHARD), stream)
         for turn in range(20):
             work.schedule = (GATHER, SHARD)[turn % 2]
             work.call(rows + 64 * (turn % 3))
@@ -205,10 +198,7 @@ def between_serial(group: dist.ProcessGroup) -> list[int]:
             work.call(rows)
             found.append(len(prepared_calls(OPERATOR, own)))
         x = torch.empty(20, K, device=device())
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _, (y,) = weft.all_gather_matmul(x, [work.w], 0, own, return_A=False)
+        graph, (_, (y,)) = capture(lambda: weft.all_gather_matmul(x, [work.w], 0, own, return_A=False))
         for turn in range(3):
             shards = work.shards(len(x), 500 + turn)
             x.copy_(shards[own.rank()])

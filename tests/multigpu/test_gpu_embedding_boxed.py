@@ -14,6 +14,7 @@ import gpu_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
+from support.graphs import capture
 from support.on_ranks import told
 
 import weft
@@ -132,10 +133,7 @@ def replayed(group: dist.ProcessGroup, is_trained: bool) -> list[bool]:
         for step in range(3):
             one = fill(step)
             equal.append(torch.equal(call(module, features), call(plain, one)))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        output = call(module, features)
+    graph, output = capture(lambda: call(module, features), stream, "thread_local")
     for step in range(3, 12):
         one = fill(step)
         output.fill_(math.nan)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import TRANSPORTS
+from support.graphs import capture
 from support.reference import problem
 
 import weft
@@ -66,13 +67,11 @@ def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
         error = (output.cpu().double() - right).abs().max() / right.abs().max()
         return math.inf if error.isnan() else float(error)
 
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        output = call()
+    graph, output = capture(call, stream, "thread_local")
     worst = 0.0
     for seed in range(1, REPLAYS + 1):
         ids.copy_(ids_of(seed, rank))
@@ -105,10 +104,7 @@ def after_growth(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
     first = torch.arange(ids.numel() // LENGTH + 1, device=device) * LENGTH
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = call()
+    graph, output = capture(call, mode="thread_local")
     held = [call(times) for times in range(2, 12)]
     spoilt = [torch.full((n,), -1, dtype=torch.int64, device=device) for n in (2, 8, 64, 512) for _ in range(100)]
     worst = 0.0
@@ -134,7 +130,7 @@ def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
     fresh = [ids_of(seed, rank).to(device) for seed in range(REPLAYS)]
     ids = fresh[0].clone()
     offsets = torch.arange(ids.numel() // LENGTH + 1, device=device) * LENGTH
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
 
     def call() -> torch.Tensor:
         return weft.embedding_all_to_all(
@@ -143,10 +139,8 @@ def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
     with torch.cuda.stream(stream):
         call()
-    torch.cuda.synchronize()
     found = []
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = call().clone()
+    graph, kept = capture(lambda: call().clone(), stream, "thread_local")
     for mine in fresh:
         ids.copy_(mine)
         kept.fill_(math.nan)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
+from support.graphs import capture
 from support.reference import Problem, assert_close, even, problem, tables_of
 
 import weft
@@ -254,9 +255,7 @@ def replayed(group: dist.ProcessGroup, optimizer: EmbeddingOptimizer) -> bool:
             step()
         side.synchronize()
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                step()
+            graph, _ = capture(step, side)
         for number in range(3):
             update.lr = 0.1 / (number + 1)
             graph.replay() if captured else step()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support import expert_module_ranks
 from support import matmul_all_to_all_ranks as ranks
 from support.all_to_all_matmul_ranks import tokens_gradient_alone
+from support.graphs import capture
 from support.on_ranks import BF16, told
 from support.operators import suite
 from support.operators.experts import Experts, MatmulAllToAllCall
@@ -207,10 +208,7 @@ def captured(group: dist.ProcessGroup, schedule: str) -> str:
     with torch.no_grad():
         fill(cases[0])
         cases[0].check(group, [call()])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = call()
+        graph, y = capture(call)
         for one in cases:
             fill(one)
             y.fill_(torch.nan)

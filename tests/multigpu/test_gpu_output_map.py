@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import output_maps as maps
+from support.graphs import capture
 from support.on_ranks import close, device
 
 from weft import symm
@@ -47,9 +48,7 @@ def captured(group: dist.ProcessGroup, name: str) -> None:
     made.run(first)
     torch.cuda.synchronize()
     close(first["y"], cases[0].exact, cases[0].usual)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=stream):
-        made.run(first)
+    graph, _ = capture(lambda: made.run(first), torch.cuda.Stream())
     for case in cases[1:]:
         first["x"].copy_(case.tensors["x"])
         first["w"].copy_(case.tensors["w"])

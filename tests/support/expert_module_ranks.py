@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.expert_rows_in_torch import fused
+from support.graphs import capture
 from support.on_ranks import device, poisoned_memory, told
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -283,10 +284,7 @@ def captured(group: dist.ProcessGroup) -> None:
     held = [t.clone() for t in given[0]]
     with torch.no_grad():
         mlp(*held)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = mlp(*held)
+        graph, y = capture(lambda: mlp(*held))
         for one in given:
             for mine, new in zip(held, one, strict=True):
                 mine.copy_(new)

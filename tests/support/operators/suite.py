@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.graphs import capture
 from support.on_ranks import FP8, applicable, data, device, each_option, late, own_group, resized, same_everywhere, told
 from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
@@ -392,10 +393,7 @@ def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -
             refusal = str(error)
         held(group)
         other(group)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        ys, zs = held(group), other(group, *doubled(held.mine))
+    graph, (ys, zs) = capture(lambda: (held(group), other(group, *doubled(held.mine))), stream)
     for replay in range(replays):
         fresh, second = kind(case, group, 10 + replay), kind(mean, group, 10 + replay)
         second.inputs = [doubled(of_rank) for of_rank in second.inputs]
