@@ -46,13 +46,13 @@ from weft.kernels.embedding_bags import (
     SLOT_BITS,
     SLOT_FIELDS,
     UNIT_FIELDS,
+    bag_after,
     bag_at,
     fill_with_nan,
     load_ids,
     load_rows,
     rows_of,
     samples_of,
-    slot_after,
     table_of,
     target_of,
     unit_at,
@@ -61,12 +61,12 @@ from weft.kernels.embedding_bags import (
 from weft.kernels.embedding_single_ids import pool_single_ids
 from weft.kernels.signals import (
     POISON,
-    load_acquire,
     multiprocessor,
     now_ns,
     report,
     store_release,
     wait_at_least,
+    wait_for_flags,
     wait_or_record,
     words,
 )
@@ -245,19 +245,17 @@ def embedding_all_to_all_kernel(
         start0, end0, cut = bag_at(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
         # The number of a program determines its units of the first two rounds. Later units come from a counter, because
         # incrementing one word in memory takes a nanosecond per program.
-        unit1, sample1, slot1, stop1, grabbed = slot_after(
-            unit0, sample0, slot0, stop0, program + programs, state + _GRABBED, programs,
-            n_units, units, units_per_sample, first_sample, batch, by_slot,
+        unit1, sample1, slot1, stop1, grabbed, start1, end1, cut = bag_after(
+            unit0, sample0, slot0, stop0, program + programs, cut, state + _GRABBED, programs, n_units, units, units_per_sample,
+            first_sample, by_slot, offsets, slots, batch, n_values, POSITION,
         )  # fmt: skip
-        start1, end1, cut = bag_at(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
         ids = load_ids(values, start0, end0, id_lanes)
         if AHEAD:
             ids_next = load_ids(values, start1, end1, id_lanes)
-            unit2, sample2, slot2, stop2, grabbed = slot_after(
-                unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
-                n_units, units, units_per_sample, first_sample, batch, by_slot,
+            unit2, sample2, slot2, stop2, grabbed, start2, end2, cut = bag_after(
+                unit1, sample1, slot1, stop1, grabbed, cut, state + _GRABBED, programs, n_units, units, units_per_sample,
+                first_sample, by_slot, offsets, slots, batch, n_values, POSITION,
             )  # fmt: skip
-            start2, end2, cut = bag_at(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
             weight, rows_in_table, stride, width, counts = table_of(
                 slots, slot0, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
             )
@@ -286,13 +284,10 @@ def embedding_all_to_all_kernel(
                 block_next = load_rows(weight, rows_next, 0, stride, cols, width, lanes, UNIFORM, BLOCK_D)
                 ids = load_ids(values, start0 + _IDS, end0, id_lanes)
                 ids_next = load_ids(values, start2, end2, id_lanes)
-                unit3, sample3, slot3, stop3, grabbed = slot_after(
-                    unit2, sample2, slot2, stop2, grabbed, state + _GRABBED, programs,
-                    n_units, units, units_per_sample, first_sample, batch, by_slot,
+                unit3, sample3, slot3, stop3, grabbed, start3, end3, cut = bag_after(
+                    unit2, sample2, slot2, stop2, grabbed, cut, state + _GRABBED, programs, n_units, units,
+                    units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values, POSITION,
                 )  # fmt: skip
-                start3, end3, cut = bag_at(
-                    offsets, slots, slot3, sample3, batch, n_values, unit3 < n_units, cut, POSITION
-                )
                 weight, rows_in_table, stride, width, counts = table_of(
                     slots, slot0, DTYPE, ITEM_BYTES, ALIGN, UNIFORM, CHECK, BLOCK_D
                 )
@@ -306,13 +301,10 @@ def embedding_all_to_all_kernel(
                 )
                 ids = load_ids(values, start0 + _IDS, end0, id_lanes)
                 ids_next = load_ids(values, start1, end1, id_lanes)
-                unit2, sample2, slot2, stop2, grabbed = slot_after(
-                    unit1, sample1, slot1, stop1, grabbed, state + _GRABBED, programs,
-                    n_units, units, units_per_sample, first_sample, batch, by_slot,
+                unit2, sample2, slot2, stop2, grabbed, start2, end2, cut = bag_after(
+                    unit1, sample1, slot1, stop1, grabbed, cut, state + _GRABBED, programs, n_units, units,
+                    units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values, POSITION,
                 )  # fmt: skip
-                start2, end2, cut = bag_at(
-                    offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION
-                )
 
             # The target is the row of the sample in its owner's output. All slots of a unit have the same sample.
             if sample0 != sample_before:
@@ -457,24 +449,10 @@ def embedding_all_to_all_kernel(
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
         total = my_batch * flags_total_per_sample
-        my_flags = words(tl.load(flag_addresses + RANK))
-        thirty_two = tl.arange(0, 32)
-        first = program.to(tl.int64) * 32
-        any_failed = tl.load(state + _FAILED, volatile=True)
-        while (first < total) & (any_failed == 0):
-            i = first + thirty_two
-            outside = (i >= total) | ((i >= own) & (i < own_end))
-            pointer = tl.where(outside, (state + _EPOCH).to(tl.int64), (my_flags + i).to(tl.int64))
-            arrived_flags = tl.where(outside, epoch, tl.full([32], 0, tl.int64))
-            clock = now_ns(PTX)
-            while (tl.min(arrived_flags, 0) < epoch) & (now_ns(PTX) - clock < deadline_ns):
-                arrived_flags = tl.where(outside, epoch, load_acquire(words(pointer), PTX))
-            lowest_flag = tl.min(arrived_flags, 0)
-            if (lowest_flag < epoch) | (tl.max(arrived_flags, 0) >= _POISON):
-                report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
-                tl.atomic_add(state + _FAILED, 1, sem="relaxed")
-                any_failed += 1
-            first += programs * 32
+        wait_for_flags(
+            words(tl.load(flag_addresses + RANK)), total, own, own_end, epoch, state + _EPOCH, state + _FAILED, record, deadline_ns,
+            _WAIT_FLAG, PTX,
+        )  # fmt: skip
 
     if TIMELINE:
         tl.store(wait_line + _END, now_ns(PTX))

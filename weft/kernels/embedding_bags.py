@@ -93,6 +93,33 @@ def bag_at(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: 
 
 
 @triton.jit
+def bag_after(
+    unit, sample, slot, stop, grabbed, cut, counter, programs, n_units, units, units_per_sample, first_sample, by_slot,
+    offsets, slots, batch, n_values, POSITION: tl.constexpr,
+):  # fmt: skip
+    """Return (unit, sample, slot, end slot, grabbed, start, end, cut) of the bag that a program pools after `slot`: the results of
+    `slot_after` and of `bag_at`.
+    """
+    unit, sample, slot, stop, grabbed = slot_after(
+        unit,
+        sample,
+        slot,
+        stop,
+        grabbed,
+        counter,
+        programs,
+        n_units,
+        units,
+        units_per_sample,
+        first_sample,
+        batch,
+        by_slot,
+    )
+    start, end, cut = bag_at(offsets, slots, slot, sample, batch, n_values, unit < n_units, cut, POSITION)
+    return unit, sample, slot, stop, grabbed, start, end, cut
+
+
+@triton.jit
 def load_ids(values, start, end, lanes):
     at = start + lanes
     return tl.load(values + at, mask=at < end, other=0)

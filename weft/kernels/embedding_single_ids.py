@@ -52,6 +52,21 @@ def sum_of_bag(
 
 
 @triton.jit
+def bags_of_unit(
+    unit, cuts, id_lanes, n_units, units, units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values,
+    POSITION: tl.constexpr,
+):  # fmt: skip
+    """Return (sample, first slot, end slot, starts, ends, cuts) of a unit of work, with a bag for each slot: the results of
+    `unit_at` and of `bag_at`.
+    """
+    sample, slot, stop = unit_at(unit, n_units, units, units_per_sample, first_sample, batch, by_slot)
+    each = slot + id_lanes
+    has = (each < stop) & (unit < n_units)
+    starts, ends, cuts = bag_at(offsets, slots, tl.where(has, each, slot), sample, batch, n_values, has, cuts, POSITION)
+    return sample, slot, stop, starts, ends, cuts
+
+
+@triton.jit
 def pool_single_ids(
     slots, units, values, offsets, per_sample_weights, batch_starts, out_addresses, mine, counter, bad, bad_at,
     batch, n_units, n_values, out_slot, out_slot_bytes, units_per_sample, first_sample, is_even, by_slot,
@@ -72,29 +87,23 @@ def pool_single_ids(
     # Ids are loaded one unit ahead, offsets two units ahead.
     cuts = tl.zeros([_IDS], tl.int32)
     unit0 = program
-    sample0, slot0, stop0 = unit_at(unit0, n_units, units, units_per_sample, first_sample, batch, by_slot)
-    each0 = slot0 + id_lanes
-    has0 = (each0 < stop0) & (unit0 < n_units)
-    starts0, ends0, cuts = bag_at(
-        offsets, slots, tl.where(has0, each0, slot0), sample0, batch, n_values, has0, cuts, POSITION
-    )
+    sample0, slot0, stop0, starts0, ends0, cuts = bags_of_unit(
+        unit0, cuts, id_lanes, n_units, units, units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values,
+        POSITION,
+    )  # fmt: skip
     unit1 = program + programs
-    sample1, slot1, stop1 = unit_at(unit1, n_units, units, units_per_sample, first_sample, batch, by_slot)
-    each1 = slot1 + id_lanes
-    has1 = (each1 < stop1) & (unit1 < n_units)
-    starts1, ends1, cuts = bag_at(
-        offsets, slots, tl.where(has1, each1, slot1), sample1, batch, n_values, has1, cuts, POSITION
-    )
+    sample1, slot1, stop1, starts1, ends1, cuts = bags_of_unit(
+        unit1, cuts, id_lanes, n_units, units, units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values,
+        POSITION,
+    )  # fmt: skip
     unit2 = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32) + 2 * programs
     ids0 = tl.load(values + starts0, mask=starts0 < ends0, other=0)
     while unit0 < n_units:
         ids1 = tl.load(values + starts1, mask=starts1 < ends1, other=0)
-        sample2, slot2, stop2 = unit_at(unit2, n_units, units, units_per_sample, first_sample, batch, by_slot)
-        each2 = slot2 + id_lanes
-        has2 = (each2 < stop2) & (unit2 < n_units)
-        starts2, ends2, cuts = bag_at(
-            offsets, slots, tl.where(has2, each2, slot2), sample2, batch, n_values, has2, cuts, POSITION
-        )
+        sample2, slot2, stop2, starts2, ends2, cuts = bags_of_unit(
+            unit2, cuts, id_lanes, n_units, units, units_per_sample, first_sample, by_slot, offsets, slots, batch, n_values,
+            POSITION,
+        )  # fmt: skip
         unit3 = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32) + 2 * programs
 
         entries = slots + tl.minimum(slot0 + id_lanes, stop0 - 1) * _SLOT_FIELDS

@@ -138,6 +138,35 @@ def wait_or_record(record, word, wanted, epoch, deadline_ns, STATUS: tl.constexp
 
 
 @triton.jit
+def wait_for_flags(
+    flags, count, own, own_end, wanted, any_word, failures, record, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Wait until this program's part of `count` adjacent flags is at least `wanted`. Flags from `own` to `own_end` are left out,
+    because no rank sets them. If the wait ends without that, write `record`, and count it in `failures`.
+
+    any_word: the address of any word that may be read in place of a flag. failures: a counter in device memory; if it is not 0,
+    do not wait.
+    """
+    thirty_two = tl.arange(0, 32)
+    first = tl.program_id(0).to(tl.int64) * 32
+    any_failed = tl.load(failures, volatile=True)
+    while (first < count) & (any_failed == 0):
+        i = first + thirty_two
+        outside = (i >= count) | ((i >= own) & (i < own_end))
+        pointer = tl.where(outside, any_word.to(tl.int64), (flags + i).to(tl.int64))
+        found = tl.where(outside, wanted, tl.full([32], 0, tl.int64))
+        start = now_ns(PTX)
+        while (tl.min(found, 0) < wanted) & (now_ns(PTX) - start < deadline_ns):
+            found = tl.where(outside, wanted, load_acquire(words(pointer), PTX))
+        lowest = tl.min(found, 0)
+        if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
+            report(record, STATUS, wanted, first + tl.argmin(found, 0), wanted, lowest)
+            tl.atomic_add(failures, 1, sem="relaxed")
+            any_failed += 1
+        first += tl.num_programs(0) * 32
+
+
+@triton.jit
 def await_flags(table, count, PTX: tl.constexpr):
     """Poll until every flag is set or poisoned. Return True if none is poisoned. table: the addresses of `count` flags."""
     alive = count >= 0

@@ -31,9 +31,8 @@ _TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: 
 # The limit of registers per thread. True: with staged slices, or with rows loaded ahead. Other limits from 64 to 168 are slower on
 # H200.
 _REGISTERS = {False: 168, True: 128}
-_AHEAD_BYTES = (
-    2048  # the largest tile whose rows are loaded ahead. Larger tiles and masks of columns need too many registers
-)
+# The largest tile whose rows are loaded ahead. Larger tiles and masks of columns need too many registers.
+_AHEAD_BYTES = 2048
 _BY_SLOT_IDS = 2  # mean ids of a bag from which the kernel pools feature by feature; with one id, H100 is slower
 # With `direct`, starting and ending a program costs time. So small calls use fewer programs: one per this many bags or
 # bytes, but at least this many per SM. Measured on H100.
