@@ -93,8 +93,10 @@ test-all: test test-slow test-models test-torchrec test-formats  ## Run the five
 N ?= 250
 SEED ?= 0
 HOSTS ?= 1
-chaos: setup  ## Kill, stop and interrupt ranks at random, less than 10 minutes (N=250 SEED=0). Resumes if interrupted. HOSTS=2: between two hosts
+SERIES ?= 8
+chaos: setup  ## Kill, stop and interrupt ranks at random, then make random calls in a row, less than 10 minutes (N=250 SERIES=8 SEED=0). Resumes if interrupted. HOSTS=2: between two hosts
 	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED) --hosts $(HOSTS)
+	$(BIN)/python -m tests.chaos.series -n $(SERIES) --seed $(SEED)
 
 chaos-gpu:  ## The same on GPUs, on a machine as for gpu-check: 200 injections, results in OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_chaos.sh $(OUT) --seed $(SEED)

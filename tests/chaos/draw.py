@@ -220,7 +220,7 @@ def draw(
         phase = CHECKPOINT
     deadline_s = _deadline_s(of_kind, device)
     world = rng.choice([2, 2, 2, 3, 3, 4]) if device == "cpu" else 2
-    options = _options(operator, rng, deadline_s, device, world)
+    options = options_of(operator, rng, deadline_s, device, world)
     second, warm = None, False
     if of_kind.family == "other option" and rng.random() < 0.5:
         options |= OPERATORS[operator].plain
@@ -327,7 +327,7 @@ def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ..
     return (deadline_s + rng.uniform(0.3, 1.2),) if kind in _LONG else ()
 
 
-def _options(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:
+def options_of(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:
     """Draw the options of a call, including whether there is a backward."""
     work = OPERATORS[operator]
     options: dict[str, Any] = {"deadline_s": deadline_s, **work.drawn(rng, device)}
@@ -367,7 +367,7 @@ def _second(
     if other:
         others = [name for name in _operators_of(device, ()) if name != operator]
         name = rng.choice(others)
-        return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
+        return name, options_of(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}
     if kind == "other dtype" and (dtype := OPERATORS[operator].other_dtype) is not None:
         dtype = "float16" if dtype == options.get("dtype") else dtype

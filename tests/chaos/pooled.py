@@ -103,7 +103,11 @@ class Embedding(Differentiable):
         return self.numbers(100 + i, 0, 0, (self.ROWS, self.dims[i]), 30)
 
     def _batch(self, rank: int, n: int) -> int:
-        """Return the number of samples of `rank` in step n. It grows at step `turn`, so that buffers of results grow."""
+        """Return the number of samples of `rank` in step n. It grows at step `turn`, so that buffers of results grow. With
+        the option "any_size" it is random in each step, and may be 0.
+        """
+        if "any_size" in self.options:
+            return int(self.counts(5, rank, n, (), 12))
         return (2, 9)[self.size] + 2 * (n >= self.turn) + (rank + self.options.get("batch_sizes", 0)) % 2
 
     def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,9 +175,15 @@ class Embedding(Differentiable):
             rows = self._table(i)[hash_ids(ids, self.ROWS) if self.options.get("hash") else ids] * (
                 weights[:, None] if self.weighted else 1
             )
-            sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
-            columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
+            columns.append(pooled(rows, lengths, table.pooling))
         return [torch.cat(columns, dim=1)]
+
+
+def pooled(rows: torch.Tensor, lengths: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Return the sum or the mean of the rows of each bag."""
+    bags = torch.arange(len(lengths)).repeat_interleave(lengths)
+    sums = rows.new_zeros(len(lengths), rows.shape[1]).index_add_(0, bags, rows)
+    return sums / lengths.clamp(min=1)[:, None] if pooling == "mean" else sums
 
 
 class Features:

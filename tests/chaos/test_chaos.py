@@ -57,6 +57,14 @@ def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
     assert sum(one["right"] for one in recorded) > 10 * count
 
 
+@pytest.mark.slow
+def test_short_series() -> None:
+    """Run two series of random calls like `make chaos`."""
+    command = [sys.executable, "-m", "tests.chaos.series", "-n", "2", "--seed", "11"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-3000:]}"
+
+
 # --- what is drawn ---
 
 

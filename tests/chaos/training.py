@@ -25,7 +25,7 @@ from weft.embedding.partition import TablePart
 from weft.nn import FusedOptimizers, LoadPlanner, ModelState, ShardedEmbeddingBagCollection
 
 from .bad import Form
-from .pooled import Collection, Features, GlobalBatch, LocalBatch
+from .pooled import Collection, Features, GlobalBatch, LocalBatch, pooled
 from .training_reference import DENSE, EPS, LR, RULES, SPARSE, TOLERANCES, Tables
 from .work import Differentiable, Given, Results
 
@@ -322,8 +322,7 @@ class Training(Collection, Differentiable):
         for i, table in enumerate(self.tables):
             _, lengths, weights = self._bags(i, self.rank, n)
             rows = self.model.weights[i][self._rows(i, self.rank, n)] * (weights[:, None] if self.weighted else 1)
-            sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
-            columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
+            columns.append(pooled(rows, lengths, table.pooling))
         return [torch.cat(columns, dim=1)]
 
     def _weighing(self, rank: int, n: int) -> torch.Tensor:

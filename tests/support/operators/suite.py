@@ -172,7 +172,7 @@ def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[d
     """Return the weights of this rank's results in the loss, and the gradients of its inputs in float64. The loss is a
     random weighted sum of all ranks' results.
     """
-    inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
+    inputs = [[t.to(torch.float64, copy=True).requires_grad_() for t in of_rank] for of_rank in call.inputs]
     mine, losses = dict[int, torch.Tensor](), list[torch.Tensor]()
     for rank, ys in enumerate(call.reference(inputs)):
         for i in range(len(ys)) if weighed is None else weighed:
