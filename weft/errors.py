@@ -38,6 +38,12 @@ class RefusedError(WeftError, ValueError):
     """A rank refused a call because of bad input. Every rank of the group raises this error before anything is written."""
 
 
+class BackwardError(WeftError, ValueError):
+    """Backward of a call cannot run, because embedding tables have been updated since the call. If a CPU rank of several meets
+    this error, every rank raises `RefusedError` instead.
+    """
+
+
 class PoisonedGroupError(WeftError):
     """An earlier failure has made this group unusable. The text repeats the failure. To continue, make a new group."""
 

@@ -14,7 +14,7 @@ from weft.embedding.jagged import JaggedInput, offsets_of
 from weft.embedding.optimizers import SGD, EmbeddingOptimizer, state_shape
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingSharding
-from weft.errors import WeftError
+from weft.errors import BackwardError
 
 
 class Tables(NamedTuple):
@@ -113,21 +113,21 @@ class ForwardCall:
         return None if self.tables is None else COLLECTED.get(id(self.tables.step))
 
     def require_first(self) -> None:
-        """Raise `WeftError` if an earlier backward of this call has updated the tables."""
+        """Raise `BackwardError` if an earlier backward of this call has updated the tables."""
         if self.is_updated:
-            raise WeftError(
+            raise BackwardError(
                 "second backward of the same call of embedding_all_to_all: the first backward has already "
                 "updated the tables. Sum the losses and call backward once, or call the operator again. (Without "
                 "an optimizer, gradients accumulate in .grad)"
             )
 
     def require_values_of_forward(self) -> None:
-        """Raise `WeftError` if the tables have changed since forward, because gradients of per-sample weights need
+        """Raise `BackwardError` if the tables have changed since forward, because gradients of per-sample weights need
         their old values.
         """
         assert self.tables is not None
         if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
-            raise WeftError(
+            raise BackwardError(
                 "backward of embedding_all_to_all for per_sample_weights: backward of another call has updated "
                 "the tables since this forward. Sum the losses and call backward once, or use accumulate()"
             )

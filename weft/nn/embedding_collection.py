@@ -32,7 +32,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingBagConfig
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
-from weft.errors import WeftError
+from weft.errors import BackwardError
 from weft.nn.autocast import no_autocast
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of, rows_workspace
 from weft.nn.embedding_table import Table, filler_of
@@ -415,7 +415,7 @@ class _Rows(torch.autograd.Function):
         of_backward = together(f"backward of {module._name}", module.group, grad, module.deadline_s)
         with of_backward, in_backward(module._compared_on, ctx.number), no_autocast(grad.device):
             if ctx.is_done:
-                raise WeftError(
+                raise BackwardError(
                     f"second backward of the same call of {module._name}: the first backward has already updated the "
                     "tables. Sum the losses and call backward once, or call the module again"
                 )

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from weft import plan
 from weft.arguments import check_memory, checked_deadline
 from weft.builders import Problem
+from weft.errors import BackwardError
 from weft.operator import select
 from weft.operator.agreement import agreement_on
 from weft.operator.cache import Table
@@ -407,8 +408,18 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.prepared.op.require_backward(ctx.beside)
+        require_backward(ctx)
         return BACKWARDS[ctx.prepared.op.name](ctx, *grads)
+
+
+def require_backward(ctx: Any) -> None:
+    """Raise `BackwardError` if backward of the call cannot run. Notify peers, because they run backward too."""
+    prepared = ctx.prepared
+    try:
+        prepared.op.require_backward(ctx.beside)
+    except BackwardError as error:
+        tell(error, f"backward of {prepared.op.title}", prepared.group, lambda: prepared.device)
+        raise
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}

@@ -18,7 +18,7 @@ from weft import _core
 from weft.embedding import JaggedInput
 from weft.embedding.check import CheckedInput
 from weft.embedding.forward_call import ForwardCall
-from weft.operator.calls import BACKWARDS
+from weft.operator.calls import BACKWARDS, require_backward
 from weft.operator.recipes import UnlikeError
 from weft.operator.recorded import SURROUNDINGS, Recorded, Seen
 from weft.operator.replay import is_unusual
@@ -99,7 +99,8 @@ class _Steady(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.beside.require_first()
+        if ctx.beside.is_updated:
+            require_backward(ctx)
         return BACKWARDS[ctx.prepared.op.name](ctx, *grads)
 
 

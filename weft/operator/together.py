@@ -4,7 +4,8 @@ errors.
 If a rank fails alone and does not notify its peers, its next call pairs with their current call. All ranks then get
 wrong results without an error. So every error that leaves a call is handled:
 
-- Errors of weft: nothing to do, because every rank raises them or the group has already failed.
+- Errors of weft: nothing to do, because every rank raises them or the group has already failed. Only a second backward
+  (`BackwardError`) may concern one rank. CPU ranks handle it as bad input. GPU ranks do not notify peers of it.
 - Ctrl-C, and any error after this rank has told its peers that it takes part in the call: the group fails.
 - The exception by which torch's activation checkpointing stops a recomputation: the call counts as made, because every
   rank raises this exception.
@@ -41,7 +42,7 @@ from weft import env, symm
 from weft.arguments import checked_deadline
 from weft.builders import NotApplicableError
 from weft.caller import caller
-from weft.errors import PoisonedGroupError, RefusedError, TooManyRowsError, WeftError
+from weft.errors import BackwardError, PoisonedGroupError, RefusedError, TooManyRowsError, WeftError
 from weft.operator.agreement import Check, agreement_on
 from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
@@ -119,7 +120,7 @@ class together:
                 comm.check()
             return
         self._calls.undo()
-        if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
+        if _needs_no_notice(error, self._like, group) or group.size() == 1 or getattr(error, _TOLD, False):
             return
         with contextlib.suppress(AttributeError, TypeError):
             # the error would otherwise be reported twice if a module's call encloses the operator's call
@@ -187,7 +188,8 @@ def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *
     last: True if the layer makes no further call. Then the group fails, because the peers' next call belongs to another
         layer.
     """
-    if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
+    known = isinstance(error, _StopRecomputationError) or _needs_no_notice(error, like, group)
+    if known or group.size() == 1 or getattr(error, _TOLD, False):
         return
     if last:
         with contextlib.suppress(AttributeError, TypeError):
@@ -244,6 +246,13 @@ def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):
         return like.device
     return backend_device(group)
+
+
+def _needs_no_notice(error: BaseException, like: Any, group: dist.ProcessGroup) -> bool:
+    """True if this rank does not notify peers of `error`, because it is an error of weft (see the top of this file)."""
+    if not isinstance(error, WeftError):
+        return False
+    return not isinstance(error, BackwardError) or not agreement_on(_device_of(like, group)).meets
 
 
 def _usable(deadline_s: Any) -> float | None:
