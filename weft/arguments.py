@@ -171,7 +171,7 @@ def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
     return tuple(
-        checked_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given)
+        checked_whole(f"{name}[{i}]", size, "pass an integer for each rank") for i, size in enumerate(given)
     )
 
 
@@ -179,7 +179,7 @@ def checked_count(name: str, count: Any) -> Any:
     """Return the number of rows `count` as an integer, or None. Raise `ValueError` unless it is None or from 0 to `MOST_ROWS`."""
     if count is None or (type(count) is int and 0 <= count <= MOST_ROWS):
         return count
-    fix = "pass a whole number from 0 to 2**40"
+    fix = "pass an integer from 0 to 2**40"
     number = count if type(count) is int else checked_whole(name, count, fix)
     if not 0 <= number <= MOST_ROWS:
         raise ValueError(f"{name}={_shown(number)} must be a number of rows: {fix}")
@@ -191,7 +191,7 @@ def checked_within(name: str, given: Any, least: int, most: int, allowed: str) -
 
     allowed: the allowed values in words, for error texts, such as "at least 1, or None for no limit".
     """
-    number = int(checked_whole(name, given, f"pass a whole number, {allowed}"))
+    number = int(checked_whole(name, given, f"pass an integer, {allowed}"))
     if not least <= number <= most:
         raise ValueError(f"{name}={number} must be {allowed}")
     return number
@@ -199,7 +199,7 @@ def checked_within(name: str, given: Any, least: int, most: int, allowed: str) -
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
     return tuple(
-        checked_whole(f"{name}[{i}]", size, "pass a whole number") for i, size in enumerate(listed(name, given))
+        checked_whole(f"{name}[{i}]", size, "pass an integer") for i, size in enumerate(listed(name, given))
     )
 
 

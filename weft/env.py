@@ -100,7 +100,7 @@ def _whole(variable: str, default: str, least: int, what: str) -> int:
         value = least - 1
     if value < least:
         raise ValueError(
-            f"{variable}={text!r} must be a whole number of at least {least}, {what}: start the ranks with torchrun, which "
+            f"{variable}={text!r} must be an integer of at least {least}, {what}: start the ranks with torchrun, which "
             "sets it, or unset RANK and WORLD_SIZE"
         )
     return value

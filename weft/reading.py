@@ -1,6 +1,6 @@
 """The only reader of JSON and TOML files. Files may come from other users, so the reader enforces limits.
 
-    files      regular files only: a pipe or a device is refused at once, without waiting for it
+    files      regular files only: a pipe or a device is refused immediately, without waiting for it
     size       bytes, nesting and number of values are checked before parsing
     numbers    must be finite, and integers within 64 bits
 

@@ -162,7 +162,7 @@ def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator
 # --- other arguments ---
 
 NO_DIMENSION = "pass the number of a dimension, an int"
-NO_NUMBER = "pass a whole number for each rank"
+NO_NUMBER = "pass an integer for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
 # For operators that gather: (argument, the value on rank 1, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
@@ -241,7 +241,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
             "output_shape=() does not match A (4, 32) @ B (32, 16): pass (4, 16), or flatten A to (4, 32)",
         ),
         ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) does not match A (4, 32) @ B (32, 16)"),
-        ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),
+        ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass an integer"),
         ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
         ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
         ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),

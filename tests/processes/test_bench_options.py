@@ -145,7 +145,7 @@ def test_an_operators_own_options_are_measured_and_named() -> None:
         "gather_dim": "option 'gather_dim' has no value: write it as gather_dim=VALUE",
         "gather_dim=": "option 'gather_dim=' has no value: write it as gather_dim=VALUE",
         "=-1": "option '=-1' has no name: write NAME=VALUE, such as gather_dim=-1",
-        "gather_dim=rows": "gather_dim=rows: give a whole number",
+        "gather_dim=rows": "gather_dim=rows: give an integer",
     }.items():
         with pytest.raises(ValueError, match=said):
             options_of(["matmul_all_gather", *given[:-1], wrong])

@@ -105,7 +105,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "batch sizes of two ranks": (replace("batch_sizes", lambda s: s[:2]), ["batch_sizes=(4, 5)", "2 entries", "3"]),
     "a negative batch": (replace("batch_sizes", lambda s: (4, -1, 8)), ["(4, -1, 8)", "rank 1", "-1 samples"]),
     "another global batch": (replace("batch_sizes", lambda s: (4, 5, 13)), ["(4, 5, 13) sum to 22", "11 samples"]),
-    "batch sizes that are no integers": (replace("batch_sizes", lambda s: (4.0, 5, 2)), ["[0]=4.0 is a float", "whole number"]),
+    "batch sizes that are no integers": (replace("batch_sizes", lambda s: (4.0, 5, 2)), ["[0]=4.0 is a float", "integer"]),
     "batch sizes in a text": (replace("batch_sizes", lambda s: "452"), ["batch_sizes='452' is a str", "pass a list"]),
     "a feature without a table": (keyed("f1", "f2", "stranger"), ["'stranger'", "no table", "'f0'"]),
     "a missing feature": (keyed("f1", "f0"), ["'t2'", "'f2'", "lacks", "'f1', 'f0'"]),

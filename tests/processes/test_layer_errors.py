@@ -348,8 +348,8 @@ def bad_constructors(group: dist.ProcessGroup) -> dict[str, str]:
     calls: dict[str, Callable[[], Any]] = {
         "in_features=-4 must be positive: pass the size of the whole layer": lambda: column(-4, 4),
         "in_features=0 must be positive: ": lambda: column(0, 4),
-        "in_features='4' is a str: pass a whole number": lambda: column("4", 4),
-        "out_features=True is a bool: pass a whole number": lambda: row(4, True),
+        "in_features='4' is a str: pass an integer": lambda: column("4", 4),
+        "out_features=True is a bool: pass an integer": lambda: row(4, True),
         "out_features=-4 must be positive and divisible by world_size=2: pass 2": lambda: column(4, -4),
         "hidden=0 must be positive: ": lambda: mlp(0, 4),
         "hidden=4.0 is a float: ": lambda: attention(4.0, 2),

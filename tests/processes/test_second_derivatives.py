@@ -254,7 +254,7 @@ def test_several_gradients_at_once_are_refused(pool: Pool, name: str) -> None:
     operator = name.split(",")[0]
     for ranks in (1, 2):
         for said in pool.run(several, name, ranks=ranks, timeout_s=60):
-            assert f"backward of {operator} was called for several gradients at once" in said
+            assert f"backward of {operator} was called for several gradients at the same time" in said
             assert "compute one gradient after the other" in said
 
 

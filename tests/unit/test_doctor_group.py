@@ -58,7 +58,7 @@ def test_a_topology_has_the_slowest_measured_link(capsys: pytest.CaptureFixture[
     print_group(report)
     assert (
         "\n  a - b  12000 MB/s, round trip 40 us\n  a - c  9000 MB/s, round trip 60 us\n"
-        "  all ranks at once: 11000 MB/s leave a host in an all-to-all, and each rank copies 4000 MB/s in memory\n"
+        "  all ranks at the same time: 11000 MB/s leave a host in an all-to-all, and each rank copies 4000 MB/s in memory\n"
     ) in capsys.readouterr().out
     path = tmp_path / "links.toml"
     assert _write_links(path, report) == f"The topology is in {path}: weft plan OP --topology {path}"

@@ -117,8 +117,8 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),
         ({"outputs": 0}, "outputs=0 must be between 1 and 255"),
         ({"outputs": 256}, "outputs=256 must be between 1 and 255"),
-        ({"outputs": True}, "outputs=True is a bool: pass a whole number, between 1 and 255"),
-        ({"slice_size": True}, "slice_size=True is a bool: pass a whole number, at least 1"),
+        ({"outputs": True}, "outputs=True is a bool: pass an integer, between 1 and 255"),
+        ({"slice_size": True}, "slice_size=True is a bool: pass an integer, at least 1"),
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], words: str) -> None:

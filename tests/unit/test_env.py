@@ -90,7 +90,7 @@ def test_numbers_of_launchers_are_refused_by_name(
     for text in bad:
         monkeypatch.setenv(variable, text)
         with pytest.raises(
-            ValueError, match=f"{variable}={text!r} must be a whole number of at least .*: start the ranks with"
+            ValueError, match=f"{variable}={text!r} must be an integer of at least .*: start the ranks with"
         ):
             read()
 

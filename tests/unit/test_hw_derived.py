@@ -56,7 +56,7 @@ def test_a_file_that_lacks_what_others_follow_is_refused(missing: str) -> None:
     h200 = load_machine("h200")
     given = {key: h200[key] for key in DATASHEET if key != missing}
     with pytest.raises(
-        ValueError, match=f"my card: add {missing}: the other numbers are derived from these and from h200's"
+        ValueError, match=f"my card: add {missing}: the other numbers are derived from these numbers and from h200's"
     ):
         derived("my card", given, "h200", h200.quantities)
 

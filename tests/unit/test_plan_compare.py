@@ -32,7 +32,7 @@ def _compare(op: Any = "all_gather_matmul", **options: Any) -> plan.Comparison:
     ("options", "message"),
     [
         ({"op": ["all_gather_matmul"]}, "['all_gather_matmul'] is not an operator"),
-        ({"ranks": 0}, "ranks=0: pass the number of GPUs, a whole number of at least 1"),
+        ({"ranks": 0}, "ranks=0: pass the number of GPUs, an integer of at least 1"),
         ({"ranks": None}, "ranks=None: pass the number of GPUs"),
         ({"ranks": "2"}, "ranks='2': pass the number of GPUs"),
         ({"ranks": True}, "ranks=True: pass the number of GPUs"),

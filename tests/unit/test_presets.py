@@ -230,7 +230,7 @@ def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     assert shapes_of(GemmShape, tmp_path / "none.toml", "8x4x2", "cpu") == (GemmShape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
         shapes_of(GemmShape, tmp_path / "none.toml", "cpu", "cpu")
-    with pytest.raises(ValueError, match=r"'8x0x2' is not a known shape: write MxNxK of whole numbers above 0"):
+    with pytest.raises(ValueError, match=r"'8x0x2' is not a known shape: write MxNxK of integers above 0"):
         shapes_of(GemmShape, file, "8x0x2", "cpu")
 
 

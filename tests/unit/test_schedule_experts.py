@@ -91,12 +91,12 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
         ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens (8) cannot be cut into 9 pieces"),
         (
             "ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]",
-            "the CPU must not wait for sizes in this call, but it needs them",
+            "the CPU must not wait for sizes in this call, but copy engines need sizes",
         ),
         ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank (4) cannot be cut into 5 pieces"),
         (
             "ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]",
-            "the CPU must not wait for sizes in this call, but it needs them",
+            "the CPU must not wait for sizes in this call, but copy engines need sizes",
         ),
     ):
         with pytest.raises(NotApplicableError, match=re.escape(why)):
@@ -178,7 +178,7 @@ def test_schedules_that_do_not_fit_are_refused() -> None:
         (
             AllToAllMatmul.even(4096, 8, 8, 2, 2),
             1,
-            "more than 192 tokens on average, so sorting the tokens takes longer",
+            "more than 192 tokens to an expert on average, so sorting the tokens takes longer",
         ),
     ):
         with pytest.raises(NotApplicableError, match=why):

@@ -167,7 +167,7 @@ def test_what_is_no_whole_number_is_no_index() -> None:
         (lambda: lane.repeat("i", 1.5, Set("there")), "extent of 'for' is 1.5: a float"),
     ):
         with pytest.raises(
-            TypeError, match=f"lane compute.*{what} is neither a whole number nor an expression of the rank"
+            TypeError, match=f"lane compute.*{what} is neither an integer nor an expression of the rank"
         ):
             add()
     assert not lane.steps

@@ -221,12 +221,12 @@ def edited_json(path: str, new: Any) -> str:
         ("lanes.0.steps.2.extent", "3 - 2 * rank", r"lanes\[0\].steps\[2\].extent is -1: it must"),
         ("lanes.0.steps.2.extent", 50_001, r"lanes\[0\].steps\[2\] has 100005 steps or more .* at most 100000"),
         ("buffers.0.rows", "sum", "'sum' cannot be a variable of a schedule"),
-        ("buffers.0.rows", "True", "'True' is a bool: write a whole number"),
-        ("buffers.0.rows", "1 + " * 200 + "1", "nested too deep: at most 200 levels"),
+        ("buffers.0.rows", "True", "'True' is a bool: write an integer"),
+        ("buffers.0.rows", "1 + " * 200 + "1", "nested too deeply: at most 200 levels"),
         ("buffers.0.rows", "1" * 1000, "a number of 3319 bits"),
         ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "the expression has 90005 characters, but at most 65536"),
-        ("buffers.0.rows", "sum(x[0:1:1099511627776])", "must be a whole number between 1 and 1048576"),
-        ("buffers.0.rows", "sum(x[0:1:0])", "must be a whole number between 1 and"),
+        ("buffers.0.rows", "sum(x[0:1:1099511627776])", "must be an integer between 1 and 1048576"),
+        ("buffers.0.rows", "sum(x[0:1:0])", "must be an integer between 1 and"),
     ],
 )
 def test_numbers_beyond_the_limits_are_refused(path: str, new: Any, message: str) -> None:

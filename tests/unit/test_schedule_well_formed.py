@@ -166,11 +166,11 @@ def test_contents_of_a_buffer_that_is_not_declared() -> None:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (("x", "2", 2), "buffer x: rows is '2': a str is neither a whole number nor an expression of the rank"),
-        (("x", 1.5, 2), "buffer x: rows is 1.5: a float is neither a whole number"),
+        (("x", "2", 2), "buffer x: rows is '2': a str is neither an integer nor an expression of the rank"),
+        (("x", 1.5, 2), "buffer x: rows is 1.5: a float is neither an integer"),
         (("x", True, 2), "buffer x: rows is True, but must be an integer or an expression, not a bool"),
-        (("x", 2, RANK), "buffer x: cols=Expr('rank') must be a whole number, the same on all ranks"),
-        (("x", 2, 2.0), "buffer x: cols=2.0 must be a whole number"),
+        (("x", 2, RANK), "buffer x: cols=Expr('rank') must be an integer, the same on all ranks"),
+        (("x", 2, 2.0), "buffer x: cols=2.0 must be an integer"),
         (("", 2, 2), "schedule d: buffer name '' must be a non-empty str"),
         ((5, 2, 2), "schedule d: buffer name 5 must be a non-empty str"),
     ],

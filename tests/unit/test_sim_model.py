@@ -302,7 +302,7 @@ def test_a_number_in_a_unit_of_another_kind_is_refused() -> None:
 def test_a_part_of_a_thing_is_refused(key: str, value: float) -> None:
     machine = load_machine("h200")
     wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=value)})
-    with pytest.raises(ValueError, match=f"NVIDIA H200: {key} = {value:g} .* must be a whole number"):
+    with pytest.raises(ValueError, match=f"NVIDIA H200: {key} = {value:g} .* must be an integer"):
         model_of(wrong, 2)
 
 

@@ -96,7 +96,8 @@ def test_what_one_rank_cannot_represent_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a torus: use --topology"):
         orbit(_problem(8, 4, 1, 1), gpu("h200", 8), "serial")
     with pytest.raises(
-        ValueError, match="cannot be simulated with one rank for all ranks: use one of serial, direct, put"
+        ValueError,
+        match="does not support a simulation in which one rank represents all: use one of serial, direct, put",
     ):
         orbit(_problem(8, 4, 1, 1), model, "shard")
     with pytest.raises(ScheduleError, match="GB on a rank"):

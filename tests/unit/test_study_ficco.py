@@ -203,7 +203,7 @@ def test_the_command_shows_records_and_draws(tmp_path: Path) -> None:
     assert "figure 12b" in done.output
     assert sorted(path.name[:10] for path in (tmp_path / "new").iterdir()) == ["figure-12b", "figure-13-", "figure-14-"]
     refused = runner.invoke(app, [*arguments, "--json", str(tmp_path / "x.jsonl")])
-    assert "--json with --records" in str(refused.exception)
+    assert "--json cannot be combined with --records" in str(refused.exception)
     for paper, records, ignored in (
         ("ficco", "sim-ficco", ["--hw", "h200"]),
         ("ficco", "sim-ficco", ["--ranks", "8"]),
@@ -211,7 +211,7 @@ def test_the_command_shows_records_and_draws(tmp_path: Path) -> None:
     ):
         file = str(RESULTS / f"{records}.jsonl")
         refused = runner.invoke(app, ["reproduce", paper, "--records", file, *ignored])
-        assert f"{ignored[0]} with --records: records are shown, not simulated" in str(refused.exception)
+        assert f"{ignored[0]} cannot be combined with --records, which shows stored results" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

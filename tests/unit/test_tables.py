@@ -78,8 +78,8 @@ def table(
     [
         ((0, 4, "t", ("f",)), ["'t'", "num_embeddings=0", "at least 1"]),
         ((10, -1, "t", ("f",)), ["'t'", "embedding_dim=-1", "at least 1"]),
-        ((10.5, 4, "t", ("f",)), ["'t'", "num_embeddings=10.5", "whole number"]),
-        ((True, 4, "t", ("f",)), ["'t'", "num_embeddings=True", "whole number"]),
+        ((10.5, 4, "t", ("f",)), ["'t'", "num_embeddings=10.5", "integer"]),
+        ((True, 4, "t", ("f",)), ["'t'", "num_embeddings=True", "integer"]),
         ((10, 4, "", ("f",)), ["name=''", "non-empty"]),
         ((10, 4, "t", ()), ["'t'", "no feature", "feature_names"]),
         ((10, 4, "t", "f0"), ["'t'", "['f0']"]),

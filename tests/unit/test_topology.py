@@ -378,7 +378,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "GB/s"}',
          r"wires\.toml: link\.pair_usable has source None; use one of measured"),
         ('name = "x"\nshape = "torus"\n[torus]\ncolumns = {value = 2.5, unit = "1", source = "paper"}',
-         r"torus\.columns = 2\.5 \(paper\) must be a whole number"),
+         r"torus\.columns = 2\.5 \(paper\) must be an integer"),
         ('name = "x"\nshape = "ring"\nlatency = 3', r"wires\.toml: latency = 3 needs value, unit and source"),
         ("name = ", r"wires\.toml cannot be read: it is not valid TOML"),
     ],

@@ -5,7 +5,7 @@ this file before you copy the tree, for example to a GPU machine:
 
     python -m weft.bench.provenance    # in the checkout
 
-The hash tells whether the files are those of the commit. If not, the commit is recorded as "8f7985d0c1+dirty".
+The hash tells whether the files are unchanged since the commit. If not, the commit is recorded as "8f7985d0c1+dirty".
 """
 
 from __future__ import annotations

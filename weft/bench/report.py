@@ -17,7 +17,7 @@ without ".jsonl".
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speedup of a variant over a baseline, as the
   geometric mean over configurations. `BASELINE worst` shows the smallest speedup of any configuration instead.
 
-Only the latest run of each configuration and mode counts. So a table never compares variants from different runs.
+Only the latest run of each configuration and mode is used. So a table never compares variants from different runs.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """Return `document` with the text between all marks generated anew. results: the records of each results file, by its NAME.
-    Raise `ValueError` if a NAME has no results.
+    """Return `document` with newly generated text between all marks. results: the records of each results file, by its
+    NAME. Raise `ValueError` if a NAME has no results.
     """
 
     def given(name: str) -> Sequence[Record]:

@@ -20,7 +20,7 @@ shard is in its box. `credit` tells the peer that its shard has been read.
 
 Shards are sent by puts, not gets. A put reads the caller's tensor directly. A get would need a copy of the shard in
 symmetric memory, and a signal that the copy is ready. Rank r sends first to rank r + 1, then to r + 2, and so on. So no
-two ranks send to the same rank at once.
+two ranks send to the same rank at the same time.
 
 Nothing is left to transfer during the GEMM of the last chunk, so a small last chunk helps, such as chunks="3:1". The
 other chunks should be large, because GPUs are inefficient at small GEMMs.

@@ -101,7 +101,7 @@ def dispatch(
         )
     if rest == "each" and send == "together":
         raise NotApplicableError(
-            "with send=together the tokens of all peers arrive at once, so a GEMM for each peer gains nothing: use rest=together"
+            "with send=together all tokens arrive at the same time, so a GEMM for each peer gains nothing: use rest=together"
         )
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
@@ -121,7 +121,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: Send
 
     by: send tokens with copy engines ("dma") or kernels ("kernel").
     chunks: the number of groups into which a rank's experts are divided. With 1, nothing overlaps. Then kernels that send to
-        all peers at once are one launch, in the lane of the GEMM.
+        all peers at the same time are one launch, in the lane of the GEMM.
     send: the order of sending. "in_turn": to one peer after the other. "at_once": to all peers concurrently, with a lane for
         each peer. "together": to all peers in one launch.
     """
@@ -146,7 +146,7 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
     """
     if sum(p.rows) > FEW_ROWS * p.world_size**2 * p.experts:
         raise NotApplicableError(
-            f"a rank sends an expert more than {FEW_ROWS} tokens on average, so sorting the tokens takes longer than "
+            f"a rank sends more than {FEW_ROWS} tokens to an expert on average, so sorting the tokens takes longer than "
             "it saves in the GEMMs: use dispatch_by_expert"
         )
     pieces = split(p.experts, chunks, what="experts of a rank")
@@ -161,7 +161,9 @@ def dispatch_sorted(p: AllToAllMatmul, *, chunks: int, send: SendOrder = "in_tur
 
 
 def _is_one_exchange(p: AllToAllMatmul, by: CopyBy, chunks: int, send: SendOrder) -> bool:
-    """True if one launch may exchange all tokens: nothing overlaps with the exchange, and kernels copy to all peers at once."""
+    """True if one launch may exchange all tokens: nothing overlaps with the exchange, and kernels copy to all peers at
+    the same time.
+    """
     return by == "kernel" and chunks == 1 and (p.world_size == 2 or send == "together")
 
 
@@ -262,7 +264,8 @@ class Sending(_Dispatch):
         world = p.world_size
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
+                "the CPU must not wait for sizes in this call, but copy engines need sizes that the CPU knows: "
+                "use by=kernel"
             )
         if send != "in_turn" and world == 2:
             raise NotApplicableError(

@@ -129,7 +129,7 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """Pool slices into staging areas, and copy them from there to peers. The arguments are those of `direct`.
+    """Pool slices into staging areas, and copy them from there to peers. The arguments are as for `direct`.
 
     The schedule declares a staging area for each slice, but the GPU kernel allocates only as many as its programs use
     at the same time.

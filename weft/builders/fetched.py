@@ -5,7 +5,7 @@ The result is ordinary memory, into which peers cannot write. With puts, chunks 
 need a second copy. With gets, the producer only signals that a chunk is ready, and each byte is copied once.
 
 A rank copies its own chunks first, because they are ready first. Then it copies the chunks of the rank before it, and
-so on around the ring. So no two ranks read from the same rank at once.
+so on around the ring. So no two ranks read from the same rank at the same time.
 
 A rank that has copied all chunks signals this to all others. They wait for the signal before they overwrite their
 chunks in the next run.
@@ -66,8 +66,8 @@ class Fetched:
             counts: for each chunk, how often its signal must be set until the chunk is ready. Default: once.
             complete: signals of this rank; `complete[c]` is set when chunk c of every rank has been copied.
             apart: True to copy this rank's own chunks on a second lane, concurrently. Cannot be combined with
-                `complete`. On one lane, a slow copy of an own chunk delays the chunks of peers. Within an H100's memory, a copy
-                of 16 MiB took 164 us beside a GEMM, and 9 us alone.
+                `complete`. On one lane, a slow copy of an own chunk delays the chunks of peers. Within an H100's
+                memory, a copy of 16 MiB took 164 us during a GEMM, and 9 us alone.
             joins: with `apart`, True to signal the end of the copies to peers only after the own chunks have been copied.
         """
         assert not (apart and complete)

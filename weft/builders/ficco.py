@@ -1,4 +1,5 @@
-"""FiCCO for all-gather + GEMM: each step sends one chunk of a shard to all peers at once, and multiplies the chunks of all peers.
+"""FiCCO for all-gather + GEMM: each step sends one chunk of a shard to all peers at the same time, and multiplies the
+chunks of all peers.
 
 A shard is cut into `steps` chunks. In step s every rank puts its chunk s into all peers' memory. The copies to each peer have
 their own lane (stream), so all links of a full mesh are busy. The rank then multiplies the chunks s of all ranks. Three choices
@@ -89,7 +90,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
 def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
     """Cut shards by columns. Each chunk is one 2D copy.
 
-    The arguments are those of `ficco_1d`.
+    The arguments are as for `ficco_1d`.
     """
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)

@@ -1,4 +1,5 @@
-"""FiCCO for MoE dispatch + GEMM: tokens are sent in pieces to all ranks at once; each step multiplies one piece from every rank.
+"""FiCCO for MoE dispatch + GEMM: tokens are sent in pieces to all ranks at the same time; each step multiplies one
+piece from every rank.
 
     to +i    (one lane for each peer) in step s, send piece s of the tokens for the experts of rank + i
     compute  with hetero, first multiply all of this rank's own tokens; then in step s, multiply piece s from every rank

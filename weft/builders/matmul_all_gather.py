@@ -40,7 +40,7 @@ class _Product:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """Return where rows `chunk` (first, count) of rank `owner`'s product are stored in the result."""
+        """Return the region of the result that stores rows `chunk` (first, count) of rank `owner`'s product."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))

@@ -283,7 +283,7 @@ def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> 
     """Run a direct reduce-scatter with one tracked GEMM, which signals finished tiles. Then let copy engines of all ranks copy
     the sums.
 
-    The arguments are those of `tracked` in `weft.builders.matmul_reduce_scatter`.
+    The arguments are as for `tracked` in `weft.builders.matmul_reduce_scatter`.
     """
     o = PartialProducts.overlapped("tracked", p)
     gathered = _Gathered(o, p, chunks)

@@ -14,7 +14,7 @@ One grouped GEMM kernel has a group of rows for each (source rank, expert). It r
 rows for one rank contiguously. Two orders of computation overlap with the exchange:
 
     combine            source by source: rank r multiplies the rows of rank r + 1, then of rank r + 2, and so on, its own rows
-                       last. So no two ranks send to the same rank at once, and rows travel while the own rows are multiplied
+                       last. So no two ranks send to one rank together, and rows travel while the own rows are multiplied
     combine_by_expert  expert by expert, a few experts at a time for all sources. Every weight is read once, but the rows of the
                        last experts are sent after all GEMMs. With one expert, its GEMM needs no groups, so cuBLAS runs it
 
@@ -238,8 +238,8 @@ class _Sending(_Combine):
         require_peers(p)
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "the CPU must not wait for sizes in this call, but it needs them to start copy engines: use "
-                "by=kernel or by=store"
+                "the CPU must not wait for sizes in this call, but copy engines need sizes that the CPU knows: "
+                "use by=kernel or by=store"
             )
         self.pieces = split(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"

@@ -121,7 +121,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 _TEXTS = {
-    bool: "true or false (1 or 0, yes or no)", int: "a whole number", float: "a finite number", type(None): _NOTHING,
+    bool: "true or false (1 or 0, yes or no)", int: "an integer", float: "a finite number", type(None): _NOTHING,
 }  # fmt: skip
 _VALUES = {
     bool: "True or False", int: "an int", float: "a number", str: "a string", type(None): "None",

@@ -4,7 +4,7 @@ reduces them.
 A rank owns `m` rows of the sum. If the number of rows is not divisible by the world size, the last ranks own fewer
 rows, or none. Rank r computes the rows of rank r + 1 first, then the rows of rank r + 2, and so on. Its own rows are
 last. In the schedules ring and pulled, the order is r - 1, r - 2 and so on. With both orders, no two ranks send to the
-same rank at once. The last rows for peers travel while the rank computes its own rows.
+same rank at the same time. The last rows for peers travel while the rank computes its own rows.
 
 In ring and pulled, every rank rounds the sum that it passes on. In the other schedules, the owner reduces all products
 in fp32 and rounds once, in ring order, starting with the rank before the owner. The owner's own product is rounded
@@ -32,8 +32,8 @@ from weft.schedule.steps import Buffer, Compute, Region, Role, Set
 By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
-"""A chunk of the rows that a rank owns: (first row, number of rows). All ranks have the same chunks, which are those of
-a rank with the most rows. On a rank with fewer rows, a chunk has fewer rows.
+"""A chunk of the rows that a rank owns: (first row, number of rows). All ranks have the same chunks, namely the chunks
+of a rank with the most rows. On a rank with fewer rows, a chunk has fewer rows.
 """
 
 

@@ -176,11 +176,11 @@ PROBLEMS: dict[str, type[Problem]] = {}
 
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
-    """Raise `ValueError` unless the sizes are whole numbers of at least 0, and world_size is at least 1."""
+    """Raise `ValueError` unless the sizes are integers of at least 0, and world_size is at least 1."""
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
     if not whole or world_size < 1:
         raise ValueError(
-            f"m={m}, n={n}, k={k}, world_size={world_size}: sizes must be whole numbers of at least "
+            f"m={m}, n={n}, k={k}, world_size={world_size}: sizes must be integers of at least "
             "0, and world_size at least 1"
         )
 
@@ -195,8 +195,7 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
-    """Return the problem of operator `op` with equal sizes on all ranks. The arguments are those of
-    `weft.plan.explain`.
+    """Return the problem of operator `op` with equal sizes on all ranks. The arguments are as for `weft.plan.explain`.
 
     options: keywords of the operator's `Problem.sized`.
 
@@ -207,7 +206,7 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, a whole number")
+            raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, an integer")
         if size > _MOST:
             raise ValueError(f"{name}={size} is too large: sizes are at most {_MOST}")
     if options:

@@ -148,7 +148,7 @@ def print_group(report: GroupReport) -> None:
         found = report.measured
         assert found is not None
         if found.exchange_bytes_per_us and found.copy_bytes_per_us:
-            print(f"  all ranks at once: {found.exchange_bytes_per_us:.0f} MB/s leave a host in an all-to-all, "
+            print(f"  all ranks at the same time: {found.exchange_bytes_per_us:.0f} MB/s leave a host in an all-to-all, "
                   f"and each rank copies {found.copy_bytes_per_us:.0f} MB/s in memory")  # fmt: skip
     if len(report.hosts) > 1 and not any(seat.gpu for seat in report.seats):
         if report.rails:

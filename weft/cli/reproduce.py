@@ -137,7 +137,9 @@ def t3(
 
     _require_simulated(records, hw=hw, topology=topology)
     if hw is None and topology is not None:
-        raise ValueError("--topology without --hw: the paper's GPUs form a ring. Add a machine, such as --hw h200")
+        raise ValueError(
+            "--topology needs --hw, because the paper's GPUs always form a ring: add a machine, such as --hw h200"
+        )
     if hw is None and (records is None or _has(records, hardware)):
         _reproduce(hardware, lambda step: hardware.simulated(progress=step), records, json, pictures)
     else:
@@ -233,7 +235,7 @@ def _require_simulated(records: Path | None, **options: object) -> None:
     """Raise `ValueError` if `records` is given with options of a simulation."""
     if records is not None and (given := [f"--{name}" for name, value in options.items() if value is not None]):
         raise ValueError(
-            f"{', '.join(given)} with --records: records are shown, not simulated, and name their own machine: omit "
+            f"{', '.join(given)} cannot be combined with --records, which shows stored results and simulates nothing: omit "
             f"--records or {', '.join(given)}"
         )
 
@@ -258,7 +260,7 @@ def _reproduce(
     if json is not None:
         if records is not None:
             raise ValueError(
-                "--json with --records: records are shown, not simulated, so there is nothing to write: omit one of them"
+                "--json cannot be combined with --records, which shows stored results, so there is nothing to write: omit one"
             )
         check_file("--json", json)
     if pictures is not None:

@@ -53,7 +53,7 @@ class Tables(NamedTuple):
             if tensor.device != self.step.device:
                 raise ValueError(
                     f"a table or optimizer state is on {tensor.device}, but the optimizer's step counter is on "
-                    f"{self.step.device}: move the whole module at once, and not between forward and backward"
+                    f"{self.step.device}: move the module as a whole, and not between forward and backward"
                 )
 
 

@@ -35,7 +35,7 @@ class TableWise:
     rank: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", checked_whole("rank", self.rank, "pass a whole number"))
+        object.__setattr__(self, "rank", checked_whole("rank", self.rank, "pass an integer"))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def place_tables(
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"table {table.name!r}: rows_read={value} must be a number of rows, 0 or more")
     if placement is not None:
-        fix = f"pass a rank, a whole number from 0 to {world_size - 1}"
+        fix = f"pass a rank, an integer from 0 to {world_size - 1}"
         placed = [
             checked_whole(f"placement of table {table.name!r}", rank, fix)
             for table, rank in zip(tables, _per_table("placement", placement, tables), strict=True)

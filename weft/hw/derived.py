@@ -65,7 +65,7 @@ def derived(
     """
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(
-            f"{name}: add {', '.join(missing)}: the other numbers are derived from these and from {base}'s"
+            f"{name}: add {', '.join(missing)}: the other numbers are derived from these numbers and from {base}'s numbers"
         )
     ratios = {key: given[key].si / of_base[key].si for key in (_BF16, _MEMORY, _LINK, _UNITS)}
     ratios[_VECTOR] = given[_VECTOR].si / of_base[_VECTOR].si if _VECTOR in given else ratios[_BF16]

@@ -112,7 +112,7 @@ def limits_of(key: str) -> tuple[float, float, str] | None:
 
 
 def add_count(key: str) -> None:
-    """Make `key` a legal key for a whole number, such as a topology's size. Do nothing if the key is legal already."""
+    """Make `key` a legal key for an integer, such as a topology's size. Do nothing if the key is legal already."""
     if limits_of(key) is None:
         _KEYS[key] = (1, 4096, "1")
         limits_of.cache_clear()

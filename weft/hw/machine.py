@@ -74,7 +74,7 @@ class Machine:
 
     def count(self, key: str) -> int:
         if self.number(key) % 1:
-            raise ValueError(f"{self.name}: {key} = {self[key]} must be a whole number")
+            raise ValueError(f"{self.name}: {key} = {self[key]} must be an integer")
         return int(self.number(key))
 
     def __str__(self) -> str:

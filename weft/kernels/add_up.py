@@ -16,7 +16,7 @@ base 0, `offset` is the part's address. With base 1 to 4, the address is the arg
 bytes; so a table stays valid if these addresses change between launches.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct
-reduce-scatter, which reduces received parts at once) and 7.6 (following operators).
+reduce-scatter, which reduces received parts immediately) and 7.6 (following operators).
 """
 
 from __future__ import annotations

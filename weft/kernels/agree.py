@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def differing(rank, ranks, expected, sent, counts, row, BLOCK: tl.constexpr):
-    """Return how many counts of `rank` differ from the expected counts. The arguments are those of `agree_kernel`."""
+    """Return the number of counts of `rank` that differ from the expected counts. The arguments are as for `agree_kernel`."""
     within = tl.arange(0, BLOCK)
     wrong = tl.full([], 0, tl.int32)
     at = 0
@@ -39,7 +39,7 @@ def _sum(table, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def erase(rank, expected, differs, out, out_rows, width, counts, ITEM: tl.constexpr, BLOCK: tl.constexpr):
-    """Fill the rows received from `rank` with NaN, and store 1 + `rank` in `differs`. The arguments are those of `agree_kernel`."""
+    """Fill the rows received from `rank` with NaN, and store 1 + `rank` in `differs`. The arguments are as for `agree_kernel`."""
     within = tl.arange(0, BLOCK)
     before, mine = _sum(expected, rank * counts, BLOCK), _sum(expected + rank * counts, counts, BLOCK)
     begin = tl.minimum(tl.maximum(before, 0), out_rows) * width

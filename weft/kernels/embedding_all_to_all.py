@@ -33,7 +33,7 @@ lane, and a gather passes them to the lanes that load the row. Values that can b
 are needed for ROWS rows in flight. Programs take units dynamically: bags differ in length, and with a static distribution the
 slowest program ends 5-25% later. With AHEAD, the first rows of a bag are loaded while rows of the preceding bag are summed. This
 needs registers, which only small tiles (16-bit or narrow rows) leave. If bags have one id each, a program pools all features of a
-unit at once (`weft.kernels.embedding_single_ids`).
+unit at the same time (`weft.kernels.embedding_single_ids`).
 """
 
 from __future__ import annotations

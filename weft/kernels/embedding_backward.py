@@ -13,11 +13,11 @@ depends only on the run and on constants, not on the grid, timing, or other runs
 occurs a million times keeps many programs busy.
 
 Speed. Most rows occur once or twice, so a chain of dependent loads (start of the run, places, gradients, row) takes
-most of the time. A program works on GROUP runs at once, and meanwhile loads the starts and places of the next group. `ALIGN`
-allows vector loads.
+most of the time. A program works on GROUP runs at the same time, and meanwhile loads the starts and places of the next
+group. `ALIGN` allows vector loads.
 
 Only the device knows the number of runs. So program p of n handles the runs or groups p, p + n, p + 2 n and so on. The
-update rules are those of `weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a
+update rules are as in `weft.embedding.optimizers`. Numbers that change between calls are in device memory, so that a
 captured launch can be replayed.
 """
 
@@ -146,7 +146,7 @@ def _gradient(
 def _gradient_at(
     place, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Return what `_gradient` returns. place: for each run, the offset of its gradient in `grads`."""
+    """Load the gradients as `_gradient` does, from the offsets `place` in `grads`, one for each run."""
     place = tl.multiple_of(place, ALIGN)
     g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
     if SCALED:
@@ -156,8 +156,8 @@ def _gradient_at(
 
 @triton.jit
 def _table_after(entry, tables, count, row, valid, STEPS: tl.constexpr):
-    """Return what `_table_of` returns. entry: its result for row numbers that are at most `row`. Usually the table is the same, so
-    only the first row of the next table is loaded.
+    """Return the same as `_table_of`, faster. entry: the result of `_table_of` for row numbers that are at most `row`.
+    Usually the table is the same, so only the first row of the next table is loaded.
     """
     end = tl.load(entry + _TABLE_FIELDS + 4, mask=valid, other=_MOST)
     if tl.max((valid & (end <= row)).to(tl.int32), axis=0) > 0:

@@ -153,9 +153,7 @@ def table_of(
     slots, slot, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGN: tl.constexpr, UNIFORM: tl.constexpr, CHECK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return what the slot table says about feature `slot`: (table, rows, stride, width, counts), as for `rows_of` and
-    `load_rows`.
-    """
+    """Return the slot table's entry for feature `slot`: (table, rows, stride, width, counts), as for `rows_of` and `load_rows`."""
     entry = slots + slot * _SLOT_FIELDS
     weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
     rows_in_table = tl.load(entry + 1)

@@ -71,7 +71,7 @@ def occurrences_kernel(
 
     values `[count]`, offsets `[bags + 1]`: the jagged input. of_key `[layers, keys_of_layer]`: the slot that reads a
         key of the input in this layer, or -1.
-    stride: the number of elements from a sample's gradients to those of the next sample.
+    stride: the number of elements between the gradients of consecutive samples.
     no_row: the sort key of ids out of range.
     over_length (result, fp32): for each occurrence, 1 / length of its bag for mean pooling, else 1. scales (result, fp32): the
         per-sample weight times over_length.

@@ -1,7 +1,8 @@
 """Pooling of bags that have one id each, as of one-hot features.
 
-A bag with one id has no sum. So a program pools all features of a unit of work at once, a row for each feature, in place of
-one bag after the other. Bags of several ids get the same sums as in `embedding_all_to_all_kernel`, but slowly.
+A bag with one id has no sum. So a program pools all features of a unit of work at the same time, a row for each
+feature, in place of one bag after the other. Bags of several ids get the same sums as in `embedding_all_to_all_kernel`,
+but slowly.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def sum_of_bag(
     CHECK: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Return (the sum of the rows of a bag, float32 `[BLOCK_D]`, bad, bad_at), with the additions in the same order as in
-    `embedding_all_to_all_kernel`. The arguments are those of `rows_of` and `load_rows`.
+    `embedding_all_to_all_kernel`. The arguments are as for `rows_of` and `load_rows`.
     """
     cols, lanes, id_lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS), tl.arange(0, _IDS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -79,7 +80,7 @@ def pool_single_ids(
     bad_at, the number of bags whose positions had to be clamped).
 
     mine: the address of this rank's signals. counter: the word from which programs take units. bad, bad_at: see `rows_of`.
-    The other arguments are those of `embedding_all_to_all_kernel`.
+    The other arguments are as for `embedding_all_to_all_kernel`.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols, lanes, id_lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS), tl.arange(0, _IDS)

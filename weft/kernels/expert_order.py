@@ -67,8 +67,8 @@ def offset_kernel(counts, splits, blocks, experts, BLOCKS: tl.constexpr, EXPERTS
 def place_kernel(
     chosen, ranks, counts, splits, place, order, choices, experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """Write the row of each choice to `place`, and the inverse to `order`, both int64 [choices]. The other arguments and the grid
-    are those of `rank_kernel`, after `offset_kernel`.
+    """Write the row of each choice to `place`, and the inverse to `order`, both int64 [choices]. The other arguments
+    and the grid are as for `rank_kernel`, after `offset_kernel`.
     """
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = choice < choices

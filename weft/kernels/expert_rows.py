@@ -49,7 +49,7 @@ def gate_kernel(h, out, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit(do_not_specialize=["width"])
 def gate_grad_kernel(h, grad, out, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Write to `out` [rows, 2 * width] the gradient of h in `gate_kernel`. grad `[rows, width]`: the gradient of its result.
-    The other arguments and the grid are those of `gate_kernel`.
+    The other arguments and the grid are as for `gate_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     width = width // ALIGN * ALIGN

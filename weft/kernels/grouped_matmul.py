@@ -19,7 +19,8 @@ then an outbox for the peers. Rows whose source is this rank itself are stored i
 that do not fit into a peer's `slot_rows` rows are dropped.
 
 With ADDS, GEMMs are split along K, and y is the sum over launches. Each launch multiplies some columns of x_s and rows
-of w. Launches after the first read the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
+of w. The first launch stores its tile of y. Each later launch loads this tile, accumulates in fp32, and rounds again.
+BACK never accumulates.
 
 Tiles for all sources (MERGED). If segments have few rows, tiles for single segments would be almost empty, and each tile
 would load the weights again. With MERGED a tile has rows of all sources of an expert. Then the rows of x must be sorted
@@ -44,9 +45,9 @@ experts: 172 us instead of 244 us. ROUNDS = 2 is for a last round that occupies 
 the programs. Each of its tiles is cut into three parts, which take two rounds of a third of the time. On an H100, 292
 tokens for each of 2 experts x 3200 x 39064: 329 us instead of 369 us.
 
-Few rows (SWAP). A product of the tensor cores has at least 64 rows and 8 columns. If an expert has few rows, SWAP computes the
-transposed product, in which the weights' columns are the rows. So a tile can have 16 rows of x, which leaves shared memory for
-more weights in flight.
+Few rows (SWAP). A tensor-core instruction (wgmma) computes at least 64 rows and 8 columns. If an expert has few rows,
+SWAP computes the transposed product, in which the weights' columns are the rows. So a tile can have 16 rows of x, which
+leaves shared memory for more weights in flight.
 
 With TMA, operands are read through tensor maps, which are made on the CPU. The maps return zeros beyond K and N. The
 last tile of a segment reads rows of x beyond the segment, but their results are not stored. The map of y is ragged: the

@@ -8,12 +8,13 @@ fence, which takes longer than small copies. A launch does this, in order:
 3. When all programs are done, it clears the flags of `waits` and sets the flags of `sets`.
 4. It copies the next `n_own` ranges, which need no peer.
 5. It waits for the flags of `waits_after`, which peers set in step 3, and copies the other ranges.
-6. It compares the tables of counts of all ranks with the counts that this rank expects (`weft.kernels.agree`). If those of a
-   rank differ, the rows from this rank become NaN.
+6. It compares the tables of counts of all ranks with the counts that this rank expects (`weft.kernels.agree`). If the
+   counts of a rank differ, the rows from this rank become NaN.
 7. When all programs are done, it clears the flags of `waits_after` and sets the flags of `sets_after`.
 
-The last program only stores `begins`. All other programs must run at once, because each waits in step 5 for flags that peers
-set only after all programs of the peer have ended step 2. So the launcher starts at most one program for each multiprocessor.
+The last program only stores `begins`. All other programs must run at the same time. In step 5 each of them waits for
+flags, which a peer sets only after all its programs have ended step 2. So the launcher starts at most one program for
+each multiprocessor.
 
 Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. Programs count their arrivals with acquire-release at system
 scope. The last program to arrive sets and clears flags. So a rank that sees a flag of `sets` also sees the rows and the tables

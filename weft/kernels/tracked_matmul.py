@@ -1,10 +1,10 @@
 """Matrix multiplication that tracks its progress. The kernel computes tiles in a given order, stores each tile at an
 address from a table, and sets signals as soon as their tiles are stored.
 
-T3's tracker counts stores in the memory controller, also those of peers and DMA. Here a program increments a counter in device
-memory after each tile that it stores. The program that makes a counter's last increment sets the counter's signals. A stream
-that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by copy engine
-(DMA) use no compute units.
+T3's tracker counts stores in the memory controller, including stores by peers and by DMA. Here a program increments a
+counter in device memory after each tile that it stores. The program that makes a counter's last increment sets the
+counter's signals. A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one
+launch, and copies by copy engine (DMA) use no compute units.
 
     table [tiles, columns]      for each tile: its first row in a, its number of rows, its first column, its number of columns,
                                 the address and the row pitch of its part of the result, and the indices of its counters;

@@ -126,7 +126,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
     and sets the attribute.
     """
     _of_rows: ClassVar[type[Any] | None] = None
-    """The subclass for `dedup=True`, likewise from `weft.nn.deduplicated_embedding`."""
+    """The subclass for `dedup=True`, also from `weft.nn.deduplicated_embedding`."""
 
     def __init__(
         self,

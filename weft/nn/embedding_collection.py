@@ -169,8 +169,8 @@ class ShardedEmbeddingCollection(PartitionedTables):
         require_sharded_norm(partition, self._optimizer)
         if len(widths := {part.columns for part in partition.parts}) > 1:
             raise ValueError(
-                f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {self._name} must have equally "
-                "many columns: divide its tables into such parts, or make a collection for each number of columns"
+                f"parts have {' and '.join(map(str, sorted(widths)))} columns, but all parts of a {self._name} must have the "
+                "same number of columns: divide the tables into parts of one width, or make a collection for each number of columns"
             )
 
     def _make_tables(self, seed: int) -> None:
@@ -263,7 +263,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
         return self.partition.tables[0].dtype
 
     def _record(self) -> ForwardCall:
-        """Return what backward needs to know about a forward call: the tables and states to update, and a description of the
+        """Return the record of a forward call for backward: the tables and states to update, and a description of the
         call. Ranks compare the descriptions before they exchange gradients.
         """
         tables, update = None, self._update_of_parts

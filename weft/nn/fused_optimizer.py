@@ -52,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loading a TorchRec checkpoint, which lacks this number.
         """
         if not 0 <= step < 2**63:
-            raise ValueError(f"step={step} must be the number of updates so far, a whole number of at least 0")
+            raise ValueError(f"step={step} must be the number of updates so far, an integer of at least 0")
         self._update.step.fill_(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

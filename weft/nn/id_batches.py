@@ -85,9 +85,9 @@ class Exchange(NamedTuple):
 class BegunBatch:
     """A batch whose headers (batch size, numbers of ids) are being exchanged.
 
-    numbers: one tensor that the CPU reads at once. First come the headers received from all ranks. Then comes this rank's
-        own header, with the number of ids of every feature. The last number is `offsets[0]`: the index in `values` of this
-        rank's first id, which may be above 0.
+    numbers: one tensor, which the CPU reads in one copy. First come the headers received from all ranks. Then comes
+        this rank's own header, with the number of ids of every feature. The last number is `offsets[0]`: the index in
+        `values` of this rank's first id, which may be above 0.
     """
 
     local: LocalBatch | None

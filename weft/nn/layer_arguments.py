@@ -14,11 +14,11 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 def checked_size(name: str, given: Any, world: int | None = None) -> int:
-    """Return the size `given` of a layer. Raise `ValueError` unless the size is a positive whole number.
+    """Return the size `given` of a layer. Raise `ValueError` unless the size is a positive integer.
 
     world: the number of ranks, if they must get equal parts of the size.
     """
-    size: int = checked_whole(name, given, "pass a whole number")
+    size: int = checked_whole(name, given, "pass an integer")
     if world is None and size < 1:
         raise ValueError(f"{name}={size} must be positive: pass the size of the whole layer")
     if world is not None and (size < 1 or size % world):

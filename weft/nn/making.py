@@ -149,7 +149,7 @@ def agree_on_parts(
     """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. All ranks must
     make this call.
 
-    Arguments and errors are those of `agree_on_module`, except that `partition` replaces `sharding`.
+    Arguments and errors are as for `agree_on_module`, except that `partition` replaces `sharding`.
     """
     whole = None
     if partition is not None:

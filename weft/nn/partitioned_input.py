@@ -228,8 +228,8 @@ class _Arranging:
 
 
 def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return how often each of the numbers 0 to `count` - 1 occurs. Unlike `torch.bincount`, this does not wait for a
-    GPU.
+    """Count the occurrences of each number from 0 to `count` - 1. Unlike `torch.bincount`, this function does not wait
+    for a GPU.
     """
     return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
         0, numbers, torch.ones_like(numbers)

@@ -52,7 +52,7 @@ class PartitionedTables(TrainedTables):
         TrainedTables._mark_tables(self)  # `_make_updates` has made the optimizer's states
 
     def _all_weights(self) -> list[torch.Tensor]:
-        """Return the weights of this rank's parts, followed by those of the data-parallel tables."""
+        """Return the weights of this rank's parts, followed by the weights of the data-parallel tables."""
         return weights_of(self._table_modules().children())
 
     def _replicated_weights(self) -> list[torch.Tensor]:

@@ -136,7 +136,7 @@ class ParallelAttention(nn.Module):
         if heads % kv_heads:
             raise ValueError(
                 f"heads={heads} must be divisible by kv_heads={kv_heads}, because each key head is "
-                "shared by equally many query heads"
+                "shared by the same number of query heads"
             )
         if head_dim is None and hidden % heads:
             raise ValueError(

@@ -100,7 +100,7 @@ def _fastest(
 
 
 def needed_us(serial_us: float) -> float:
-    """Return by how many microseconds a schedule must be faster than the serial schedule to be chosen.
+    """Return the margin in microseconds by which a schedule must beat the serial schedule to be chosen.
 
     serial_us: the time of the serial schedule.
     """

@@ -24,7 +24,7 @@ from weft.symm.calls import GroupCalls, calls_of
 
 KEPT = 64  # shapes per operator and group that have memory of their own; captured shapes do not count
 KEPT_LIGHT = 2048  # shapes per operator and group; captured shapes do not count. Most share memory, or hold none
-_AT_ONCE = 128  # shapes to drop at once at KEPT_LIGHT, because finding them takes milliseconds
+_AT_ONCE = 128  # shapes to drop together at KEPT_LIGHT, because finding them takes milliseconds
 KEPT_BYTES = 4 << 30  # symmetric GPU memory kept for shapes that were not called in the last WHILE calls
 _SIGNATURES = 8192  # signatures kept per operator and group
 PASSING = 16  # if this many compiled sizes of a family have not recurred, new sizes run unfused (see `_OfGroup`)

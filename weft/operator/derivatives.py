@@ -120,12 +120,12 @@ def refuse_transforms(operator: str, *_: Any) -> NoReturn:
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` if torch runs backward under vmap, to compute several gradients at once
+    """Raise `ValueError` if torch runs backward under vmap, to compute several gradients at the same time
     (`is_grads_batched=True`).
     """
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
-            f"backward of {operator} was called for several gradients at once (is_grads_batched=True, or "
+            f"backward of {operator} was called for several gradients at the same time (is_grads_batched=True, or "
             "vectorize=True), but vmap cannot run a backward that involves all ranks: compute one gradient "
             "after the other"
         )

@@ -18,7 +18,7 @@ from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0  # added to the device's sleep as a margin
 _HOST_US, _MOST_HOST_US = 10.0, 200.0  # CPU time per GEMM: torch.mm 10, scaled GEMMs 20 or more
-_DRAWN = 1 << 24  # fp32 random numbers drawn at once, to limit memory
+_DRAWN = 1 << 24  # fp32 random numbers drawn in one call, to limit memory
 _CYCLES_PER_US = 2000  # no current GPU has a higher clock rate
 
 

@@ -52,7 +52,7 @@ def remember(found: Measured) -> None:
 
 
 def _stand(comm: Communicator) -> tuple[bool, Measured | None]:
-    """Return what this rank contributes to the decision whether ranks measure the links between hosts: (True if this rank may
+    """Return this rank's input to the decision whether ranks measure the links between hosts: (True if this rank may
     measure, its saved links or None).
 
     With WEFT_SELF_CALIBRATION=0, the first value is False. Only the first rank looks for saved links.

@@ -48,8 +48,8 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time those GEMMs of the candidate schedules that this process has not timed yet, in two rounds (see `weft.plan.gemms`).
-    All ranks must make this call.
+    """Time the GEMMs of the candidate schedules that this process has not timed yet, in two rounds (see
+    `weft.plan.gemms`). All ranks must make this call.
     """
     if comm.device.type not in TIMERS or not library_gemms(p):
         return
@@ -132,7 +132,7 @@ def measured(
         schedule.
     mode: how a schedule is timed, as for `time_us`.
     rounds: how often each schedule is timed.
-    anew: True to measure now, and neither to use nor to store cached times.
+    anew: True to measure now, without reading or storing cached times.
     """
 
     def run(candidate: Candidate) -> float:

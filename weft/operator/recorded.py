@@ -173,8 +173,8 @@ class RecordedOnCpu(Recorded):
     def settle(
         self, number: int, fingerprint: int, p: tuple[Any, ...], k: dict[str, Any], payload: bytes, is_complete: bool
     ) -> None:
-        """Complete a rendezvous that native code has begun. payload, is_complete: as for `Meeting.settle`. The other arguments
-        are those of `meet`.
+        """Complete a rendezvous that native code has begun. payload, is_complete: as for `Meeting.settle`. The other
+        arguments are as for `meet`.
         """
         topic = self.topic(number, fingerprint, (p, k))
         self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())

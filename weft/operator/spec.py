@@ -249,8 +249,8 @@ class Operator(ABC, Generic[C]):
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return the tensors that `gradients` needs. Default: all tensors of the call.
 
-        wanted: for each tensor, True if its gradient is wanted. The tensors are those of `tracked`, or in a compiled
-            call all tensors of the call.
+        wanted: for each tensor, True if its gradient is wanted. The tensors are as in `tracked`, or in a compiled call
+            all tensors of the call.
         """
         return self.tensors(call)
 

@@ -105,7 +105,7 @@ class _Steady(torch.autograd.Function):
 
 
 def steady_of(seen: Seen, jagged: JaggedInput, out: torch.Tensor) -> SteadyCall | None:
-    """Return a call as a recorded call, or None if it cannot be repeated on the fast path. The arguments are those of
+    """Return a call as a recorded call, or None if it cannot be repeated on the fast path. The arguments are as for
     `SteadyCall`.
     """
     try:

@@ -15,7 +15,7 @@ wrong results without an error. So every error that leaves a call is handled:
 - Bad input on GPUs, where ranks do not synchronise before calls: this rank notifies its peers over sockets
   (`weft.symm.calls`). A peer that has not made the call, or refuses it too, raises as well, and the group stays usable.
   If a peer has already made the call, the group fails. The next call of this rank waits for its peers' answers.
-- Any other error on GPUs, such as out of memory: the group fails at once.
+- Any other error on GPUs, such as out of memory: the group fails immediately.
 
 If two threads of a rank call operators on one group at the same time, the group fails, because peers could not tell
 which call comes first.

@@ -69,7 +69,7 @@ def all_gather_scaled_matmul(
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`). Other layouts are copied, with a
         warning.
-    A_scale: fp32. As in torch's op, the shape determines the meaning. The first case that applies counts:
+    A_scale: fp32. As in torch's op, the shape determines the meaning. The first case that applies is used:
         - A_shard's shape with a last dimension of 1: a scale for each row of this shard. Scales are gathered with the
           rows.
         - A's shape with a last dimension of 1: a scale for each row of A, equal on every rank. A rank reads the scales

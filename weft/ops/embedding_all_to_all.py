@@ -100,7 +100,7 @@ def embedding_all_to_all(
     bounds_check: how out-of-range indices are treated. "warning" reads them as zero rows, counts them and warns (on
         GPUs at the next call). "ignore" reads them as zero rows, without a warning. "fatal" refuses the call on every rank
         before anything is written (on GPUs the CPU waits for the device). "none" does not check: all indices must be in
-        range, because a lookup would read memory beside the table.
+        range, because an invalid index reads memory outside the table.
     hash: True to map any 64-bit id to a row, by splitmix64's finalizer modulo the number of rows
         (`weft.embedding.hash_ids`).
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With
@@ -384,7 +384,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def beside(
         self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
-        """Return what backward needs besides the tensors that autograd saves: the checked input, and the tables and optimizer
+        """Return the state for backward that autograd does not save: the checked input, and the tables and optimizer
         states to update. On GPUs, also start to sort the ids for backward.
         """
         tables = None

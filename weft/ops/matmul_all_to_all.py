@@ -399,7 +399,7 @@ def _check_shapes(call: _Call, world: int) -> None:
 
 def _check(call: _Call, world: int, rank: int) -> None:
     """Raise `ValueError` for wrong arguments. The values of `received` and `splits` are checked on CPU only: on a GPU,
-    reading them would wait.
+    the CPU would wait for them.
     """
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call

@@ -238,9 +238,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _clearly(row: Row) -> float:
-    """Return by how much `row` must be faster than the serial schedule to be chosen, as a fraction of the serial
-    schedule's time.
-    """
+    """Return the margin by which `row` must beat the serial schedule to be chosen, as a fraction of the serial schedule's time."""
     if row.measured_us is not None:
         return CLEARLY
     if row.candidate.builder in ("chunked", "tracked"):
@@ -249,7 +247,7 @@ def _clearly(row: Row) -> float:
 
 
 def _needed_us(row: Row, serial: Row, mode: Mode) -> float:
-    """Return by how many us `row` must be predicted to be faster than `serial`, the serial schedule, to be chosen.
+    """Return the margin in us by which `row` must beat the predicted time of `serial`, the serial schedule, to be chosen.
 
     Usually this is a fraction of serial's time (`_clearly`), but at least `CLEARLY_US`. The result is smaller if serial
     makes the CPU wait for sizes, and `row` does not. After such a wait the device is idle until the CPU has issued more work.

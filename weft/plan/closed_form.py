@@ -118,7 +118,7 @@ class _Clock:
 
 
 def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
-    """Return (time in us of a copy of `count` bytes to all peers at once, slowdown of concurrent GEMMs).
+    """Return (time in us of a copy of `count` bytes to all peers at the same time, slowdown of concurrent GEMMs).
 
     rows: the number of rows of a two-dimensional copy, each of which takes additional time; 0 for a contiguous copy.
     """

@@ -348,7 +348,7 @@ def machine_and_model(
 
 def _require_ranks(ranks: object) -> None:
     if isinstance(ranks, bool) or not isinstance(ranks, SupportsIndex) or ranks.__index__() < 1:
-        raise ValueError(f"ranks={ranks!r}: pass the number of GPUs, a whole number of at least 1")
+        raise ValueError(f"ranks={ranks!r}: pass the number of GPUs, an integer of at least 1")
 
 
 def _require_name(what: str, given: object, known: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """Return the GEMMs to measure for `problem`: the undivided GEMMs, then those of the schedules with the shortest
+    """Return the GEMMs to measure for `problem`: the undivided GEMMs, then the GEMMs of the schedules with the shortest
     predicted times.
 
     Return () if weft's own kernels compute all GEMMs.

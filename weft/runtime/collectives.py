@@ -101,8 +101,8 @@ def exchange_both_ways(
     the `dist.Work` objects to wait for, one for each group of `ways`.
 
     near: the consecutive ranks to leave out.
-    ways: two gloo groups of the same ranks. The first sends rows to ranks with higher numbers than those in `near`, the second
-        to ranks with lower numbers. In a single group, gloo may run the two directions one after the other.
+    ways: two gloo groups of the same ranks. The first sends rows to ranks with higher numbers than the ranks in `near`,
+        the second to ranks with lower numbers. In a single group, gloo may run the two directions one after the other.
     received, sent: the numbers of rows from and to each rank. The entries of ranks in `near` are ignored.
     """
     size, (start, stop) = len(sent), (near.start, near.stop)

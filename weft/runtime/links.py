@@ -155,7 +155,7 @@ class _Probe:
 
         send_s: a function that sends a number of bytes, and returns each rank's time.
         latency_s: the part of a time that does not grow with the size.
-        parts: the number of ranks to which a rank sends at once.
+        parts: the number of ranks to which a rank sends at the same time.
         """
         size = _FIRST_BYTES // parts
         before, found = (size, send_s(size)), [send_s(size)]

@@ -9,9 +9,9 @@ are sent with the messages of the rendezvous:
     2   rank i of each host sends the payloads of its host, and its data, to rank i of every other host
     3   if all payloads agree, the ranks use the data
 
-After step 1 a rank knows the payloads of its own host, and after step 2 those of all ranks. If the payloads of a host do not
-agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So a message of a
-different call does no harm; its data are dropped.
+After step 1 a rank knows the payloads of its own host, and after step 2 the payloads of all ranks. If the payloads of a
+host do not agree, its ranks send no data in step 2. Receive buffers have space for the largest message of any call. So
+a message of a different call does no harm; its data are dropped.
 
 A **rail** consists of the ranks with the same index on their hosts, one on each host (`weft.runtime.rail`). Each byte
 of a collective is sent to every other host only once. Sums are computed in fp32 (fp64 for fp64), first within each host,

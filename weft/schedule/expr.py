@@ -54,7 +54,7 @@ class Expr:
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
         # Compile on first use: only evaluation for a single rank needs compiled code, and many expressions of a large
-        # schedule are evaluated for all ranks at once.
+        # schedule are evaluated for all ranks together.
         if self._compiled is None:
             self._compiled = _compiled(self.text)
         return self._compiled
@@ -74,7 +74,7 @@ class Expr:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
-        """Evaluate the expression elementwise for arrays of values, such as all ranks at once. Return an array, or an
+        """Evaluate the expression elementwise for arrays of values, such as all ranks. Return an array, or an
         int if all values are ints.
 
         known: a cache of the values of subexpressions, keyed by the `id` of the AST node. Pass the same dict to several
@@ -219,7 +219,7 @@ def require_index(index: Index, what: str) -> None:
         )
     if not isinstance(index, Expr) and not hasattr(index, "__index__"):
         raise TypeError(
-            f"{what} is {index!r}: {kind(index)} is neither a whole number nor an expression of the rank; divide with //"
+            f"{what} is {index!r}: {kind(index)} is neither an integer nor an expression of the rank; divide with //"
         )
 
 

@@ -202,7 +202,7 @@ def parsed(text: str) -> ast.expr:
         part, depth = left.pop()
         if depth > MOST_DEPTH:
             raise SyntaxError(
-                f"the expression is nested too deep: at most {MOST_DEPTH} levels are allowed (each term of a sum is a level)"
+                f"the expression is nested too deeply: at most {MOST_DEPTH} levels are allowed (each term of a sum is a level)"
             )
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > MOST_NUMBER:
             raise SyntaxError(
@@ -219,7 +219,7 @@ def check(node: ast.expr) -> None:
     """
     match node:
         case ast.Constant(value=bool()):
-            raise ValueError(f"{ast.unparse(node)!r} is a bool: write a whole number or a variable of the schedule")
+            raise ValueError(f"{ast.unparse(node)!r} is a bool: write an integer or a variable of the schedule")
         case ast.Name(id="sum"):
             raise ValueError(
                 f"{ast.unparse(node)!r} cannot be a variable of a schedule: write sums as sum(buffer[first:end])"
@@ -249,11 +249,11 @@ def check(node: ast.expr) -> None:
                 and 1 <= part.step.value <= MOST_STRIDE
             ):
                 raise ValueError(
-                    f"{ast.unparse(node)!r}: the stride in sum(buffer[first:end:stride]) must be a whole number between 1 and "
+                    f"{ast.unparse(node)!r}: the stride in sum(buffer[first:end:stride]) must be an integer between 1 and "
                     f"{MOST_STRIDE}"
                 )
         case _:
             raise ValueError(
-                f"{ast.unparse(node)!r} is not an expression of a schedule: use + - * // %, variables, whole numbers, tables "
+                f"{ast.unparse(node)!r} is not an expression of a schedule: use + - * // %, variables, integers, tables "
                 f"such as (5, 3)[rank], and sum(buffer[first:end])"
             )

@@ -153,9 +153,9 @@ class ReturningMatmul(TileKernel):
 class OnlyExpertMatmul(TileKernel):
     """The GEMM of a rank's only expert, over the rows of all source ranks: one cuBLAS GEMM.
 
-    cuBLAS needs the number of rows on the CPU, which knows only the number of rows of the tensor h. The rows of h beyond those
-    that have arrived are multiplied too, and their products are not used. If h has many more rows than expected, a grouped GEMM
-    runs instead, which reads the number of rows on the device.
+    cuBLAS needs the number of rows on the CPU, which knows only the number of rows of the tensor h. The GEMM also
+    multiplies the rows of h after the last arrived row, and their products are not used. If h has many more rows than
+    expected, a grouped GEMM runs instead, which reads the number of rows on the device.
 
     counts: the name of a buffer, `[ranks or more, 1]`, whose first rows have the number of rows from each rank.
     h, weights, made: the names of the buffers of the rows, of the weights, and of the products.

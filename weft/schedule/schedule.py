@@ -5,9 +5,9 @@ time (`weft.sim`), `weft.schedule.verify` checks it, and `weft.schedule.text` st
 once for all ranks: a number that differs between ranks is an expression of the rank.
 
 The steps of a lane run in order. Only signals order steps of different lanes or ranks. A run of a rank starts all its
-lanes at once, and ends when all lanes have ended. In this example, each rank puts its x into the peer's `box`. A wait
-with `previous` waits for the sets of the previous run, so a rank overwrites the peer's `box` only after the peer has
-read it.
+lanes at the same time, and ends when all lanes have ended. In this example, each rank puts its x into the peer's `box`.
+A wait with `previous` waits for the sets of the previous run, so a rank overwrites the peer's `box` only after the peer
+has read it.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -236,7 +236,7 @@ class Draft:
             raise ValueError(f"schedule {self.name}: buffer name {name!r} must be a non-empty str, such as 'x'")
         require_index(rows, f"buffer {name}: rows")
         if isinstance(cols, bool) or not hasattr(cols, "__index__"):
-            raise TypeError(f"buffer {name}: cols={cols!r} must be a whole number, the same on all ranks")
+            raise TypeError(f"buffer {name}: cols={cols!r} must be an integer, the same on all ranks")
         if name in self._buffers:
             raise ValueError(f"schedule {self.name}: two buffers are named {name!r}: give each its own name")
         if dtype not in ITEM_BYTES:
@@ -413,7 +413,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return what is wrong with an operand, and the fix; "" if the operand is valid. wanted: the field's type, as text."""
+    """Return the fault of an operand, and the fix; "" if the operand is valid. wanted: the field's type, as text."""
     if wanted == "Norm | None":
         if given is None:
             return ""

@@ -14,7 +14,7 @@ Phases of one stage share links. Such a stage takes the longest latency of its p
     halving-doubling     log2 W           S / 2, S / 4, ... to the ranks at distances 1, 2, 4, ...
     tree (all-reduce)    2 log2 W         S towards the root, and S back
     by dimension         (see below)      direct or ring along one dimension after the other
-    all dimensions       (see below)      rings along all dimensions of a torus at once, in both directions
+    all dimensions       (see below)      concurrent rings along all dimensions of a torus, in both directions
 
 By dimension: in a reduce-scatter, the ranks on each line along the first dimension use the direct algorithm (1 round) or
 a ring (size of the dimension - 1 rounds). Then the ranks on each line along the second dimension reduce and scatter the
@@ -182,7 +182,7 @@ def _by_dimension(dims: tuple[int, ...], order: Sequence[int], part: float, way:
 
 
 def _all_dimensions(dims: tuple[int, ...], order: list[int]) -> Iterator[Stage]:
-    """Yield the stages of a reduce-scatter by rings along all dimensions at once (see the top of this file)."""
+    """Yield the stages of a reduce-scatter by concurrent rings along all dimensions (see the top of this file)."""
     orders = [order[i:] + order[:i] for i in range(len(order))]
     parts = [_by_dimension(dims, one, 1 / (2 * len(orders)), way) for one in orders for way in (1, -1)]
     yield from zip(*parts, strict=True)
@@ -224,8 +224,8 @@ class Cut(NamedTuple):
     """A division of the ranks into groups of equal size, with the bandwidths between a group and the other ranks.
 
     share: the fraction of all ranks that are in a group.
-    out, into: the bandwidths in bytes/us by which data leave, and enter, the slowest group.
-    mean: the mean over all groups, of the bandwidth by which data leave or enter a group, whichever is lower.
+    out: the least bandwidth, in bytes/us, out of a group. into: the least bandwidth into a group.
+    mean: the lower of two means over all groups: the bandwidth out of a group, and the bandwidth into a group.
     """
 
     share: float
@@ -275,9 +275,7 @@ def _cuts(topology: Topology) -> Iterator[Cut]:
 
 
 def _crossing(topology: Topology, group: range) -> tuple[float, float]:
-    """Return two sums of bandwidths in bytes/us: of the links by which data leave the ranks `group`, and of the links by which
-    data enter them.
-    """
+    """Return the total bandwidths, in bytes/us, of the links out of the ranks `group` and of the links into them."""
     out: dict[tuple[str, int], float] = {}
     into: dict[tuple[str, int], float] = {}
     for inside, outside in itertools.product(group, range(topology.ranks)):

@@ -21,8 +21,8 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
     """Return the cost of a step of `rank`.
 
     operands: the regions that the step accesses. For a copy or a collective: its source and destination. An exchange
-        (an all-to-all with parts of different sizes) also has an operand for the part that is sent to the rank at
-        distance 0, 1, and so on.
+        (an all-to-all with parts of different sizes) also has one operand for each part that is sent, ordered by the
+        receiver's distance.
     """
     return price(step, model, Links(model.wiring.of(world), rank), operands)
 

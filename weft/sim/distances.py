@@ -32,7 +32,7 @@ class Distances:
         return found
 
     def first_like(self, rank: int, distance: int) -> int:
-        """Return the distance that represents all distances from `rank` that are equivalent to `distance`."""
+        """Return the representative of `distance`: equivalent distances from `rank` have the same representative."""
         if self._period == self._topology.ranks:
             return distance  # every rank has its own resources
         found = self._alike.get((rank, distance))

@@ -55,7 +55,7 @@ class Inefficiencies:
 
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Return the losses of one run of `schedule`, a schedule of `problem`, in a series of consecutive runs. Losses of
-    GEMMs are those of the rank that computes longest.
+    GEMMs are the losses of the rank that computes longest.
     """
     together = simulate(schedule, model, trusted=True)
     library_us = gemms_us(problem, model)

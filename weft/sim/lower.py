@@ -298,7 +298,7 @@ class _Lowering:
         return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
-        """Return when the first of `tiles` begins and when the last of them ends, as fractions of the kernel's work.
+        """Return (begin of the first of `tiles`, end of the last of `tiles`), as fractions of the kernel's work.
 
         Tiles run in waves, one tile per compute unit, and begin and end with their wave. If the kernel's waves are not
         known, return the fractions `first` and `last` of `tiles`.

@@ -21,9 +21,9 @@ Transfers on a link get equal rates. A transfer with several routes sends only a
 gets the same rate on the link as a transfer with one route. With a rate in proportion to the part, the solver might fail
 to converge, and shares would depend on the order of events.
 
-If hundreds of steps run at once, the solver continues from its last limits when a step begins or ends. This saves time, and
-gives the same speeds as a new start. The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens of ranks with different
-links calls it 100,000 times.
+If hundreds of steps run at the same time, the solver continues from its last limits when a step begins or ends. This
+saves time, and gives the same speeds as a new start. The solver is C++ (`csrc/max_min.cpp`), because a plan for dozens
+of ranks with different links calls it 100,000 times.
 """
 
 from __future__ import annotations

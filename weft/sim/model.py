@@ -214,7 +214,7 @@ class Model:
         each round.
 
         A tile takes as long as its multiplications, or as the loads of its operands from the cache, whichever is
-        longer. The shapes of tiles are those of `weft.kernels.grouped_matmul`.
+        longer. The shapes of tiles are as in `weft.kernels.grouped_matmul`.
 
         segments: the sizes of the experts' segments of rows, as pairs (number of rows, number of segments with this many rows).
         """

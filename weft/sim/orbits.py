@@ -89,12 +89,12 @@ def require_orbit(problem: Problem, model: Model) -> tuple[EmbeddingAllToAll, tu
     if not isinstance(problem, EmbeddingAllToAll):
         raise ValueError(
             f"{problem.world_size} ranks of {problem.name} are too many: use at most {MOST_RANKS}. Only "
-            "embedding_all_to_all can have more: its simulation runs one rank for all"
+            "embedding_all_to_all can have more: in its simulation one rank represents all"
         )
     wiring = model.wiring
     if wiring.builder is not torus:
         raise ValueError(
-            f"the simulation of {problem.world_size} ranks runs one rank for all, which needs a torus: use --topology "
+            f"the simulation of {problem.world_size} ranks runs one rank that represents all, which needs a torus: use --topology "
             f"torus:COLUMNSxROWS, or at most {MOST_RANKS} ranks"
         )
     if problem.uneven:
@@ -121,8 +121,8 @@ def orbit(problem: Problem, model: Model, name: str, *, runs: int = 2) -> Simula
     """
     if name not in NAMES:
         raise ValueError(
-            f"schedule {name!r} cannot be simulated with one rank for all ranks: use one of {', '.join(NAMES)}, or at most "
-            f"{MOST_RANKS} ranks"
+            f"schedule {name!r} does not support a simulation in which one rank represents all: use one of "
+            f"{', '.join(NAMES)}, or at most {MOST_RANKS} ranks"
         )
     return replayed(_Orbit(problem, model, name).program(), runs)
 

@@ -1,9 +1,10 @@
 """Rotational symmetry: rank 0 may represent all ranks if rank r has the steps of rank 0 with all ranks shifted by r.
 
 The sizes in a step must be equal on all ranks, but the counters of signals may have different indices. For each rank r there
-must be a one-to-one map from the counters of rank 0 to those of rank r. With its counters renamed by this map, rank 0 must make
-the same sets and waits as rank r. For example, every rank sets a signal of the rank at distance d in the same step. Then rank
--d increments a counter of rank 0, rank r - d increments a counter of rank r, and the map must relate these two counters.
+must be a one-to-one map from the counters of rank 0 to the counters of rank r. With its counters renamed by this map,
+rank 0 must make the same sets and waits as rank r. For example, every rank sets a signal of the rank at distance d in
+the same step. Then rank -d increments a counter of rank 0, rank r - d increments a counter of rank r, and the map must
+relate these two counters.
 
 This module checks only steps and signals. The GPUs of a model (`weft.sim.model`) are always equal. `Topology.period`
 tells if their links are equal too. Ranks that begin their runs at different times must not be represented by rank 0;

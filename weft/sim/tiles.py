@@ -1,4 +1,4 @@
-"""Evaluation of a kernel's tiles for many ranks at once: operand sizes, `Set` steps, and bytes read.
+"""Evaluation of a kernel's tiles for many ranks at the same time: operand sizes, `Set` steps, and bytes read.
 
 A kernel may have thousands of tiles on each of dozens of ranks, but most sizes and offsets repeat from tile to tile or
 from rank to rank. Each distinct value is evaluated once, and the tiles that have it are counted.
@@ -17,7 +17,7 @@ from weft.schedule.expr import Values
 from weft.schedule.steps.loops import occurring
 
 AT_ONCE = 1 << 18
-"""The maximum of tiles x ranks that are evaluated at once, to limit memory."""
+"""The maximum of tiles x ranks that are evaluated at the same time, to limit memory."""
 _FEW_TILES = 512
 """The number of tiles up to which finding equal tiles takes longer than it saves."""
 _FEW_NUMBERS = 1 << 12
@@ -170,7 +170,7 @@ def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
 
 
 class Tables:
-    """The sizes, `Set` steps and bytes read of a kernel's tiles, evaluated for several ranks at once.
+    """The sizes, `Set` steps and bytes read of a kernel's tiles, evaluated for several ranks at the same time.
 
     These ranks must have the same number of tiles. Buffers that determine dynamic sizes, such as tables of counts, must
     have the same expected contents on all of them. Then most expressions have the same values on all these ranks, and

@@ -125,7 +125,7 @@ def time_ranks(
     """Time each call on every rank, one call at a time. Return {name of a call: fields of its record}. All ranks must
     make this call.
 
-    The fields are those of `Timing`, and rank_ms: the median time of each rank in ms.
+    The fields are as in `Timing`, and also rank_ms: the median time of each rank in ms.
 
     advance: called after each repetition with its fraction of all repetitions.
     inspect: called in the last repetition with each call's name, the index of its input set, and its output.

@@ -157,8 +157,7 @@ def _constant(rows: Sequence[GemmRow], among: Sequence[str]) -> tuple[int, str]:
 
 
 def _right(rows: Sequence[GemmRow], near: dict[str, np.ndarray], border: float, low: float, high: float) -> int:
-    """Return for how many GEMMs the paper's decision tree (figure 12(a)) picks a schedule that is about as fast as the
-    fastest.
+    """Return the number of GEMMs for which the paper's decision tree (figure 12(a)) picks a schedule about as fast as the fastest.
 
     near: the result of `_near`, which says for each schedule and GEMM if the schedule is about as fast as the fastest.
     border: the largest M / K for which the tree picks the 2D schedule.

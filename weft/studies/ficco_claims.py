@@ -89,8 +89,8 @@ def _heuristic(rows: Sequence[GemmRow]) -> Iterator[Claim]:
 
 
 def bars(rows: Sequence[GemmRow]) -> Iterator[Claim]:
-    """Yield two targets that weft has set itself: for how many GEMMs its closed form must pick a schedule near the
-    fastest one. The closed form is a formula that picks a schedule without simulation (`weft.plan.closed_form`).
+    """Yield two targets of weft's own: the least number of GEMMs for which its closed form must pick a schedule near
+    the fastest. The closed form is a formula that picks a schedule without simulation (`weft.plan.closed_form`).
     """
     for begin, what, wanted in (("g", "table I", 14), ("s", "the synthetic GEMMs", 13)):
         lost = [

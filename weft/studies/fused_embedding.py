@@ -44,8 +44,9 @@ ORDERS: tuple[Order, Order] = ("natural", "remote_first")
 POOLINGS = (5.5, 10, 20, 35, 70)
 SAMPLES, TABLES = tuple(2**i for i in range(6, 13)), tuple(2**i for i in range(7))
 REAL, REAL_SMALL = (512, 7), (64, 7)
-"""(samples, tables) per node, on 128 nodes. The 856 tables are those of Meta's public traces of 2021
-(facebookresearch/dlrm_datasets). All nodes together have 65,536 or 8,192 samples."""
+"""(samples, tables) per node, on 128 nodes. The 856 tables are from Meta's public traces of 2021
+(facebookresearch/dlrm_datasets). All nodes together have 65,536 or 8,192 samples.
+"""
 
 
 def our_numbers() -> Numbers:

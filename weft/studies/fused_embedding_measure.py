@@ -54,7 +54,7 @@ from weft.studies.embedding_measure import (
 STUDY = "fused_embedding_measured"
 DIM, ROWS = 256, 100_000
 LONG, SHORT = Bag(0, 140), Bag(1, 10)
-"""The bag lengths of the paper's table 2, 70 rows on average, and those of DLRM's default,
+"""The bag lengths of the paper's table 2, 70 rows on average, and the bag lengths of DLRM's default,
 `--num-indices-per-lookup=10`.
 """
 SLICE = 32

@@ -46,7 +46,7 @@ def saved(by: Mapping[str, Record], variant: str, baseline: str = BASELINE) -> f
 
 
 def skew(record: Record) -> float:
-    """Return by what percentage the slowest rank's time exceeds the fastest rank's."""
+    """Return the excess of the slowest rank's time over the fastest rank's, in percent."""
     return 100 * (max(record["rank_ms"]) / min(record["rank_ms"]) - 1)
 
 

@@ -7,8 +7,8 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 Each repetition runs every variant. A variant has a lane (`weft.studies.losses_lanes`): a series of equal calls, one
 after the other. For contention, a lane of GEMMs and a lane of all-gathers run concurrently. The numbers of calls are
-chosen so that both lanes take equally long. Only the period in which both lanes run counts. Timestamps of the calls
-show how far each lane came in this period. The period's fraction of the whole time is recorded as `overlap`.
+chosen so that both lanes take equally long. Only the period in which both lanes run is evaluated. Timestamps of the
+calls show how far each lane came in this period. The period's fraction of the whole time is recorded as `overlap`.
 """
 
 from __future__ import annotations

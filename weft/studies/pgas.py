@@ -66,7 +66,7 @@ SCALINGS = (
 """The paper's weak and strong scaling. The number of rows in a bag is uniform up to 128 (weak) or 32 (strong), so 64 or
 16 on average.
 
-The speedups are those of PGAS over the paper's baseline.
+The speedups are PGAS over the paper's baseline.
 """
 
 

@@ -1,4 +1,4 @@
-"""T3's claims except those on the speedups and the traffic of sub-layers, which are in `t3_sublayers`.
+"""T3's claims, except the claims on speedups and traffic of sub-layers (`t3_sublayers`).
 
 The claims are on communication's share of an iteration (figure 4), sliced GEMMs (5), compute units split between
 operations (6), and accesses of a ring step (10). Further claims are on the reduce-scatter alone (figure 14), traffic

@@ -52,8 +52,8 @@ MORE_UNITS = 2
 def simulate_splits(gpu: TrackingGpu) -> Record:
     """Simulate GEMM and all-reduce on separate parts of the GPU's compute units (figure 6), each without the other.
 
-    The GEMMs are those of OP (the attention's output projection) and FC-2 (the second MLP layer) of Mega-GPT-2 and
-    T-NLG, on 8 ranks.
+    The GEMMs are OP (the attention's output projection) and FC-2 (the second MLP layer) of Mega-GPT-2 and T-NLG, on 8
+    ranks.
     """
     cells: list[dict[str, Any]] = []
     for network, ranks, layer, gemm in sublayers(large=False):

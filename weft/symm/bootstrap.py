@@ -357,7 +357,7 @@ class _Setup(Attempt):
             if not files:  # the kernel drops a received descriptor if this process has too many
                 raise OSError(
                     errno.EMFILE,
-                    f"the kernel dropped a descriptor from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                    f"the system dropped a file descriptor from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                 )
             self.entries[entry.rank] = entry
             self.peers[entry.rank] = Peer(entry.rank, pid, UnixConnection(socket.socket(fileno=files.pop())))

@@ -106,7 +106,7 @@ class Signal(_Handle):
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
         """Wait until this rank's counter `index` is at least `value`. Return its value.
 
-        peer: the rank that will set the counter. If `peer` leaves the group, the wait ends at once.
+        peer: the rank that will set the counter. If `peer` leaves the group, the wait ends immediately.
         deadline_s: the longest wait in seconds; `WEFT_DEADLINE_S` by default.
 
         Raises `DeadlineError` if the counter is not set in time, and `PeerLostError` or `PoisonedGroupError` if the

@@ -151,7 +151,7 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls(_core.CallDigest):
-    """Digests of this rank's calls, for comparison with those of peers. Digest n covers the calls 1 to n.
+    """Digests of this rank's calls, for comparison with the digests of peers. Digest n covers the calls 1 to n.
 
     `note(fingerprint, what)` of the native base class adds a call, or a part of a call, to the digest:
 

@@ -2,8 +2,8 @@
 
 Each pair (group, type of device) has one `Communicator`, until it is closed, its process group is destroyed, or the process
 exits. A communicator connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and allocates
-symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several communicators may be open at once, also for groups that
-overlap.
+symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several communicators may be open at the same time, also for
+groups that overlap.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
                 if file is None:  # the kernel drops a received descriptor if this process has too many
                     raise OSError(
                         errno.EMFILE,
-                        f"the kernel dropped a descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                        f"the system dropped a file descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                     )
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:

@@ -129,7 +129,7 @@ def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
                 if file is None:
                     raise OSError(
                         errno.EMFILE,
-                        f"the kernel dropped a descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                        f"the system dropped a file descriptor from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                     )
                 assert memory is not None
                 everybody.append(memory if rank == comm.rank else take(file, nbytes, device))

@@ -6,6 +6,6 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that this process has enqueued on a GPU. Return at once for a CPU."""
+    """Wait for all work that this process has enqueued on a GPU. Return immediately for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

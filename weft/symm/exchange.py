@@ -133,7 +133,7 @@ class Exchange:
     ) -> None:
         """Wait until all ranks have begun the same exchange as `native`. Raises the errors of `Communicator.wait`.
         native: the native object with which this rank has begun the exchange. Another thread may have set the attribute
-        `native` to None since then. The other arguments are those of `Communicator.wait`.
+        `native` to None since then. The other arguments are as for `Communicator.wait`.
         """
         text = name if isinstance(name, str) else name()
         try:

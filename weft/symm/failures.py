@@ -29,8 +29,8 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
     `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
     The callback runs on weft's watchdog thread, right after all waits of the group have ended. If the group has already
-    failed, the callback runs at once on this thread. Keep the callback short, and call no collective in it: record the
-    error, set an event, or end the process. If the group is closed or the process exits while a callback runs, weft
+    failed, the callback runs immediately on this thread. Keep the callback short, and call no collective in it: record
+    the error, set an event, or end the process. If the group is closed or the process exits while a callback runs, weft
     waits at most 2 seconds for the callback. Exceptions of the callback are logged. Destroying a group, or exiting its
     process, is not a failure.
 

@@ -11,7 +11,7 @@ that connects, and L the rank that listens. code(x) is the HMAC-SHA256 of x with
 
 Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is
 logged and closed. A host may have several addresses, some of which may also exist on other hosts (container bridges). So C
-tries all addresses at once, and uses the first whose proof succeeds.
+tries all addresses at the same time, and uses the first whose proof succeeds.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ControlPort:
 
     def __init__(self, rank: int, token: str, world_size: int) -> None:
         self._rank, self._token = rank, token
-        self._most = max(_MOST_CALLERS, 2 * world_size)  # all higher ranks may connect at once
+        self._most = max(_MOST_CALLERS, 2 * world_size)  # all higher ranks may connect at the same time
         self._socket, self.port = listen(self._most)
         self._callers: dict[socket.socket, Caller] = {}
 
@@ -241,8 +241,8 @@ def attempt_of(name: str) -> bytes:
 
 
 class Dialing:
-    """Attempts to connect to a peer's `port`, at all its addresses at once. The first connection with a successful
-    handshake is used.
+    """Attempts to connect to a peer's `port`, at all its addresses at the same time. The first connection with a
+    successful handshake is used.
 
     token: the peer's secret, with which both ends prove that they belong to the group.
     rank, name: this rank, and the name of its attempt to set up the group.

@@ -4,8 +4,8 @@ between ranks, and update tables.
     model = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
 
 A sharded module is a TorchRec `ShardedModule`, which TorchRec's pipelines can use. Its state dict names, the order of
-its output columns and its `fused_optimizer` are those of TorchRec's own module. This package needs TorchRec and FBGEMM,
-which weft does not install.
+its output columns and its `fused_optimizer` are the same as in TorchRec's own module. This package needs TorchRec and
+FBGEMM, which weft does not install.
 """
 
 try:

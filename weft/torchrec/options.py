@@ -1,8 +1,8 @@
 """The optimizer and the options of tables, from TorchRec's `fused_params`.
 
 Values set by `apply_optimizer_in_backward` on a parameter, or given in the parameter's plan, take precedence over the
-`fused_params` of the sharder. Names and defaults are those of FBGEMM's table-batched embeddings. An option that weft
-does not support raises an error with its name.
+`fused_params` of the sharder. Names and defaults are as in FBGEMM's table-batched embeddings. An option that weft does
+not support raises an error with its name.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ updates.
     second wait                    returns the features of this rank's tables for the samples of all ranks
     compute (and output_dist)      calls weft.embedding_all_to_all; returns the pooled vectors of this rank's samples
 
-TorchRec's pipelines call these stages themselves, and run stages of the next batch between those of the current batch.
+TorchRec's pipelines call these stages themselves, and run stages of the next batch between stages of the current batch.
 Every rank must make the same calls in the same order.
 """
 

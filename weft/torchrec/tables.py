@@ -138,8 +138,8 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace each table of a state dict by this rank's part of it. The table may be whole, or a ShardedTensor.
 
-    Raise `ValueError`, before any table is copied, if a table has a wrong shape, or if the parts of a ShardedTensor are
-    not those of this module.
+    Raise `ValueError`, before any table is copied, if a table has a wrong shape, or if the parts of a ShardedTensor
+    differ from the parts of this module.
     """
     local: dict[str, torch.Tensor] = {}
     for number, name in module._numbered:

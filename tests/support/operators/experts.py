@@ -93,7 +93,7 @@ class ExpertsCall(Call):
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
         """Return invalid arguments, for two ranks with two experts each, K = 8 and N = 3, and two rows for each expert."""
         (x, w), (X, W), splits = self.operands, self.mine, self.splits_here
-        size, layout = "must be a number of rows: pass a whole number from 0 to 2**40", "pass [E, K=8, N]"
+        size, layout = "must be a number of rows: pass an integer from 0 to 2**40", "pass [E, K=8, N]"
         return {
             "one dimension": ({x: X[0]}, f"{x} has shape (8,): pass ["),
             "three dimensions": ({x: X[None]}, f"{x} has shape (1, 8, 8): pass ["),
@@ -176,7 +176,7 @@ class AllToAllMatmulCall(ExpertsCall):
         return AllToAllMatmul(self.world, case.experts, rows, case.n, case.k, NAMES[case.dtype], MOST, exact=case.exact)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        size = "must be a number of rows: pass a whole number from 0 to 2**40"
+        size = "must be a number of rows: pass an integer from 0 to 2**40"
         return {
             **super().impossible(),
             "max_rows": ({"max_rows": -1}, f"max_rows=-1 {size}"),
@@ -233,7 +233,7 @@ class MatmulAllToAllCall(ExpertsCall):
         return MatmulAllToAll(self.world, case.experts, rows, case.n, case.k, NAMES[case.dtype], MOST, exact=case.exact)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        received, size = self.received, "must be a number of rows: pass a whole number from 0 to 2**40"
+        received, size = self.received, "must be a number of rows: pass an integer from 0 to 2**40"
         return {
             **super().impossible(),
             "no table": ({"received": None}, "received is a NoneType: pass a torch.Tensor"),

@@ -314,7 +314,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "rows of shape": (
                 {"output_shape": [m, 2, n]}, "output_shape=(24, 2, 16) does not match A (24, 32) @ B (32, 16)"
             ),
-            "a word for a size": ({"output_shape": [m, "16"]}, "output_shape[1]='16' is a str: pass a whole number"),
+            "a word for a size": ({"output_shape": [m, "16"]}, "output_shape[1]='16' is a str: pass an integer"),
             "another shape": (
                 {"A": halves, "output_shape": [2, m // 2, n]},
                 "output_shape=(2, 12, 16) does not match A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or flatten A to",

@@ -96,8 +96,8 @@ def _rates(call: Call, counters: Counters, ranks: Ranks, input_sets: int, second
     """Make calls one after the other, and read the GPU driver's counters meanwhile. Return (the counters' rates, seconds per
     call). All ranks must make this call.
 
-    The calls must outlast the reading of the counters on every rank. If they are too short in `_ATTEMPTS` attempts, the
-    rates are None.
+    On every rank, the calls must take longer than reading the counters. If they are too short in `_ATTEMPTS` attempts,
+    the rates are None.
     """
     lasting = _WARM_S + _WINDOW_S + 2 * LONGEST_UPDATE_S + _SPARE_S
     calls = max(3, math.ceil(lasting / ranks.most(seconds)))

@@ -242,7 +242,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Return which speedups the table shows: {variant: the baselines with which it is compared, the main baseline first}."""
+        """Return the speedups that the table shows: {variant: the baselines with which it is compared, the main baseline first}."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:

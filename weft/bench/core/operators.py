@@ -51,7 +51,7 @@ def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
 
 
 def names() -> list[str]:
-    """Return the names of all operators, including those of backward passes, and the benchmarks of layers."""
+    """Return the names of all operators (including backward passes), and of the benchmarks of layers."""
     return sorted([*PROBLEMS, *SCALED, *LAYERS])
 
 

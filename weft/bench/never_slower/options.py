@@ -47,7 +47,7 @@ examples:
 
 
 def forward_operators() -> list[str]:
-    """Return the names of weft's own forward operators, without those that users have registered."""
+    """Return the names of weft's own forward operators, without operators that users have registered."""
     own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
     return [name for name in own if name not in LAYERS and not name.endswith("_gradients")]
 
@@ -109,7 +109,7 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
     add("--shapes", type=int, default=SHAPES, metavar="N", help=f"number of shapes of each operator. Default: {SHAPES}")
     add("--part", default="1/1", metavar="I/N", help="measure the I-th of N equal parts of all shapes")
     add("--only", metavar="A,B", default="", help=(
-        "of all shapes, measure only those with these names, such as 132x14848x25152-e4-top4; not in mode changing. Pass the seed "
+        "measure only the shapes with these names, such as 132x14848x25152-e4-top4; not in mode changing. Pass the seed "
         "of the run that printed the names"
     ))  # fmt: skip
     add("--seed", metavar="HEX", help="seed of the shapes. Default: the first 8 digits of the measured commit")

@@ -34,7 +34,7 @@ from weft.words import by_rank, counted
 T = TypeVar("T")
 
 _SAME = ("seed", "commit", "source", "machine", "device", "ranks", "versions", "variables", "harness")
-"""Fields of a row. A run reuses a row of the results file only if all these fields equal those of the run."""
+"""Fields of a row. A run reuses a row of the results file only if all these fields equal the fields of the run."""
 _CHANGING = -1
 
 

@@ -9,8 +9,8 @@ paper's GEMMs. Variants in addition to weft's:
     prefetch  while this call's GEMM runs, NCCL gathers the next call's x on a second stream, as FSDP prefetches weights. The
               gathers of the first timed calls may run before the timing starts. GPUs only; runs only if named
 
-Also timed, each alone: the GEMM on gathered rows, the copies of this rank's shard to its peers, and NCCL's all-gather.
-The ideal time is the longer of the GEMM and the copies.
+The benchmark also times, each alone: the GEMM on gathered rows, the copies of this rank's shard to its peers, and
+NCCL's all-gather. The ideal time is the longer of the GEMM and the copies.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Tokens are sorted by expert, and each expert gets a random number of them. Weigh
     NAME-bounded     the variant NAME with max_rows, so that the CPU does not wait. max_rows is the largest number of rows that
               arrive at any rank, rounded up to a multiple of 128
 
-Also timed, each alone: torch's grouped GEMM and one torch GEMM per expert (on rows sorted by expert), and NCCL's all-to-all of
-tokens with sizes known to the CPU.
+The benchmark also times, each alone: torch's grouped GEMM, and one torch GEMM per expert (both on rows sorted by
+expert). It also times NCCL's all-to-all of tokens alone, with sizes known to the CPU.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class GemmOperator(OperatorBenchmark[S]):
         """Return sentences that summarise the records of all shapes."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return which speedups the table shows: {variant: the measured baselines with which it is compared}."""
+        """Return the speedups that the table shows: {variant: the measured baselines with which it is compared}."""
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 

@@ -180,7 +180,9 @@ class _EmbeddingAllToAll(EmbeddingBenchmark):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return which speedups the table shows: only those of the default variant, because the table has many variants."""
+        """Return the speedups that the table shows: {variant: its baselines}. Only the default variant has speedups,
+        because the table has many variants.
+        """
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]

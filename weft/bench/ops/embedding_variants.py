@@ -189,7 +189,8 @@ class FusedVariant:
     """A variant that calls weft's operator.
 
     how: further arguments of `EmbeddingAllToAllCuda.run`, on GPUs only. `launch_per_table=True` launches the kernel
-    once per table, as the fused embedding paper does within a node. `occupancy` limits how many programs run at once.
+    once per table, as the fused embedding paper does within a node. `occupancy` limits how many programs run at the
+    same time.
     """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, how: Mapping[str, Any] | None = None):
@@ -244,8 +245,8 @@ Variant = SerialVariant | FusedVariant | PipelinedVariant
 """An implementation to measure. Called with the number of an input set, it computes the output [local batch, columns of
 all tables] on the current stream.
 
-Its method `traced` (CPU only) records the spans of a call in a timeline. Times are those of the monotonic clock, which
-all ranks share.
+Its method `traced` (CPU only) records the spans of a call in a timeline. Times are from the monotonic clock, which all
+ranks share.
 """
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {

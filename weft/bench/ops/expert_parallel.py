@@ -1,15 +1,15 @@
 """Benchmark of the experts of a mixture-of-experts layer, forward and backward: dispatch, two GEMMs and combine.
 
-Presets and shapes are those of `matmul_all_to_all`: in TOKENSxNxK-eEXPERTS-topK, N is the hidden size and K the width of an
-expert. Variants:
+Presets and shapes are the same as for `matmul_all_to_all`: in TOKENSxNxK-eEXPERTS-topK, N is the hidden size and K the
+width of an expert. Variants:
 
     serial          the baseline, by hand: all_to_all_single of the counts, which the CPU then reads; all_to_all_single of the
                     tokens; torch's grouped GEMMs; the same way back. Backward does the reverse
     weft            weft.nn.ExpertParallelMLP
     weft-bounded    the same with max_rows, so that the CPU does not wait for counts in forward
 
-Also timed: `compute`, the layer without communication. Its experts multiply as many rows as in the other variants, but not
-the rows that other ranks send.
+The benchmark also times `compute`, the layer without communication. Its experts multiply as many rows as in the other
+variants, but not the rows that other ranks send.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     g1-m4                       the same GEMM, but M is divided by 4 on every machine
     table-1, synthetic          all sixteen GEMMs; table-1-m16: with M divided by 16
 
-Only M is reduced, because it stands for batch and sequence length, while N and K are those of the model. A rank needs
+Only M is reduced, because it stands for batch and sequence length, while N and K are sizes of the model. A rank needs
 memory for the gathered input several times, for results in float64, and for the buffers of each measured schedule. So M
 also depends on the number of variants.
 """

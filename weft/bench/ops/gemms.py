@@ -56,7 +56,7 @@ class GemmShape:
     own: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     written: ClassVar[str] = (
-        f"MxNxK of whole numbers above 0 such as 8192x4096x8192; append {_SYMMETRIC} to put the inputs into symmetric memory"
+        f"MxNxK of integers above 0 such as 8192x4096x8192; append {_SYMMETRIC} to put the inputs into symmetric memory"
     )
     example: ClassVar[str] = "512x1024x256"
 
@@ -158,8 +158,8 @@ class Pinned(NamedTuple):
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
     """Find the variants with a pinned schedule whose names begin with one of `names`. Yield (suffix, variant,
-    candidate) for each. The candidate is the pinned schedule: one that the planner would try, or one whose full name is
-    in `names`.
+    candidate) for each. The candidate is the pinned schedule: a schedule that the planner would try, or whose full name
+    is in `names`.
 
     problems: the kinds of calls of a shape, as pairs (problem, suffix of the variants' names, such as "-bounded").
     """

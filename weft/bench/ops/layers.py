@@ -53,7 +53,7 @@ class Through(torch.autograd.Function):
 class LayerVariants(Variants):
     """The inputs and the variants of a layer on one rank. All ranks must construct this object.
 
-    The output and all gradients of a variant are compared with those of `serial`.
+    The output and all gradients of a variant are compared with the results of `serial`.
 
     layers: the variants.
     inputs: {name: input of forward}, whose gradients are compared too. rest: the arguments of forward after them.

@@ -5,7 +5,7 @@ Each rank computes [m, k] @ [k, n]. Every rank gets the products of all ranks, c
 
     serial    the baseline: torch.mm, all_gather_into_tensor; with `gather_dim=-1`, then a copy into columns
 
-Also timed, each alone: the GEMM and NCCL's all-gather.
+The benchmark also times, each alone: the GEMM and NCCL's all-gather.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Each rank computes [m, k] @ [k, n], as in a row-parallel layer whose K is divide
 
     serial    the baseline: torch.mm, all_reduce, and with these options add_ and torch.nn.functional.rms_norm
 
-Also timed, each alone: the GEMM and NCCL's all-reduce.
+The benchmark also times, each alone: the GEMM and NCCL's all-reduce.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ addition to weft's:
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, then reduce_scatter_tensor
     asynctp   torch's operator fused_matmul_reduce_scatter (fp8: fused_scaled_matmul_reduce_scatter); GPUs only
 
-Also timed, each alone: the GEMM, the copies of the product's rows to the ranks that reduce them, and NCCL's
-reduce-scatter. The ideal time is the longer of the GEMM and the copies.
+The benchmark also times, each alone: the GEMM, the copies of the product's rows to the ranks that reduce them, and
+NCCL's reduce-scatter. The ideal time is the longer of the GEMM and the copies.
 
 A shape whose name ends in "-rowmajor" has a row-major weight, as in the GEMM for the gradient of a layer's input.
 """

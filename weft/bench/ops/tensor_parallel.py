@@ -7,8 +7,8 @@ A preset is a model. It has an MLP and an attention block, each run on one seque
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Also timed: `compute`, the block without communication. Tables show the hidden fraction (weft.bench.ops.layers) only for `weft`,
-because other gains of torch.compile would count as hidden communication.
+The benchmark also times `compute`, the block without communication. Tables show the hidden fraction
+(weft.bench.ops.layers) only for `weft`, because other gains of torch.compile would count as hidden communication.
 
 Presets that end in -whole have no sequence parallelism: between blocks every rank has all activations. Their `serial`
 has torch's all-reduce after the block in forward, and before it in backward. They run only if named.

@@ -92,7 +92,7 @@ class OutputMap:
     chunks: the number of chunks of these rows; a multiple of the world size.
     order: the chunks in the order in which a rank computes them, each given by its position in the whole output. With n chunks
         per rank, positions 0 .. n - 1 are rank 0's rows, positions n .. 2 n - 1 are rank 1's rows, and so on. The index of a
-        chunk in this list is its number in the methods. The list has all chunks, also those that this rank does not compute.
+        chunk in this list is its number in the methods. The list has all chunks, including chunks that this rank does not compute.
         Default: the staggered order.
     entries: the entries that earlier method calls have added.
 
@@ -130,8 +130,8 @@ class OutputMap:
         """Send the chunk to rank `to` by copy engine when it has been written or updated `after` times. Return the
         extended map.
 
-        after: the number of writes and updates to wait for. The chunk gets one from this rank's GEMM, if the GEMM computes it,
-            and one from each rank that sends the chunk here.
+        after: the number of writes and updates to wait for. The chunk gets one update from this rank's GEMM, if the
+            GEMM computes the chunk, and one from each rank that sends the chunk here.
         """
         if not isinstance(after, int) or after < 1:
             raise ValueError(
@@ -179,7 +179,7 @@ def schedule_of(
     maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
     add: Add | None = None, by: CopyBy = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
-    """Return the schedule in which rank r follows `maps[r]`. The other arguments are those of `OutputMap.schedule`."""
+    """Return the schedule in which rank r follows `maps[r]`. The other arguments are as for `OutputMap.schedule`."""
     p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
     for key, value, known in (("gemm", gemm, Gemm), ("add", add, Add), ("by", by, CopyBy)):
@@ -312,9 +312,9 @@ def ring_all_gather(
     """Return the map of a ring all-gather (section 7.1): the map of the ring reduce-scatter, with stores in place of
     updates.
 
-    Each rank keeps its own chunks and sends them to the left. It forwards chunks from the right, except those which the
-    left neighbour has computed. With first="store" a kernel stores this rank's chunks in the left neighbour's memory
-    after the GEMM.
+    Each rank keeps its own chunks and sends them to the left. It forwards chunks from the right, except the chunks that
+    the left neighbour has computed. With first="store" a kernel stores this rank's chunks in the left neighbour's
+    memory after the GEMM.
     """
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):
@@ -331,7 +331,7 @@ def ring_all_gather(
 def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
     """Return the map of a direct all-gather (section 7.1): this rank's chunks stay and are sent to every peer.
 
-    The arguments are those of `direct_reduce_scatter`.
+    The arguments are as for `direct_reduce_scatter`.
     """
     made = OutputMap(rows, world * per_rank)
     for chunk in range((world - 1) * per_rank, world * per_rank):

@@ -12,7 +12,7 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class AllGatherMatmulGradients(RowsProblem):
-    """All gradients of all-gather + GEMM (`all_gather_matmul`): those of x and of every weight.
+    """The gradients of all-gather + GEMM (`all_gather_matmul`), for x and every weight.
 
     x is the gathered input, g_i is the gradient of y_i, wt_i and gt_i are the transposed w_i and g_i.
 

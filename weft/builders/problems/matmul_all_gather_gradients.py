@@ -12,7 +12,7 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGatherGradients(MatmulAllGather):
-    """Both gradients of GEMM + all-gather (`matmul_all_gather`): those of x and of w.
+    """The gradients of GEMM + all-gather (`matmul_all_gather`), for x and w.
 
         grad_x = own @ wt
         grad_w = xt @ own

@@ -157,8 +157,8 @@ def _wiring(path: str, nodes: Sequence[tuple[str, str]], edges: Sequence[tuple[s
 
 def _per_host(ranks: int, links: Sequence[Link]) -> int:
     """Return the number of ranks of each host. Hosts are equal blocks of consecutive ranks, in which each rank has its best
-    routes to the other ranks of its block. The best routes are those with the fewest links, and of these the fastest. Return 0
-    if there are no such blocks.
+    routes to the other ranks of its block. The best routes are the fastest among the routes with the fewest links.
+    Return 0 if there are no such blocks.
     """
     leaving: dict[int, list[Link]] = {}
     for link in links:

@@ -70,7 +70,7 @@ def shape(
     """Register the decorated function as a topology under the function's name.
 
     numbers: the keys of the numbers that the function takes after `ranks` (`Shape.keys`). A key that is not yet legal
-        in machine files becomes legal for whole numbers.
+        in machine files becomes legal for integers.
     sizes, given, more: as for `Shape`.
     """
 

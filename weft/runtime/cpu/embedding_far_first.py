@@ -2,8 +2,8 @@
 
 The samples of each rank on another host are divided into 2 or 4 pieces. Each piece is sent while the next piece is being
 pooled. The samples of this host's ranks are pooled and exchanged while the last pieces are being sent. Ranks synchronise only
-in the call's rendezvous, and then run the same exchanges in the same order. The pooled vectors are bitwise equal to those of a
-call without pieces.
+in the call's rendezvous, and then run the same exchanges in the same order. The pooled vectors are bitwise equal to the
+vectors of a call without pieces.
 
 More pieces hide more of the pooling, but each piece is an exchange of all ranks. Assume that it takes a time L to pool the
 samples of other hosts, and as long to send their vectors, and that each exchange has a latency of t. Then p pieces take L + L /

@@ -42,8 +42,8 @@ from weft.symm import Communicator
 _SLACK = 1.25  # least growth factor, so that growth is rare and at most a quarter is wasted
 _COUNTERS = 256  # initial number
 BOUND = 64
-"""The number of executors in a group that keep their views of memory between runs: those that ran last. Others drop their
-views, and make them again when they run.
+"""The number of executors in a group that keep their views of memory between runs: the executors that ran last. Others
+drop their views, and make them again when they run.
 
 Thousands of views that were allocated between large tensors would fragment the heap.
 """

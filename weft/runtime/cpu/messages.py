@@ -5,9 +5,10 @@ A message is a broadcast in this group. gloo's threads run the broadcast, so a w
 use gloo's send and receive, because a receive that times out closes all connections of its group. Each direction has its own
 group, because in a single group gloo may run two directions one after the other.
 
-A run begins after ranks have synchronised. The receiver then begins to receive all messages of the run at once, so a sender
-never waits for a receiver that is not ready. Messages arrive in separate memory and are then copied to the schedule's buffers.
-Otherwise a message that arrives after an error could overwrite memory of other calls, because gloo cannot cancel a receive.
+A run begins after ranks have synchronised. The receiver then immediately begins to receive all messages of the run, so
+a sender never waits for a receiver that is not ready. Messages arrive in separate memory and are then copied to the
+schedule's buffers. Otherwise a message that arrives after an error could overwrite memory of other calls, because gloo
+cannot cancel a receive.
 
 Memory order. gloo's thread writes the message and ends the broadcast. The receiving lane waits for this end, copies the rows to
 their buffer, then adds to the signal's counter with release order. A lane that has waited for the signal sees the rows.

@@ -38,7 +38,7 @@ class Bound:
 
     name: the step's name in timelines. sent_bytes: the number of bytes that the step moves between ranks.
     rows: for a collective, the number of rows that each rank contributes.
-    dynamic: True if `call` must be made anew in each run, because the step's sizes or tiles are known only then.
+    dynamic: True if `call` must be made again in each run, because the step's sizes or tiles are known only then.
     """
 
     step: Step

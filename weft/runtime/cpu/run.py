@@ -56,8 +56,8 @@ class Run:
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
         """Begin a run: wait in the rendezvous until every rank begins it.
 
-        sets: for each counter of this rank, its value at the end of the previous run. This method changes the values to
-            those at the end of this run.
+        sets: for each counter of this rank, its value at the end of the previous run. This method updates the values to
+            the end of this run.
         of_run: for each counter that this run increases, (index of the counter, number by which the run increases it).
         """
         try:

@@ -1,5 +1,5 @@
-"""Evaluation of steps whose sizes are known only during a run. numpy evaluates all tiles of a step at once, since there may
-be thousands.
+"""Evaluation of steps whose sizes are known only during a run. numpy evaluates all tiles of a step in one operation,
+since there may be thousands.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
 """The largest number of summands whose addresses a launch passes as arguments. If there are more, a table has the
-addresses, except those of the caller's tensors, which change between runs.
+addresses, except the addresses of the caller's tensors, which change between runs.
 """
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
 """The number of bytes of a summand that a Triton program loads at a time: without a norm, and with a norm. With a norm,
@@ -142,7 +142,7 @@ class AddUp:
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
         """Launch the reduction kernel.
 
-        bases: all base addresses of this run, including those of the caller's tensors.
+        bases: all base addresses of this run, including the addresses of the caller's tensors.
         stream: a stream's handle; None in Triton's interpreter.
         """
         if not self._programs:

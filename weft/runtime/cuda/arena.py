@@ -112,8 +112,8 @@ def allocated(comm: Communicator, nbytes: int, what: str) -> Region:
 
 
 def close(region: Region, captured: bool) -> None:
-    """Close a region, for later allocations to use. But if a graph has captured runs that use it, the graph may be replayed at
-    any time, so the region is not reused.
+    """Close a region, and let later allocations reuse its memory. The memory is not reused if `captured`: a captured
+    graph that uses the region may be replayed at any time.
     """
     if captured:
         region.close()

@@ -49,10 +49,10 @@ __all__ = [
 ]
 
 _OWNER_ROWS, _OWNER_TILE = 16, 128  # samples and columns that a program permutes
-_GROUP = 512  # elements of the rows that a warp updates at once
-_UPDATES_PER_SM = 16  # warps of the update that a multiprocessor runs at once. On H100, more warps are slower
+_GROUP = 512  # elements of the rows that a warp updates at the same time
+_UPDATES_PER_SM = 16  # warps of the update that a multiprocessor runs at the same time. On H100, more warps are slower
 _REGISTERS = 128  # per thread of the update, of which a multiprocessor has enough for these warps
-_ROWS = 8192  # elements of partial sums of long runs that a program adds at once
+_ROWS = 8192  # elements of partial sums of long runs that a program adds at the same time
 _GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and the sums of squares of gradients
 _AFTER_LAST = [0, 0, 0, 0, 2**63 - 1, 0, 0, 0]  # the line behind those of the tables
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

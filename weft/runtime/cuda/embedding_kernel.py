@@ -26,8 +26,8 @@ from weft.runtime.cuda.kernel_call import direct_program, loaded
 from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_MAX_ROWS = 16  # rows that a program loads at once
-_TILE = 1024  # elements that a program loads at once; on H200, 2048 is slower: more registers, fewer programs
+_MAX_ROWS = 16  # rows that a program loads at the same time
+_TILE = 1024  # elements that a program loads at the same time; on H200, 2048 is slower: more registers, fewer programs
 # The limit of registers per thread. True: with staged slices, or with rows loaded ahead. Other limits from 64 to 168 are slower on
 # H200.
 _REGISTERS = {False: 168, True: 128}
@@ -39,7 +39,7 @@ _BY_SLOT_IDS = 2  # mean ids of a bag from which the kernel pools feature by fea
 _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
-_MOST_RESIDENT = 32  # the most programs that an SM runs at once
+_MOST_RESIDENT = 32  # the most programs that an SM runs at the same time
 _INT32_POSITIONS = (1 << 31) - 64  # with more values or offsets, positions have 64 bits
 
 
@@ -70,11 +70,11 @@ class VariantKey(NamedTuple):
     registers: int | None = None
     """The limit of registers per thread; None: the launcher's own."""
     single: bool = False
-    """True if the kernel pools all features of a unit of work at once, because bags have one id each."""
+    """True if the kernel pools all features of a unit of work at the same time, because bags have one id each."""
 
 
 class Occupancy(NamedTuple):
-    """Limits that determine how many programs run at once, for experiments.
+    """Limits that determine the number of concurrent programs, for experiments.
 
     programs: the largest number of programs on each multiprocessor of the GPU. None: the launcher's choice.
     registers: the largest number of registers per thread. With fewer registers per thread, more programs fit on a
@@ -89,7 +89,7 @@ class Footprint(NamedTuple):
     """The resources of a compiled kernel, whose programs have one warp.
 
     registers, spilled: registers and spilled registers per thread.
-    programs: the number of programs that run at once on one of the `multiprocessors` of the GPU.
+    programs: the number of programs that run at the same time on one of the `multiprocessors` of the GPU.
     """
 
     registers: int
@@ -100,7 +100,7 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A variant of the embedding kernel, compiled. resident: the number of programs that the GPU can run at once."""
+    """A variant of the embedding kernel, compiled. resident: the number of programs that the GPU can run at the same time."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
@@ -145,8 +145,8 @@ class EmbeddingKernel(KernelTables):
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
         """Return the number of programs with which to launch the embedding kernel.
 
-        resident: the number of programs that the GPU can run at once. units: the number of units of work. n_values: the
-            number of ids. batch: the number of samples.
+        resident: the number of programs that the GPU can run at the same time. units: the number of units of work.
+            n_values: the number of ids. batch: the number of samples.
         """
         if self._staged:
             return max(1, min(resident, units))
@@ -187,7 +187,9 @@ class EmbeddingKernel(KernelTables):
         occupancy: a limit on programs and registers; None: the launcher's choice.
         """
         if launch_per_table and self._staged:
-            raise ValueError("launch_per_table=True needs transport='direct': a slice of 'put' spans tables")
+            raise ValueError(
+                "launch_per_table=True needs transport='direct', because a slice of 'put' may contain several tables"
+            )
         slot_table = self._slot_table(weights, checked)
         last = len(self._slots) - 1
         call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, captured, occupancy
@@ -203,7 +205,7 @@ class EmbeddingKernel(KernelTables):
 
     def timeline_lines(self, jagged: JaggedInput, checked: CheckedInput) -> int:
         """Return the number of rows of a call's timeline: one for each unit of work, then one for each program that the GPU
-        can run at once.
+        can run at the same time.
         """
         return self.n_units(jagged, checked) + _MOST_RESIDENT * self._sms
 
@@ -279,8 +281,8 @@ class EmbeddingKernel(KernelTables):
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _pools_single_ids(self, jagged: JaggedInput) -> bool:
-        """True if the kernel pools all features of a unit of work at once, because the bags of this input probably have one id
-        each.
+        """True if the kernel pools all features of a unit of work at the same time, because the bags of this input
+        probably have one id each.
         """
         return self._one_piece and not self._staged and jagged.values.numel() == jagged.offsets.numel() - 1
 

@@ -30,7 +30,7 @@ from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences of an id that are summed together
-_TILE = 1024  # elements that a program sums at once
+_TILE = 1024  # elements that a program sums at the same time
 _BLOCK = 1024  # ids or keys per program
 _RUNS = 256  # runs per program of the search for long runs
 MOST_32 = 2**31  # smaller numbers fit into int32
@@ -148,8 +148,8 @@ class RowArrays(NamedTuple):
 
 
 class Rows:
-    """The runs of a batch. A run is all occurrences of one row. The constructor allocates all arrays at once on the current
-    stream, uninitialized.
+    """The runs of a batch. A run is all occurrences of one row. The constructor makes one allocation for all arrays on
+    the current stream, uninitialized.
 
     count: the number of occurrences in the batch. of_places: the dtype of `RowArrays.places`.
     is_scaled: True if gradients have factors (`RowArrays.scales`).

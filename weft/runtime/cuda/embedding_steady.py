@@ -71,8 +71,8 @@ def launch_words(
     kernel: EmbeddingKernel, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, memory: RankAddresses,
     deadline_s: float,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Return what the launches of further calls like this call need (`_core.PooledCall`). Return None if only Python can launch
-    them. The arguments are those of `EmbeddingKernel.launch`.
+    """Return the arguments of `_core.PooledCall`, which launches further calls like this call. Return None if only
+    Python can launch them. The arguments are as for `EmbeddingKernel.launch`.
     """
     weighted, batch = jagged.weights is not None, checked.global_batch
     single = kernel._pools_single_ids(jagged)

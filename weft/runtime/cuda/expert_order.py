@@ -9,11 +9,11 @@ from weft import env
 from weft.kernels import expert_order as device_code
 from weft.runtime.cuda.direct import Call, Kernel, alignments, launch, launch_all
 
-_BLOCK, _EXPERTS = 256, 64  # choices of a program, and experts that it counts at once
-_BLOCKS, _COLUMNS = 64, 16  # blocks of choices that a program adds up at once, and its experts
+_BLOCK, _EXPERTS = 256, 64  # choices of a program, and experts that it counts at the same time
+_BLOCKS, _COLUMNS = 64, 16  # blocks of choices that a program adds up at the same time, and its experts
 _WARPS = 8
-_ROWS = 256  # rows of a source rank and expert that a program writes at once
-_MOST_COUNTS = 16384  # counts that a program reads at once
+_ROWS = 256  # rows of a source rank and expert that a program writes at the same time
+_MOST_COUNTS = 16384  # counts that a program reads at the same time
 _PTX = torch.version.hip is None and not env.triton_interpreted()
 
 

@@ -71,7 +71,9 @@ def summed_grads(
 
 
 def _block_of(width: int, item_bytes: int) -> tuple[int, int]:
-    """Return (columns that a program handles at once, a number of columns that divides `width`, for the alignment of rows)."""
+    """Return (columns that a program handles at the same time, a number of columns that divides `width`, for the
+    alignment of rows).
+    """
     at_once = 16 // item_bytes
     block = _BLOCK_BYTES // item_bytes
     while block > 2 * at_once * 32 and block >= 2 * width:

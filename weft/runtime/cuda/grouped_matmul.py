@@ -269,7 +269,7 @@ class GroupedMatmulLauncher:
         own, whole = (y, x) if self._back else (x, y)
         if 0 in (w.numel(), whole.numel(), own.numel() + self._slots.numel()):
             if y.numel() and x.shape[0]:  # K is 0
-                raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
+                raise ValueError(f"w has shape {tuple(w.shape)}: pass at least one expert, and K and N of at least 1")
             return
         numbers = (
             own.shape[0], self._slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), self._slots.stride(0),

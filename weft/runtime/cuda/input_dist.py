@@ -15,7 +15,7 @@ from weft.runtime.cuda.direct import Call, Kernel, alignments, launch_all
 
 _BLOCK = 1024
 _PROGRAMS = 1024  # the most programs of a grid: enough to fill a GPU
-_BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces and counts at once
+_BAGS, _SUM, _COUNT = 1024, 8192, 4096  # lengths that a program scans, reduces and counts at the same time
 
 
 @dataclass(frozen=True)

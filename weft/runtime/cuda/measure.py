@@ -1,8 +1,8 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
-All ranks measure at the same time, because schedules, too, use links in both directions and load all GPUs at once. A result is
-the time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so that the CPU's time does
-not count.
+All ranks measure at the same time, because schedules, too, use links in both directions and load all GPUs at the same
+time. A result is the time of the slowest rank. A sleep kernel delays the device until the CPU has enqueued the work, so
+that the CPU's time does not count.
 
 A kernel that is loaded while a stream waits for a peer could hang the device. So set-up loads the kernels of copies and of
 GEMMs with the given shapes. Each measurement first runs once without the sleep kernel. Signals to a peer are timed as stream

@@ -15,8 +15,8 @@ previous run need no barrier.
 Large buffers are in an arena (`weft.runtime.cuda.arena`), which all schedules of a problem family share. If a schedule needs
 more memory than its arena has, a larger arena is allocated, with a reserve. Executors in the smaller arena remain usable. At
 their next call they are rebuilt in the larger arena, unless a graph has captured them. When the last executor has left the
-smaller arena, it is closed. If all such outgrown arenas together hold more than `arena.SPARE_BYTES`, the oldest are closed at
-once, and their executors are rebuilt.
+smaller arena, it is closed. If all such outgrown arenas together hold more than `arena.SPARE_BYTES`, the oldest are
+closed immediately, and their executors are rebuilt.
 """
 
 from __future__ import annotations

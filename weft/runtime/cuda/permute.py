@@ -72,7 +72,7 @@ class PermuteLauncher:
         rows: Sequence[int | Count],
     ) -> bool:
         """Record the launch of the kernel into `program`, on the program's stream number `stream`. Return False if only Triton
-        can launch the kernel. The other arguments are those of `launch`.
+        can launch the kernel. The other arguments are as for `launch`.
         """
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, own, slots, target, rows)))

@@ -22,7 +22,7 @@ _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 _ALIGNMENTS = (16, 4, 2)  # the widths of an access, in bytes
 _BLOCK_BYTES = 16384  # bytes in flight per program: 64 per thread
 WARPS = 8
-_WORDS = 128  # counts that a program reads at once
+_WORDS = 128  # counts that a program reads at the same time
 _LEAST_PROGRAMS = 8
 MOST_PROGRAMS = 128
 _MANY = 1 << 31
@@ -61,7 +61,7 @@ class RoundTripLaunch:
         and number of rows.
     row_bytes: the number of bytes of a row. All buffers are contiguous.
     table: the counts to send, int64, contiguous. targets: the address to which they are copied, for each rank.
-    compared: the tables of counts to compare, if the caller's tensor is written; otherwise None.
+    compared: the tables of counts to compare. None: compare nothing.
     lost: counts of this rank, int64, contiguous, that become -1 if the group has failed; None for no counts.
     differs_at, item_bytes: as in `weft.runtime.cuda.agree.Agreeing`.
     waits, sets, waits_after, sets_after, begins, passes, ends: see `weft.kernels.round_trip`.

@@ -96,8 +96,8 @@ class CudaSchedule(Executor):
             function with an estimate of the rows plus a margin, and returns a slice of the result.
         deadline_s: the longest wait for another rank, in seconds. Default: the value that `WEFT_DEADLINE_S` had when
             this executor was made.
-        like_before: True if the tensors differ from those of an earlier run only in their addresses. Then they are not
-            checked.
+        like_before: True if the tensors differ from the tensors of an earlier run only in their addresses. Then they
+            are not checked.
         timeline: receives the times of each step. The call then waits for the device. None for no timeline.
 
         Raises errors of the group since the last run.

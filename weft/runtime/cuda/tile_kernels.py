@@ -300,8 +300,8 @@ class PermuteCall(TilesCall):
         targets = {copy.dst.buffer for copy in copies}
         if len(others) > 1 or len(targets) > 1:
             raise ScheduleError(
-                f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs let it read at most "
-                "two buffers and write one"
+                f"permute reads {', '.join([own, *others])} and writes {', '.join(sorted(targets))}: on GPUs, it may read "
+                "at most two buffers and write one"
             )
         self._regions = regions
         self._buffers = [context.buffers[name] for name in (own, *(others or [own]), *targets)]

@@ -181,7 +181,7 @@ class TrackedMatmulLauncher:
         if (transposed and w.stride(0) != 1) or a.stride(1) != 1 or a.dtype != w.dtype or a.dtype not in TRITON_TYPE:
             raise ValueError(
                 f"a tracked matmul of {a.dtype} {tuple(a.shape)} with strides {a.stride()} and {w.dtype} {tuple(w.shape)} with "
-                f"{w.stride()}: make them of one floating-point type, a with contiguous rows, w with contiguous rows or columns"
+                f"{w.stride()}: use one floating-point dtype, a with contiguous rows, w with contiguous rows or columns"
             )
         aligned = (
             aligned and self._out_aligned and is_aligned(w.mT if transposed else w) and (n | k) * item % ALIGNMENT == 0
@@ -190,7 +190,7 @@ class TrackedMatmulLauncher:
         return TrackedVariant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Make the kernel's arguments anew, because a tensor has a new address."""
+        """Make the kernel's arguments again, because a tensor has a new address."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
         w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)

@@ -47,7 +47,7 @@ class OwnDeadlines:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        raise AssertionError("the watching thread has no deadline for executors that measure their own")
+        raise AssertionError("this executor measures its own deadline, so the watching thread must not")
 
 
 class Watch:

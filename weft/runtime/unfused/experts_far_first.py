@@ -6,7 +6,7 @@
     combine    Rows for other hosts are multiplied first, and sent in pieces. Meanwhile, rows for this host are multiplied and
                exchanged through shared memory. Ranks multiply and send during the rendezvous
 
-GEMMs are split by rows, so results may differ by rounding from those of a single GEMM per expert.
+GEMMs are split by rows, so results may differ by rounding from the results of a single GEMM per expert.
 
 Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (remote slices first).
 """

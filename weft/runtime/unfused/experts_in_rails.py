@@ -6,7 +6,7 @@ in which ranks compare their calls.
     combine    Each rank multiplies its rows. The messages of the rendezvous contain the products
 
 A call needs no other collective (`weft.runtime.rails_all_to_all`). GEMMs may be split by rows, so results may differ by
-rounding from those of a single GEMM per expert.
+rounding from the results of a single GEMM per expert.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def dispatch(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, turn: Turn, names: tuple[str, str],
     return_x: bool, rank: int,
 ) -> tuple[torch.Tensor, Sizes, torch.Tensor | None]:  # fmt: skip
-    """Run `experts.dispatched`, if `has_room`. The arguments and results are those of `experts.dispatched`.
+    """Run `experts.dispatched`, if `has_room`. The arguments and results are as for `experts.dispatched`.
 
     names: the names of the exchanges of splits and of tokens, for errors and timelines. rank: this rank.
     """

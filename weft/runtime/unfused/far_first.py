@@ -74,7 +74,7 @@ def begin_far_first(
 ) -> list[Pending]:  # fmt: skip
     """Begin an all-to-all of rows, with the rows for other hosts first. Return handles to wait for.
 
-    is_whole: True to exchange all rows at once instead. Equal on all ranks. Other arguments: as for `begin_piece`.
+    is_whole: True to exchange all rows in one piece instead. Equal on all ranks. Other arguments: as for `begin_piece`.
     """
     if is_whole or not (ways := of_communicator(_ways, comm, _Ways)).groups:
         return [begin_piece(comm, turn, name, received, sent, came, leaving, False)]

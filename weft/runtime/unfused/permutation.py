@@ -61,7 +61,7 @@ class Orders(NamedTuple):
 
     @classmethod
     def of(cls, received: torch.Tensor, came: int) -> Orders:
-        """Compute the permutations on the GPU. The arguments are those of `expert_order`."""
+        """Compute the permutations on the GPU. The arguments are as for `expert_order`."""
         kernels = launchers("expert_order") if received.is_cuda and received.is_contiguous() else None
         if kernels is not None and (made := kernels.arrival_order(received, came)) is not None:
             return cls(*made)

@@ -66,8 +66,8 @@ class Sizes:
             self.numbers.copied = copied
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what an earlier call with this name returned on the current stream of the GPU, otherwise `make()`. `Sizes` of the
-        same tables share the results.
+        """Return the cached result of an earlier call with this name on the current stream of the GPU, otherwise
+        `make()`. `Sizes` of the same tables share the results.
         """
         device = self.received.device
         key = name, torch._C._cuda_getCurrentStream(device.index) if device.type == "cuda" else None

@@ -82,7 +82,7 @@ class Collective(Step):
 
 
 def disagreement(steps: Sequence[Collective]) -> str:
-    """Return how the ranks' calls of one collective contradict each other; "" if the calls match.
+    """Describe the first contradiction between the ranks' calls of one collective; return "" if the calls match.
 
     steps: the call of each rank, with numbers in place of expressions.
     """

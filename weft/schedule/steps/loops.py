@@ -222,8 +222,8 @@ def flattened(
 def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
     """Yield (step, values of its variables) for each execution of each step, with loops unrolled.
 
-    The variables are those of `values` and the indices of the loops around the step. A `Tiles` step is yielded without
-    its body.
+    The variables are the keys of `values` and the indices of the loops around the step. A `Tiles` step is yielded
+    without its body.
     """
 
     def turns(loop: For, around: Values) -> Iterator[Values]:

@@ -5,8 +5,8 @@ everything that is issued after it, on any lane. Suppose that two ranks each iss
 their own set. Then both hang, even if wait and set are on different lanes.
 
 To find a safe order, all ranks are simulated together in rounds, with steps that take no time. A step is issued in the
-first round in which all sets that it waits for have been made. A set for the same rank counts at once; a set for
-another rank counts from the next round on.
+first round in which all sets that it waits for have been made. A set for the same rank takes effect immediately; a set
+for another rank takes effect in the next round.
 
 If each rank issues its steps by round, every wait is issued after the sets that it needs. So a wait at the head of a
 queue never blocks a set that it needs. In the simulation, issuing a step never prevents another step from being issued.

@@ -41,7 +41,7 @@ class TrackingGpu(Quantities):
                 raise ValueError(f"{key} = 0: give a positive number")
         for key in _COUNTS:
             if self[key] != int(self[key]) or self[key] < 1:
-                raise ValueError(f"{key} = {self[key]:g}: give a whole number of at least 1")
+                raise ValueError(f"{key} = {self[key]:g}: give an integer of at least 1")
         low, high, most = (self[key] for key in ("memory.stores_low", "memory.stores_high", "memory.stores"))
         if not low < high <= most:
             raise ValueError(

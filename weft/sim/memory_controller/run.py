@@ -181,7 +181,7 @@ def _routes(
     for output in outputs:
         if (output.rows, output.chunks) != (tiles, chunks):
             raise ValueError(
-                f"the map has {output.rows} rows in {output.chunks} chunks, and the GEMM {tiles} tiles: use "
+                f"the map has {output.rows} rows in {output.chunks} chunks, but the GEMM has {tiles} tiles: use "
                 f"OutputMap(rows={tiles}, chunks={chunks})"
             )
     if tiles % chunks:

@@ -1,9 +1,9 @@
 """A grid of GPUs with two or more dimensions, in which each line along a dimension is a ring.
 
 In a torus of 16 x 8, lines along the first dimension are rows, and lines along the second dimension are columns. Routes use the
-links of the first dimension first, then those of the second, and so on (dimension-ordered routing). If two ranks are half a
-ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive routing, but the
-transfer is no faster than one link.
+links of the first dimension first, then links of the second, and so on (dimension-ordered routing). If two ranks are
+half a ring apart, both directions are equally long. Then half of the bytes take each direction, as with adaptive
+routing, but the transfer is no faster than one link.
 """
 
 from __future__ import annotations
