@@ -109,7 +109,7 @@ def two_levels(p: AllGatherMatmul, *, hosts: int, chunks: int) -> Schedule:
     """
     grid = _Grid.of(p.world_size, hosts)
     if p.return_gathered:
-        raise NotApplicableError("two levels do not gather the rows in one matrix: use return_A=False")
+        raise NotApplicableError("this schedule does not gather the rows in one matrix: use return_A=False")
     operands = Operands("two_levels", p)
     d, x, most, begins = operands.d, operands.x, max(p.rows), offsets(p.rows)
     box = operands.rows("box", hosts * most, "symmetric")

@@ -92,8 +92,8 @@ class CudaSchedule(Executor):
 
         tensors: every input and output buffer by name, with the sizes in the schedule. The weights of experts may also be one
             tensor [experts, rows, columns]. For an output with a dynamic number of rows, pass a tensor with enough rows, or a
-            function that gets the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU calls the
-            function with an estimate of the rows plus a margin, and returns a slice of the result.
+            function that gets the number of rows and returns a tensor. With a `Read` step of by="meanwhile", the CPU
+            calls the function with an estimate of the rows plus a margin, and the run returns a slice of the tensor.
         deadline_s: the longest wait for another rank, in seconds. Default: the value that `WEFT_DEADLINE_S` had when
             this executor was made.
         like_before: True if the tensors differ from the tensors of an earlier run only in their addresses. Then they
