@@ -2,10 +2,10 @@
 ones (s1 to s16).
 
 A GEMM is A [m, k] @ B [k, n] on W ranks, where A is all-gathered or exchanged by an all-to-all. The paper does not say
-if its N is that of the whole layer or of one rank. weft assumes the whole layer, because N = 106496 is twice the width of
-the whole MLP of Llama-3-405B. So with tensor parallelism a rank computes N / W columns (`GatheredGemm.sharded`). M and K
-are not divided, because a rank gathers all rows of A. With expert parallelism (g13 to g16) a rank has M / W rows and all
-N columns, which is the same number of operations.
+if its N is the N of the whole layer or of one rank. weft assumes the whole layer, because N = 106496 is twice the width
+of the whole MLP of Llama-3-405B. So with tensor parallelism a rank computes N / W columns (`GatheredGemm.sharded`). M
+and K are not divided, because a rank gathers all rows of A. With expert parallelism (g13 to g16) a rank has M / W rows
+and all N columns, which is the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """

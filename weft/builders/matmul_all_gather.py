@@ -4,7 +4,7 @@
     direct    a GEMM for each chunk of rows; all ranks copy a chunk when its GEMM has ended
     tracked   one kernel for all rows; all ranks copy a chunk when all its tiles are stored, while the kernel continues
 
-Each rank computes its product in symmetric memory. Every rank copies all products, also its own, into its result
+Each rank computes its product in symmetric memory. Every rank copies all products, including its own, into its result
 (`weft.builders.fetched`). The copies also concatenate columns, so no permutation follows. All ranks get the same bits.
 In T3 the GEMM stores into a peer's memory. Here it does not, because a GEMM has only one destination, and every rank
 needs the product.

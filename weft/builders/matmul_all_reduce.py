@@ -14,9 +14,9 @@ The rank that reduces a row also adds the bias and the residual, before it round
 RMSNorm, every rank computes it itself. In one_shot the reducing kernel also computes the norm. In schedules that copy
 sums, the norm runs after the GEMMs, chunk by chunk, while later chunks arrive.
 
-All ranks get the same bits. In one_shot each rank rounds all products, also its own, and reduces them in rank order. In
-the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the others copy the
-result (`weft.builders.fetched`).
+All ranks get the same bits. In one_shot each rank rounds all products, including its own, and reduces them in rank
+order. In the other schedules the owner of a row reduces the row (`weft.builders.partial_products`), and the others copy
+the result (`weft.builders.fetched`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
 reduce-scatter and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).

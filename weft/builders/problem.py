@@ -104,18 +104,18 @@ class Problem:
 
     @property
     def chosen_like(self) -> Problem:
-        """The problem whose choice of a schedule this problem shares, so that both have results with equal bits. By default this
-        problem.
+        """The problem that determines the schedule for this problem, so that both have results with equal bits. By
+        default, it is this problem.
         """
         return self
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """(key, size), like `family`, but for choices by measured times. Problems with equal keys and similar `size`
+        """A pair (key, size), as for `family`, but for choices by measured times. Problems with equal keys and similar `size`
         share measured times. The key may omit sizes that the key of `family` contains, such as the number of rows of
         each rank.
 
-        By default the same as `family`.
+        By default, the pair is `family`.
         """
         return self.family
 

@@ -153,6 +153,7 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
         return list(self.partition.tables)
 
     def is_weighted(self) -> bool:
+        """True if the features have one weight per id."""
         return self._is_weighted
 
 

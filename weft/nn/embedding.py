@@ -428,6 +428,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
         return list(self.sharding.tables)
 
     def is_weighted(self) -> bool:
+        """True if the features have one weight per id."""
         return self._is_weighted
 
     def extra_repr(self) -> str:

@@ -180,8 +180,10 @@ class ExpertParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's expert outputs.
 
-        top_k_index: integers, the global numbers of each token's experts. On CPU their values are checked.
-        top_k_weights: the weight of each of these experts, in any floating dtype.
+        x: [..., hidden], in the dtype of the parameters.
+        top_k_index: [tokens, top_k], integers: the global numbers of each token's experts. On CPU their values are
+            checked.
+        top_k_weights: [tokens, top_k]: the weight of each of these experts, in any floating dtype.
         """
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")

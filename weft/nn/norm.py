@@ -15,6 +15,12 @@ class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` for activations that are sharded along the sequence. The weight is replicated, and its gradient is
     summed over `group`.
 
+        x [..., hidden]  ->  [..., hidden]        x: this rank's part of the sequence
+
+    Forward has no collective. All ranks of `group` must run every backward, which all-reduces the weight's gradient.
+    Forward raises `ValueError` if x is on another device than the weight; the next call of the other ranks then raises
+    `RefusedError`.
+
     For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`. Other arguments are as for
     `nn.RMSNorm`.
     """
@@ -34,6 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of x over the last dimensions, `normalized_shape`."""
         # Forward has no collective, so without this check and `tells_peers` only this rank would raise.
         if self.weight is not None and (wrong := wrong_device(x, self.weight)):
             raise ValueError(f"RMSNorm: {wrong}")

@@ -31,7 +31,7 @@ class NumberExchange:
 
     @property
     def known(self) -> Any:
-        """The exchange of this group, or None. All ranks make it at the same call, whichever module makes the call."""
+        """The exchange of this group, or None. All ranks construct it in the same call, which may be a call of any module."""
         if not self._may_be_ready:
             return None
         from weft.runtime.cuda.headers import known_headers

@@ -169,14 +169,17 @@ class ColumnParallelLinear(ParallelLinear):
 
     The parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W]: ordinary tensors with this
     rank's rows of an `nn.Linear`. `from_linear` makes a layer from an `nn.Linear`, and `weft.nn.local_state_dict` loads
-    an unsharded checkpoint. Copies by `deepcopy` and pickle use the group with the same name. Calls raise the errors of
-    `weft.all_gather_matmul`.
+    an unsharded checkpoint. Copies by `deepcopy` and pickle use the group with the same name.
+
+    Memory and errors of calls: as for `weft.all_gather_matmul`. Source: "Megatron-LM: Training Multi-Billion Parameter
+    Language Models Using Model Parallelism", section 3.
     """
 
     divided = 0
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y [B, S, out_features/W] for x [B, S/W, in_features]: the shapes for sequence_dim=1."""
         self.require_input(x, self)
         compare_options(
             "ColumnParallelLinear", self.group_name, x, is_collective=self.sequence_dim is not None,
@@ -202,8 +205,10 @@ class RowParallelLinear(ParallelLinear):
 
     The parameters are `weight` [out_features, in_features/W], this rank's columns of an `nn.Linear`, and `bias`
     [out_features], equal on every rank. The bias is added to the sum over ranks. Its gradient is summed over ranks,
-    too. (With `sequence_dim=None` each rank already has the complete gradient.) Calls raise the errors of
-    `weft.matmul_reduce_scatter`.
+    too. (With `sequence_dim=None` each rank already has the complete gradient.)
+
+    Memory and errors of calls: as for `weft.matmul_reduce_scatter`, or with `sequence_dim=None` as for
+    `weft.matmul_all_reduce`. Source: as for `ColumnParallelLinear`.
     """
 
     divided = 1

@@ -66,8 +66,8 @@ class ReplicatedTables:
         return self._batches.nbytes + sum(flat.nbytes for _, flat in self.collected or ())
 
     def count(self, trains: bool) -> None:
-        """Count a call of the collection if `trains` is True. All ranks must count the same calls, also calls that a rank
-        refuses afterwards.
+        """Count a call of the collection if `trains` is True. All ranks must count the same calls, including calls that
+        a rank refuses afterwards.
         """
         self._calls += trains
 
@@ -96,8 +96,8 @@ class ReplicatedTables:
 
         Ranks communicate only in backward, which all ranks must run.
 
-        parts: the vectors of sharded tables, which are returned unchanged. They pass through the same autograd node, so that on
-            all ranks the backward of data-parallel tables runs before that of sharded tables.
+        parts: the vectors of sharded tables, which are returned unchanged. They pass through the same autograd node, so
+            that on all ranks the backward of data-parallel tables runs before the backward of sharded tables.
         trains: True if backward must compute gradients or update tables.
         step: the number of earlier updates of the sharded tables, a tensor on the device, from which data-parallel
             tables continue. None: they count their own updates.

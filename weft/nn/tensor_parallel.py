@@ -47,7 +47,7 @@ class ParallelMLP(nn.Module):
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
     The submodules are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's
-    code).
+    code). Memory, errors and source: as for `ColumnParallelLinear` and `RowParallelLinear`.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class ParallelMLP(nn.Module):
 
     @property
     def group_name(self) -> str:
+        """The name of the process group."""
         return self.down_proj.group_name
 
     @tells_peers
@@ -111,7 +112,8 @@ class ParallelAttention(nn.Module):
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`. x must have three dimensions.
 
     The submodules are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, and accept its
-    weights. (Rotary embeddings rotate the two halves of a head, not adjacent pairs.)
+    weights. (Rotary embeddings rotate the two halves of a head, not adjacent pairs.) Memory, errors and source: as for
+    `ColumnParallelLinear` and `RowParallelLinear`.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class ParallelAttention(nn.Module):
 
     @property
     def group_name(self) -> str:
+        """The name of the process group."""
         return self.o_proj.group_name
 
     @tells_peers

@@ -109,7 +109,7 @@ class Family(_core.FamilySizes, Generic[E]):
     """The sizes of one problem family that a group has called. (Problems of a family differ only in size.)
 
     typical: the operator that was compiled last, for any of these sizes.
-    counts: the record of the group's calls. It undoes what a call has counted here if ranks refuse the call.
+    counts: the record of the group's calls. If ranks refuse a call, it undoes the changes that the call has made here.
 
     The native base class has these attributes, which native code updates when a call is replayed (`csrc/replay.cpp`):
 

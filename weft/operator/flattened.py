@@ -54,7 +54,7 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
     """Return the number of matrix rows for each index of `gather_dim`, if a tensor of this shape is flattened to a matrix.
-    This is the product of all sizes except the last and that of `gather_dim`.
+    This is the product of all sizes except the last size and the size of `gather_dim`.
     """
     rows = 1
     for d, extent in enumerate(shape[:-1]):

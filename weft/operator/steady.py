@@ -80,7 +80,7 @@ class SteadyCall(Recorded):
 
 
 class _Steady(torch.autograd.Function):
-    """A recorded call with gradients. Its backward is that of all calls (`weft.operator.calls.backward_of_call`)."""
+    """A recorded call with gradients. Its backward is the same as for other calls (`weft.operator.calls.backward_of_call`)."""
 
     @staticmethod
     def forward(  # type: ignore[override]

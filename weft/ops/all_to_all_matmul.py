@@ -249,8 +249,8 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a made-up call with which to measure schedules. It has the problem's number of tokens, and each expert gets
-        equally many. The call that triggers the measurement may have too few tokens to be typical.
+        """Return a made-up call with which to measure schedules. It has the problem's number of tokens, and each expert
+        gets the same number. The call that triggers the measurement may have too few tokens to be typical.
         """
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))

@@ -294,8 +294,8 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a made-up call with which to measure schedules. It has the problem's number of tokens, and each expert gets
-        equally many. The call that triggers the measurement may have too few tokens to be typical.
+        """Return a made-up call with which to measure schedules. It has the problem's number of tokens, and each expert
+        gets the same number. The call that triggers the measurement may have too few tokens to be typical.
         """
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)

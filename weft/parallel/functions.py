@@ -88,9 +88,12 @@ def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None
 class AllGatherLinear(torch.autograd.Function):
     """Return all_gather(x_shard) @ w.T + bias, [M, N/W], on W ranks.
 
-    x_shard: this rank's rows of the input, [M/W, K].
-    w: this rank's rows of an `nn.Linear`'s weight, [N/W, K].
+    x_shard: this rank's rows of the input, [M/W, K], in fp32, fp16 or bf16.
+    w: this rank's rows of an `nn.Linear`'s weight, [N/W, K], in the same dtype.
     bias: the same part of the layer's bias, [N/W]; None for no bias.
+
+    Memory: as for `weft.all_gather_matmul` with return_A=True. Autograd saves [M, K/W]: this rank's columns of the
+    gathered x. Raises the errors of `weft.all_gather_matmul`.
     """
 
     @staticmethod
@@ -109,7 +112,11 @@ class AllGatherLinear(torch.autograd.Function):
 
 
 class AllGatherLinearMulti(torch.autograd.Function):
-    """Return all_gather(x_shard) @ wa.T and all_gather(x_shard) @ wb.T, without biases, as in SwiGLU."""
+    """Return all_gather(x_shard) @ wa.T and all_gather(x_shard) @ wb.T, without biases, as in SwiGLU.
+
+    x_shard [M/W, K], wa [Na/W, K], wb [Nb/W, K]; the results are [M, Na/W] and [M, Nb/W]. Dtypes, memory and errors: as
+    for `AllGatherLinear`.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -128,9 +135,11 @@ class AllGatherLinearMulti(torch.autograd.Function):
 class LinearReduceScatter(torch.autograd.Function):
     """Return reduce_scatter(x @ w.T) + bias, [M/W, N], on W ranks.
 
-    x: this rank's columns of the input, [M, K/W].
-    w: the same columns of an `nn.Linear`'s weight, [N, K/W].
+    x: this rank's columns of the input, [M, K/W], in fp32, fp16 or bf16.
+    w: the same columns of an `nn.Linear`'s weight, [N, K/W], in the same dtype.
     bias: the layer's whole bias, [N], equal on all ranks; None for no bias. The gradient of the bias is the sum over ranks.
+
+    Memory and errors: as for `weft.matmul_reduce_scatter`.
     """
 
     @staticmethod

@@ -95,7 +95,18 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The numbers that `calibrate` has measured on a machine. `apply` inserts them into a model."""
+    """The numbers that `calibrate` has measured on a machine. `apply` inserts them into a model. Times are in us.
+
+    machine, world_size, date, versions: where and when the numbers were measured, and with which software.
+    gemms: (m, n, k, dtype, time) of each GEMM, including its launch.
+    launch_us, host_step_us: the time between two kernels, and the CPU time to issue a step.
+    copy_units: the number of programs of the measured copy kernels.
+    copies, puts, gets: (bytes, time) of copies by copy engine, and of copies by kernel to and from a peer.
+    copy_rows: (rows, bytes per row, time) of 2D copies by copy engine.
+    all_gathers: (bytes received by a rank, time) of NCCL's all-gathers.
+    signal_local_us, signal_remote_us: the time from a set to the end of the wait, within a rank and between ranks.
+    beside: (kind of copy, GEMM's time over its time alone, bytes/us of the copies) for concurrent copies.
+    """
 
     machine: str
     world_size: int

@@ -81,6 +81,7 @@ class Choice:
     """The results of all candidates, the fastest first."""
 
     def row(self, name: str) -> Row:
+        """Return the results for the candidate `name`."""
         return next(row for row in self.rows if row.candidate.name == name)
 
     def __str__(self) -> str:

@@ -113,6 +113,7 @@ class Row:
 
     @property
     def us(self) -> float | None:
+        """The measured time in us if there is one, otherwise the predicted time; None if there is neither."""
         return self.predicted_us if self.measured_us is None else self.measured_us
 
     @property

@@ -213,7 +213,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
-    """Return the cost of a collective. Its time is that of the fastest algorithm, but at least `us`.
+    """Return the cost of a collective. Its time is the time of the fastest algorithm, but at least `us`.
 
     us: the time at the measured rate of NCCL or RCCL.
     memory: the bytes that the collective reads and writes.

@@ -33,9 +33,15 @@ from weft.sim.vectorised import values_of_ranks
 
 @dataclass(frozen=True)
 class Inefficiencies:
-    """The losses of a schedule, as factors: 1 means no loss.
+    """The losses of a schedule, as factors (1 means no loss), and the times from which they are computed.
 
-    `communication_decomposition` is below 1 if the chunks take less time than the undivided communication.
+    end_us: the time of the run. exposed_us: the part of it in which a rank does not compute.
+    gemm_us, communication_us: the time of the undivided GEMMs alone, and of the undivided communication alone.
+    ideal_us: the longer of these two times.
+    gemm_decomposition, communication_decomposition: the time of the pieces, without concurrent work, divided by the
+        time of the undivided operation. `communication_decomposition` is below 1 if the chunks take less time.
+    gemm_contention, communication_contention: the time of the pieces in the schedule, divided by their time without
+        concurrent work.
     """
 
     end_us: float
@@ -50,6 +56,7 @@ class Inefficiencies:
 
     @property
     def over_ideal(self) -> float:
+        """The time of the run divided by the ideal time."""
         return self.end_us / self.ideal_us
 
 

@@ -186,6 +186,7 @@ class Model:
         return hash((self.name, self.world_size))  # the dicts of measured numbers are not hashable
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
+        """Return the cost of [m, k] @ [k, n] alone on the GPU, without the launch."""
         shape = (m, n, k, dtype)
         if shape not in self._known:
             found = self._formula(m, n, k, dtype)
@@ -262,6 +263,7 @@ class Model:
         return self.launch_us + self.matmul(m, n, k, dtype).time_us
 
     def with_measured(self, measured_us: Mapping[MatmulShape, float]) -> Model:
+        """Return this model with these measured GEMM times, as {(m, n, k, dtype): us}, in place of earlier ones."""
         return replace(self, measured_us=dict(measured_us))
 
     def scaled(self, *, units: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Model:

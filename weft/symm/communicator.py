@@ -282,8 +282,8 @@ class Communicator:
         for set-up.
 
         All ranks must make the same calls in the same order. `what` names the call: if names differ, ranks raise
-        `DisagreementError`. The default deadline is that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S` outside of it.
-        Raises the errors of `wait`.
+        `DisagreementError`. The default deadline is the deadline of the enclosing `set_up_within`, otherwise
+        `WEFT_SETUP_DEADLINE_S`. Raises the errors of `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 

@@ -102,7 +102,8 @@ class ShardedEmbeddingBagCollection(
     float32). If `output_dtype` has 16 bits and all tables of the collection are table-wise, weft sends vectors and
     gradients in that dtype.
 
-    All ranks must construct the module and make every call.
+    All ranks must construct the module and make every call. Calls raise the errors of
+    `weft.nn.ShardedEmbeddingBagCollection`. `weft_module.memory()` returns the bytes that are in use.
     """
 
     def __init__(

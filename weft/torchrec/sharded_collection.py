@@ -35,7 +35,8 @@ class ShardedEmbeddingCollection(
     Inputs and outputs are TorchRec's objects. Parameters and the state dict have the names of TorchRec's own module.
     The module wraps a `weft.nn.ShardedEmbeddingCollection`, `weft_module`. `input_dist` only stores the features, and
     `compute` exchanges the ids. So TorchRec's pipelines work, but do not overlap the exchange. All ranks must construct
-    the module and make every call.
+    the module and make every call. Calls raise the errors of `weft.nn.ShardedEmbeddingCollection`.
+    `weft_module.memory()` returns the bytes that are in use.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Timing of calls on all ranks. The time of a repetition is that of the slowest rank. There are three timing modes:
+"""Timing of calls on all ranks. The time of a repetition is the slowest rank's time. There are three timing modes:
 
 - `single`: the CPU synchronises with the device after each call, as in a loop that uses each result.
 - `queued`: the CPU makes many calls in a row and then synchronises, as in training. The time is divided by the number

@@ -6,7 +6,7 @@ Tokens are sorted by expert, and each expert gets a random number of them. Weigh
     serial    the baseline: all_to_all_single of the counts, which the CPU then reads; all_to_all_single of the tokens; torch's
               grouped GEMM
     padded    the baseline of mode `graph`, because a CUDA graph can capture it: each expert gets the same number of rows from each
-              rank, by padding; all_to_all_single with equal splits; torch.bmm on all rows, also the padding
+              rank, by padding; all_to_all_single with equal splits; torch.bmm on all rows and the padding
     weft      weft's operator without max_rows: in each call the CPU waits for the number of arriving rows
     NAME      the same with the schedule NAME pinned
     NAME-bounded     the variant NAME with max_rows, so that the CPU does not wait. max_rows is the largest number of rows that

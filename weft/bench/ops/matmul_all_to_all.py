@@ -4,7 +4,7 @@ Layers and variants are the same as in all_to_all_matmul; here [k, n] is an expe
 
     serial    torch's GEMMs, a copy that sorts rows by source rank, and all_to_all_single. The CPU knows the sizes from the
               preceding dispatch, so it never waits. A CUDA graph can capture it, but only for one routing
-    padded    the baseline of mode `graph`: the preceding dispatch was `padded`. torch.bmm on all rows, also the padding; a copy
+    padded    the baseline of mode `graph`: the preceding dispatch was `padded`. torch.bmm on all rows and the padding; a copy
               that sorts them by source rank; all_to_all_single with equal splits; and a gather of this rank's rows, whose places
               the dispatch has computed. The same graph runs any routing
 

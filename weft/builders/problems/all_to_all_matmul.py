@@ -38,8 +38,8 @@ class AllToAllMatmul(ExpertsProblem):
 
     @property
     def chosen_like(self) -> AllToAllMatmul:
-        """The problem without x, if y has exactly the rows that arrive. Experts then return x in calls with gradients, and not in
-        calls without, but activation checkpointing compares the two.
+        """The problem without x, if y has exactly the rows that arrive. Experts return x only in calls with gradients.
+        Activation checkpointing runs a call with and without gradients, and compares the results.
         """
         return replace(self, return_x=False) if self.return_x and self.exact else self
 

@@ -92,8 +92,9 @@ def choose_config(
       multiprocessors share a tile, wide tiles may occupy more: 196 rows x 4864 x 48000 with one expert took 268 us, not 378.
     - If an expert's rows do not fill a tile, loading weights dominates the time, and narrow tiles load them faster. On an
       H100, 164 rows x 45824 x 4608 with 16 experts took 2.31 ms instead of 2.86.
-    - If an expert has few rows, the time is that of reading the weights. Tiles of 16 rows leave shared memory for more weights
-      in flight. On an H100, 14 tokens x 12032 x 26624 with 8 experts took 833 us instead of 861, and torch.bmm 840.
+    - If an expert has few rows, reading the weights determines the time. Tiles of 16 rows leave shared memory for more
+      weights in flight. On an H100, 14 tokens x 12032 x 26624 with 8 experts took 833 us instead of 861, and torch.bmm
+      840.
     - If K is short, stores take a large part of the time. So store a tile in two pieces, which leaves shared memory for one
       more stage of operands.
 
