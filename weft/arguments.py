@@ -170,9 +170,7 @@ def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
     """Return the argument `name` as a tuple of integers. Raise `ValueError` unless `given` is an iterable of integers."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
-    return tuple(
-        checked_whole(f"{name}[{i}]", size, "pass an integer for each rank") for i, size in enumerate(given)
-    )
+    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer for each rank") for i, size in enumerate(given))
 
 
 def checked_count(name: str, count: Any) -> Any:
@@ -198,9 +196,7 @@ def checked_within(name: str, given: Any, least: int, most: int, allowed: str) -
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
-    return tuple(
-        checked_whole(f"{name}[{i}]", size, "pass an integer") for i, size in enumerate(listed(name, given))
-    )
+    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer") for i, size in enumerate(listed(name, given)))
 
 
 def checked_deadline(deadline_s: Any) -> float | None:
