@@ -124,16 +124,20 @@ class Sabotage:
             return self._formed(work, given), contextlib.nullcontext
         return given, contextlib.nullcontext
 
-    def of_backward(self, n: int, grads: Results) -> Results:
-        """Return the gradients of this rank's results in step n, with an infinite or NaN element if this is the fault."""
+    def of_backward(self, n: int, grads: Results, work: Work) -> Results:
+        """Return the gradients of this rank's results in step n. If this is the fault, the last element that reaches a row is
+        infinite or NaN.
+        """
         if self.injection.kind != "infinite gradient" or not self.at(n, "between"):
             return grads
         changed = [grad.clone() for grad in grads]
-        some = [grad for grad in changed if grad.numel()]
+        reaching = [mask.flatten().nonzero() for mask in work.reaching(n)]  # type: ignore[attr-defined]
+        some = [(grad, at[-1]) for grad, at in zip(changed, reaching, strict=True) if len(at)]
         if not some:
             self.told(where="nowhere: no gradients")
             return grads
-        some[self.injection.choice % len(some)].view(-1)[-1] = float(("inf", "nan", "-inf")[self.injection.choice % 3])
+        grad, last = some[self.injection.choice % len(some)]
+        grad.view(-1)[last] = float(("inf", "nan", "-inf")[self.injection.choice % 3])
         self.told()
         return changed
 

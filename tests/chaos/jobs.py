@@ -172,7 +172,7 @@ class Job:
                 self._prefetch(n + 1, self.work.inputs(n + 1))
             grads, wanted = self.work.grads(n)
             _, around = self.sabotage.act(n, "between", self.work, given)
-            grads = self.sabotage.of_backward(n, grads)
+            grads = self.sabotage.of_backward(n, grads, self.work)
             backward = partial(self.work.gradients, n, given, results, grads)
             self._call(n, "backward", backward, lambda: wanted, around)
             self.work.succeeded()

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -50,6 +51,7 @@ TABLES = tuple(
 def play(group: dist.ProcessGroup, seed: int, index: int, kinds: list[str], steps: int) -> int:
     """Run series `index` of `seed` on this rank: `steps` parts of random calls, on two groups. Return the number of calls."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     same, late = random.Random(f"{seed}:{index}"), random.Random(f"{seed}:{index}:{group.rank()}")
     groups, running, begun = [group, own_group(group)], list[tuple[int, str, Parts]](), 0
     for step in range(steps):

@@ -338,6 +338,11 @@ class Training(Collection, Differentiable):
         """Return the gradients of the results of `rank`."""
         return [self._weighing(rank, n)]
 
+    def reaching(self, n: int) -> Results:
+        """Return, for each result of step n, True for the elements whose gradients reach a row. Those of empty bags do not."""
+        lengths = [self._bags(i, self.rank, n)[1] for i in range(len(self.dims))]
+        return [torch.cat([(of > 0)[:, None].expand(-1, d) for of, d in zip(lengths, self.dims, strict=True)], 1)]
+
     def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
         """Return the gradient of the row of each id of table i."""
         begin = sum(self.dims[:i])

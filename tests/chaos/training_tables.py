@@ -149,6 +149,9 @@ class Rows(CutTables):
     def _upstream(self, rank: int, n: int) -> Results:
         return [self._of_ids(i, rank, n) for i in range(4)]
 
+    def reaching(self, n: int) -> Results:
+        return [torch.ones_like(grad, dtype=torch.bool) for grad in self._upstream(self.rank, n)]
+
     def _of_ids(self, i: int, rank: int, n: int) -> torch.Tensor:
         grad = self.numbers(5000 + i, rank, n, (len(self._bags(i, rank, n)[0]), self.dims[i]))
         return self._poisoned(grad, rank, n) if i == 3 else grad
