@@ -104,7 +104,7 @@ def operator(group: dist.ProcessGroup, draw: random.Random, seed: int) -> Parts:
         weights, exact = right_gradients(call, weighed)
         leaves = [t for t in inputs if t.requires_grad]
         if group.rank() == changed:
-            for t in inputs:
+            for t in (*inputs, *ys):  # all_gather_matmul saves the gathered A that it returns
                 torch.autograd.graph.increment_version(t)
 
         def backward(weights: dict[int, torch.Tensor] = weights, leaves: Tensors = leaves) -> Any:
