@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_ranks import device
 from support.graphs import capture
 
 from weft import symm
@@ -14,10 +15,6 @@ from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.timeline import Timeline
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Case:

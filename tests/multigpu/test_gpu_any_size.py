@@ -14,6 +14,7 @@ import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import device
 from support.compile_at_once import at_once
 from support.experts_of_any_size import many_sizes
 from support.graphs import capture
@@ -31,10 +32,6 @@ pytestmark = gpu_ranks.MARKS
 N, K = 64, 128
 SHARD, GATHER, KERNEL = "shard[chunks=1,send=in_turn,by=dma]", "gather[by=dma]", "gather[by=kernel]"
 HALVES, CHUNKS = "shard[chunks=2,send=in_turn,by=dma]", "ficco_1d[start=hetero,gemms=unfused,steps=2,by=dma]"
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Work:

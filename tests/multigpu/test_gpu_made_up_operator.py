@@ -13,6 +13,7 @@ import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import device
 
 from weft import symm
 from weft.launch import Pool
@@ -23,10 +24,6 @@ sys.path.append(str(Path(__file__).parents[1] / "processes"))
 from test_made_up_operator import OPERATOR, MatmulScatter, matmul_scatter, serial
 
 pytestmark = gpu_ranks.MARKS
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def run(group: dist.ProcessGroup, schedule: str | None) -> None:

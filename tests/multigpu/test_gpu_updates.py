@@ -13,6 +13,7 @@ import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import device
 from support.graphs import capture
 
 from weft import symm
@@ -25,10 +26,6 @@ from test_updates import DTYPES, TOLERANCE, K, M, N, scattered
 
 pytestmark = gpu_ranks.MARKS
 WAYS = ("copy", "reduce", "remote", "tracked", "tracked remote", "library")
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Case:

@@ -23,8 +23,13 @@ from support.operators.gemms import AllGatherMatmulCall, Gathered
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft import symm
+from weft import env, symm
+from weft.hw import load_machine
 from weft.launch import Pool
+from weft.operator import cache, measure, select, this_machine
+from weft.operator.calls import OPERATORS, prepared_calls
+from weft.plan import gemms, store
+from weft.sim import model_of
 from weft.symm.calls import calls_of
 
 
@@ -35,8 +40,6 @@ def backward_by_other_operators(
 
     wanted: "x" for x's gradient only, or "all".
     """
-    from weft.operator.calls import OPERATORS, prepared_calls
-
     own = own_group(group)
     x = data(group.rank(), (rows[group.rank()], 16), torch.float32, 1).requires_grad_()
     Bs = [data(group.rank(), (16, n), torch.float32, 2).requires_grad_(wanted == "all") for n in widths]
@@ -72,8 +75,6 @@ def test_backward_calls_other_operators_and_its_bits_are_equal(
 
 def many_sizes(group: dist.ProcessGroup, count: int, most: int, kept: int) -> int:
     """Call many sizes, of which `kept` stay compiled. Return the number of threads afterwards."""
-    from weft.operator import cache
-
     cache.KEPT = kept
     sizes, made = torch.Generator().manual_seed(5), []
     for seed in range(count):
@@ -98,10 +99,6 @@ def remembers_times(group: dist.ProcessGroup) -> list[str]:
     description in another process, or after the communicator has closed. Only a schedule that would replace serial is
     compared with serial anew.
     """
-    from weft import env, symm
-    from weft.operator import measure, select
-    from weft.plan import store
-
     symm.communicator(group, "cpu").close()  # for which sizes near this one may have been timed
     x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
     _, (first,) = weft.all_gather_matmul(x, [B], 0, group)
@@ -124,12 +121,6 @@ def test_schedules_are_timed_once_where_there_is_no_model(pool: Pool) -> None:
 
 def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
     """Choose as on a GPU with a model. GEMMs take invented times, which are twice as long on rank 1."""
-    from weft import symm
-    from weft.hw import load_machine
-    from weft.operator import measure, this_machine
-    from weft.plan import gemms
-    from weft.sim import model_of
-
     rank = group.rank()
     timed: list[tuple[int, int, int, str]] = []
     # Launches and copies cost almost nothing, so that it is worth cutting small GEMMs.

@@ -36,7 +36,7 @@ import weft
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
 from weft.embedding.partition import TablePart
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn import ShardedEmbeddingBagCollection, embedding_table, partitioned_embedding
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 
@@ -119,20 +119,18 @@ def test_equal_inputs_give_equal_bits(pool: Pool, name: str) -> None:
 
 def _delayed(group: dist.ProcessGroup, delay_s: float, *call: Any) -> list[Any]:
     """Train with random delays of ranks before collectives."""
-    from weft.nn import partitioned_embedding as module
-
-    before = module.together
+    before = partitioned_embedding.together
     rng = random.Random(group.rank())
 
     def late(*arguments: Any) -> Any:
         time.sleep(rng.random() * delay_s)
         return before(*arguments)
 
-    module.together = late  # type: ignore[assignment]
+    partitioned_embedding.together = late  # type: ignore[assignment]
     try:
         return train(group, *call)
     finally:
-        module.together = before
+        partitioned_embedding.together = before
 
 
 def test_parts_of_columns_have_the_bits_of_whole_tables(pool: Pool) -> None:
@@ -148,8 +146,6 @@ def test_parts_of_columns_have_the_bits_of_whole_tables(pool: Pool) -> None:
 
 
 def first_values(group: dist.ProcessGroup, placement: Any, block: int) -> list[Any]:
-    from weft.nn import embedding_table
-
     before, embedding_table.BLOCK_ELEMENTS = embedding_table.BLOCK_ELEMENTS, block
     try:
         torch.manual_seed(5 if group.rank() == 0 else 6)

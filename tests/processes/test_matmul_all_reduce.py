@@ -11,9 +11,11 @@ from support.matmul_all_reduce_ranks import normed_alike
 from support.on_ranks import data, told
 from support.operators import suite
 from support.operators.gemms import Following, Gemm, MatmulAllReduceCall
+from torch.distributed.nn.functional import all_reduce
 
 import weft
 from weft.launch import Pool
+from weft.runtime.unfused import STRAIGHT, collectives
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -94,8 +96,6 @@ def test_norms_of_little_compiled_and_of_scattered_weights(pool: Pool) -> None:
 
 def as_torch_has_it(group: dist.ProcessGroup) -> None:
     """Compare gradients with those of torch's differentiable all-reduce."""
-    from torch.distributed.nn.functional import all_reduce
-
     given, found = MatmulAllReduceCall(Gemm((6, 8), 5), group, 3), []
     weight = data(group.rank(), (6, 5), torch.float32, 71)
     for call in (
@@ -130,11 +130,8 @@ def test_sums_beyond_fp16_are_infinite_and_means_of_them_too(pool: Pool, schedul
 
 def librarys_sum(group: dist.ProcessGroup) -> None:
     """Check that the tensor to be summed, which may be torch's gradient, is not changed."""
-    from weft.runtime.unfused import STRAIGHT
-    from weft.runtime.unfused.collectives import all_reduce
-
     x = torch.ones(3, 4)
-    y = all_reduce(x, [3] * group.size(), group.rank(), group, STRAIGHT, "all_reduce")
+    y = collectives.all_reduce(x, [3] * group.size(), group.rank(), group, STRAIGHT, "all_reduce")
     assert torch.equal(x, torch.ones(3, 4))
     assert torch.equal(y, group.size() * x)
 

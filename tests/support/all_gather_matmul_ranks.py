@@ -10,14 +10,13 @@ import torch.distributed as dist
 from support.operators.gemms import AllGatherMatmulCall, Gathered
 
 import weft
+from weft.operator import calls, select
 
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
     """Call with several shapes, twice each: with `schedule="heuristic"`, and inside `use("heuristic")`. Return (the two
     schedules for each shape, warnings). The shapes have M > K, M < K, and two shapes that FiCCO does not support.
     """
-    from weft.operator import calls, select
-
     found = []
     quiet = os.environ.pop("WEFT_QUIET", "0")
     select._said.clear()

@@ -48,6 +48,12 @@ def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
     return {name: text for name, text in (dict.fromkeys(names, crashed) | answers).items() if text}
 
 
+def drawn(seed: int) -> tuple[torch.Generator, Callable[[int, int], int]]:
+    """Return a generator, and a function that draws an integer from it: at least its first argument, below its second."""
+    g = torch.Generator().manual_seed(seed)
+    return g, lambda low, high: int(torch.randint(low, high, (), generator=g))
+
+
 @cache
 def _server() -> subprocess.Popen[str]:
     """Start a process that imports torch and Triton once, and forks for each file. The imports take longer than the

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import weft.parallel
 from weft.parallel import linear
@@ -268,10 +269,6 @@ def recomputed_in_parts(group: dist.ProcessGroup) -> tuple[float, int, int]:
     Return (largest difference of gradients from a run without checkpointing, number of all_gather_matmul calls in
     forward, number of matmul_reduce_scatter calls in forward).
     """
-    from functools import partial
-
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     calls = [0, 0]
     gather, scatter = torch.ops.weft.all_gather_matmul.default, torch.ops.weft.matmul_reduce_scatter.default
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import torch
-from support.interpreted import play_all, wrong_in
+from support.interpreted import drawn, play_all, wrong_in
 
 
 def play(seed: int) -> None:
@@ -14,11 +14,7 @@ def play(seed: int) -> None:
     from weft.kernels.move import move_kernel
     from weft.kernels.signals import FLAG
 
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=g))
-
+    g, number = drawn(seed)
     dynamic, early, gaps = seed % 2 == 1, number(0, 2), number(0, 2)
     width, room, count = 8 * number(1, 40), number(8, 30), number(1, 5)
     source = torch.randint(0, 2**15, (room + 2, width + 8 * gaps * number(0, 3)), dtype=torch.int16, generator=g)

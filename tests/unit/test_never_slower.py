@@ -19,6 +19,7 @@ from weft.bench.never_slower import page
 from weft.bench.never_slower.draw import RANGES, Bounds, draw, draw_changing, fits
 from weft.bench.never_slower.judge import Verdict, is_under, mine
 from weft.bench.never_slower.options import MODES, Options, forward_operators, options_of
+from weft.bench.never_slower.run import items_of
 from weft.bench.ops.embedding_presets import EmbeddingPreset
 from weft.bench.ops.moe_shape import MoeShape
 from weft.bench.report import main, rewrite
@@ -307,8 +308,6 @@ def test_a_sentence_needs_queued_or_captured_calls() -> None:
 
 
 def test_named_shapes_alone_are_those_of_the_whole_run() -> None:
-    from weft.bench.never_slower.run import items_of
-
     def items(only: str, modes: str = "queued,changing") -> list[Any]:
         given = ["--device", "cpu", "--seed", SEED, "--shapes", "4", "--modes", modes, "--only", only]
         return items_of(options_of(given, "weft bench"), 2)
@@ -321,8 +320,6 @@ def test_named_shapes_alone_are_those_of_the_whole_run() -> None:
 
 
 def test_parts_are_all_shapes_once() -> None:
-    from weft.bench.never_slower.run import items_of
-
     def items(part: tuple[int, int]) -> list[Any]:
         ops = ("all_gather_matmul", "matmul_all_to_all", "embedding_all_to_all")
         return items_of(Options(ops, ("queued", "changing"), "cpu", 2, SEED, shapes=4, sizes=5, part=part), 2)

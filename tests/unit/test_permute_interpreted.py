@@ -5,7 +5,7 @@ row pitches, invalid sizes.
 from __future__ import annotations
 
 import torch
-from support.interpreted import play_all, wrong_in
+from support.interpreted import drawn, play_all, wrong_in
 
 
 def play(seed: int) -> None:
@@ -15,11 +15,7 @@ def play(seed: int) -> None:
 
     from weft.kernels.permute import permute_kernel
 
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=g))
-
+    g, number = drawn(seed)
     width, count, n_own = 8 * number(1, 40), number(1, 40), number(0, 20)
     counts = [number(0, 6) for _ in range(count)]
     sources = [

@@ -7,7 +7,7 @@ The interpreter runs programs one after the other, so all flags for which they w
 from __future__ import annotations
 
 import torch
-from support.interpreted import play_all, wrong_in
+from support.interpreted import drawn, play_all, wrong_in
 
 
 def play(seed: int) -> None:
@@ -17,10 +17,7 @@ def play(seed: int) -> None:
     from weft.kernels.round_trip import round_trip_kernel
     from weft.kernels.signals import FLAG, POISONED
 
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=g))
+    g, number = drawn(seed)
 
     def rows_of(count: int) -> torch.Tensor:
         return torch.randint(0, 2**15, (count, width), dtype=torch.int16, generator=g)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from weft.builders import (
     described,
     named,
 )
+from weft.operator import select
 from weft.operator.gpu_gemms import GemmTimer
 from weft.plan.gemms import ladder
 from weft.schedule import Compute, Set, Tiles
@@ -152,13 +155,6 @@ def test_pulled_sums_cross_as_often_as_the_librarys_and_are_read_only(world: int
 
 
 def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-    from typing import Any
-
-    import torch
-
-    from weft.operator import select
-
     comm: Any = SimpleNamespace(device=torch.device("cuda"), all_mapped=True)
     p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
     monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)

@@ -5,17 +5,13 @@ without tables that the kernel copies first.
 from __future__ import annotations
 
 import torch
-from support.interpreted import play_all, wrong_in
+from support.interpreted import drawn, play_all, wrong_in
 
 
 def play(seed: int) -> None:
     from weft.kernels.totals import totals_kernel
 
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=g))
-
+    g, number = drawn(seed)
     with_tables, n_one, n_other = seed % 2 == 0, number(1, 30), number(0, 30)
     counts = torch.randint(0, 1000, (n_one + n_other,), generator=g)
     held = torch.full((len(counts) + 1,), -1)
