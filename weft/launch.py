@@ -276,7 +276,7 @@ def share_gpus(rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         weft.launch.share_gpus(rank)
 
-    Results are correct, also with NCCL and torch's symmetric memory, but measured times mean nothing. The function sets
+    Results are correct, even with NCCL and torch's symmetric memory, but measured times mean nothing. The function sets
     `NCCL_HOSTID`, `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`. NCCL refuses two ranks of one
     host on one GPU, so each rank reports a host of its own.
     """

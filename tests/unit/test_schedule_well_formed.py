@@ -186,7 +186,7 @@ def test_rows_may_be_an_expression() -> None:
 
 def test_a_negative_extent_is_refused_as_it_is_written() -> None:
     lane = Draft("d", 2).lane("a")
-    with pytest.raises(ValueError, match="lane a: repeat has extent=-1: use 0, which runs no step, or more"):
+    with pytest.raises(ValueError, match="lane a: repeat has extent=-1: use at least 0"):
         lane.repeat("i", -1, Copy(X, Y))
     with pytest.raises(ValueError, match="lane a: tiles has extent=-2"):
         lane.tiles(Unpack(), "t", -2, Copy(X, Y))

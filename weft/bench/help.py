@@ -60,7 +60,7 @@ _WEFTS: Lines = (
 )
 _EXPERTS_BY_HAND: Lines = (
     *_SERIAL,
-    ("padded", "the baseline of mode graph: each expert gets equally many rows of each rank, by padding"),
+    ("padded", "the baseline of mode graph: each expert gets the same number of rows of each rank, by padding"),
 )
 _ASYNCTP: Lines = (("asynctp", "torch's fused operator, on GPUs"),)
 

@@ -1,8 +1,8 @@
 """Optimizers that update embedding tables during backward: their formulas, hyperparameters and states.
 
 A batch reads a small part of a table. So backward sums the gradient of each row that the batch has read, and updates
-that row at once. No gradient of the whole table is stored, and other rows cost nothing. w is a row, and g its gradient,
-summed over the batch:
+that row immediately. No gradient of the whole table is stored, and other rows cost nothing. w is a row, and g its
+gradient, summed over the batch:
 
     all                     g = g + weight_decay * w                       (L2, as torch.optim; only rows that the batch reads)
     SGD                     w = w - lr * g
@@ -17,7 +17,8 @@ summed over the batch:
 
 t is the number of updates by the optimizer, not of the row. Rows that a batch does not read keep m and v, as in
 `torch.optim.SparseAdam`. States are float32 for tables of any dtype, and updates are computed in float32. The formulas
-are those of FBGEMM's exact optimizers, except that FBGEMM applies Adam's weight decay separately from the gradient.
+are the same as in FBGEMM's exact optimizers, except that FBGEMM applies Adam's weight decay separately from the
+gradient.
 """
 
 from __future__ import annotations

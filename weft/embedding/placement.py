@@ -102,8 +102,8 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign each table, the most expensive first, to the rank with the lowest cost so far. Of ranks with equal costs, take the
-    one with the least memory in use.
+    """Assign each table, the most expensive first, to the rank with the lowest cost so far. Among ranks with equal
+    costs, take the rank with the least memory in use.
 
     Return the rank of each table.
     """

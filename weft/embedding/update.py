@@ -16,7 +16,7 @@ class FusedUpdate:
     """An optimizer with its states for the tables of one rank. Pass it as `update` to `weft.embedding_all_to_all`.
 
     Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on the tables' device,
-    which the update reads when it runs, also in a CUDA graph.
+    which the update reads when it runs, even in a CUDA graph.
 
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.

@@ -65,10 +65,10 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
     `torch.no_grad()` update nothing. Without an optimizer, the tables require gradients, as in `nn.EmbeddingBag`.
 
     The parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has
-    only its own tables, also in its `state_dict()`. The table's config sets its initial values with `weight_init_min`
-    and `weight_init_max`, or with `init_fn` (default: uniform in +-sqrt(1/num_embeddings)). Each table is filled with a
-    seed derived from the first rank's default generator, so its values do not depend on the placement.
-    `load_full_weights` copies the weights of an unsharded collection.
+    only its own tables, and its `state_dict()` has only these. The table's config sets its initial values with
+    `weight_init_min` and `weight_init_max`, or with `init_fn` (default: uniform in +-sqrt(1/num_embeddings)). Each
+    table is filled with a seed derived from the first rank's default generator, so its values do not depend on the
+    placement. `load_full_weights` copies the weights of an unsharded collection.
 
     `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and so change the dtype and the device
     of the output. All ranks need the same dtype at the next call. An unsupported dtype or device raises `ValueError`
@@ -126,7 +126,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
     and sets the attribute.
     """
     _of_rows: ClassVar[type[Any] | None] = None
-    """The subclass for `dedup=True`, also from `weft.nn.deduplicated_embedding`."""
+    """The subclass for `dedup=True`, from `weft.nn.deduplicated_embedding` too."""
 
     def __init__(
         self,

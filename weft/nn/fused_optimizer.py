@@ -20,8 +20,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` for this rank's tables, which backward updates.
 
     `step()` and `zero_grad()` do nothing, so a training loop can call them on all its optimizers. A learning rate
-    written to `param_groups[0]["lr"]`, for example by a scheduler, applies to all later updates of this rank, also in a
-    replayed CUDA graph. All ranks must write the same value; CPU ranks compare it at each backward. Other
+    written to `param_groups[0]["lr"]`, for example by a scheduler, applies to all later updates of this rank, including
+    replays of a CUDA graph. All ranks must write the same value; CPU ranks compare it at each backward. Other
     hyperparameters are fixed.
 
     `state_dict()` has torch's form and TorchRec's names: state "<table>.momentum1" of parameter

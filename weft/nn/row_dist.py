@@ -85,7 +85,7 @@ class RowDist:
         self._words = [len(parts) + self.world for parts in self.parts_of_rank]  # of the numbers sent to each rank
         self._by_kernel: NumberExchange | None = None
         self._what = f"rows of {counted(len(partition.tables), 'table')}"
-        # Without this text, modules with equally many tables would make equal calls, and exchange rows of other tables.
+        # Without this text, modules with the same number of tables would make equal calls, and exchange rows of other tables.
         named = {
             "tables": cast(EmbeddingSharding, partition.sharding).written,
             "placement": partition.shardings,

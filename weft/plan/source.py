@@ -34,7 +34,8 @@ class Calibrated(NamedTuple):
 def calibrated(machine: Machine, ranks: int) -> Calibrated:
     """Return the model of `ranks` GPUs of this machine from the best source.
 
-    Raise `KeyError` with the missing number if the machine file is incomplete."""
+    Raise `KeyError` with the missing number if the machine file is incomplete.
+    """
     base = model_of(machine, ranks)
     refused = True
     try:

@@ -66,16 +66,14 @@ class Cargo(Protocol):
         size that this collective reserves for a message.
 
         near: the shared memory of each rank of this host, which `load` has written.
-        far: far[h] is the message to write for host h, to the rank with the same index there as this rank has here.
+        far: far[h] is the memory for the message to this rail's rank on host h.
         """
 
     def go_on(self) -> None:
         """Do work that does not need the messages from other hosts, while these messages are in transit."""
 
     def unpack(self, received: dict[int, torch.Tensor]) -> None:
-        """Compute the result. received: received[h] is the message from host h, sent by the rank with the same index there as
-        this rank has here.
-        """
+        """Compute the result. received: received[h] is the message from this rail's rank on host h."""
 
 
 class Rails:

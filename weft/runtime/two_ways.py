@@ -12,10 +12,10 @@ conditions holds:
   clearly faster than the second fastest call of the first, or its median time was less.
 - Each of its sorted times is less than the corresponding time of the first implementation, and its median is clearly less.
 
-With the first condition, the fastest calls count most, because other work on the machine slows single calls, and on a busy
-machine most calls. The second condition finds a gain even if the fastest calls are almost equal. gloo's all-to-all
-may send in one direction after the other, and then takes up to twice as long. If the measured links show
-that the second implementation cannot be clearly faster, no call uses it.
+The first condition relies on the fastest calls: other work slows some calls, and on a busy machine most calls. The
+second condition finds a gain even if the fastest calls are almost equal. gloo's all-to-all may send in one direction
+after the other, and then takes up to twice as long. If the measured links show that the second implementation cannot be
+clearly faster, no call uses it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TwoWays:
     """The choice between two implementations of a call, for each size of the call, by the times of the first calls. All
     ranks make the same choice.
 
-    The size is the number of rows of a call, or its numbers of samples and ids. Similar sizes, whose binary numbers have equally
-    many bits, share a choice.
+    The size is the number of rows of a call, or its numbers of samples and ids. Sizes whose binary numbers have the
+    same number of bits share a choice.
     """
 
     def __init__(self, comm: Communicator) -> None:

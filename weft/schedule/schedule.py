@@ -367,7 +367,7 @@ class LaneDraft:
 
     def _require_extent(self, method: str, extent: Index) -> None:
         if isinstance(extent, int) and extent < 0:
-            raise ValueError(f"lane {self.name}: {method} has extent={extent}: use 0, which runs no step, or more")
+            raise ValueError(f"lane {self.name}: {method} has extent={extent}: use at least 0 (0 runs no step)")
 
     def _require(self, wanted: type, given: Any, fix: str) -> None:
         if not isinstance(given, wanted):

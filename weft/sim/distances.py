@@ -1,9 +1,9 @@
 """Classes of equivalent distances between ranks: a step costs the same for peers at equivalent distances.
 
-Two distances are equivalent if their routes have equally many links, and the n-th links of both routes have the same
-kind, bandwidth and latency. In addition, the simulator must represent the n-th links of both routes by one resource. A
-resource may represent the links of several ranks (`weft.sim.lower`). On a switch, all distances are equivalent. With
-several hosts, distances to other hosts are equivalent if the peers have the same index on their hosts.
+Two distances are equivalent if their routes have the same number of links, and the n-th links of both routes have the
+same kind, bandwidth and latency. In addition, the simulator must represent the n-th links of both routes by one
+resource. A resource may represent the links of several ranks (`weft.sim.lower`). On a switch, all distances are
+equivalent. With several hosts, distances to other hosts are equivalent if the peers have the same index on their hosts.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def _programs(what: str, key: str) -> re.Match[str] | None:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the fraction of a GEMM's compute rate that each byte/us of concurrent copies costs. Reads and writes both
-    count. The compute units that copy kernels hold are a separate cost.
+    """Return the fraction of a GEMM's compute rate that each byte/us of concurrent copies costs. Bytes are the sum of
+    reads and writes. The compute units that copy kernels hold are a separate cost.
 
     slowdown: the measured slowdown of a GEMM while each GPU read and wrote `bytes_per_us`.
     share_held: the fraction of units that copy kernels held.

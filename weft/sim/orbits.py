@@ -15,7 +15,7 @@ The work grows linearly with the number of ranks: 16,384 ranks take seconds. The
 every rank.
 
 The builders (`weft.builders.embedding_all_to_all`) order peers by rank number instead. On a torus this order is slower:
-where it passes the end of a row, ranks send to different displacements at the same time.
+at the ends of rows, ranks send to different displacements at the same time.
 """
 
 from __future__ import annotations

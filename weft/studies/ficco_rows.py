@@ -78,7 +78,7 @@ class GemmRow:
     gemm: the sizes that ran. N is the number of columns on one rank, and M may be smaller than in the paper.
     pick: the schedule that the paper's heuristic chooses. The heuristic uses the threshold of the machine that ran, or
         of the paper's machine if weft has no file for the machine that ran.
-    ms: the time in milliseconds per call, by variant, also of the variant serial.
+    ms: the time in milliseconds per call, by variant, including serial.
     closed: the schedule that weft's closed form chooses; "" if it was not recorded.
     losses: the simulated losses of FiCCO's schedules (`weft.studies.ficco_losses.losses_of`); empty for measured times.
     """

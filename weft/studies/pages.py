@@ -77,7 +77,7 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
-    """Return the fields that all records of a simulated run have, also of runs without a machine file.
+    """Return the fields that all records of simulated runs have, with or without a machine file.
 
     machine: a description of the machine.
     assumed: a list of two counts: how many of the model's numbers are assumed, and how many numbers it has.

@@ -6,7 +6,7 @@ On a connection the rank sends one packet: its identity, the peer's token, and o
 the pair is used, because an accepted socket would keep the listener's name. When a rank has all its sockets, it sends "ready"
 with a digest of the peer's token on each socket, and waits for the same message from all peers. Then it closes the listener,
 clears its entry, sends "withdrawn", and waits for this message from all peers. So no named socket remains, and a rank that sets
-up the group again at once does not find entries of this attempt.
+up the group again immediately does not find entries of this attempt.
 
 Two ranks are on one host if their boot ids and network namespaces are equal, since abstract socket names are valid only
 there. In a group on several hosts, a rank also listens on a TCP port, which it publishes in the store. Higher ranks on
@@ -212,7 +212,7 @@ class _Setup(Attempt):
                 f"ranks set up this group in different calls ({made}). A rank has missed a deadline before, so "
                 "the ranks are out of step: make a new process group"
             )
-        # A rank that leaves may set up the group again at once. It must not find this rank's entry or listener then.
+        # A rank that leaves may immediately set up the group again. It must not find this rank's entry or listener then.
         self.close()
         self.say("")
         self._exchange("withdrawn", "")

@@ -162,7 +162,7 @@ class Communicator:
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
-        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Used only on GPUs."""
+        """Notify peers that this rank refuses the call that it has begun (`weft.symm.calls`). Only GPU ranks call this method."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:

@@ -13,7 +13,8 @@ A daemon thread, the watchdog (`weft.symm.watchdog`), reads the connections to a
   *refusal*: the peer refuses a call. *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`).
 - *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`). *present*: the number of
   rounds that a peer has begun (`weft.symm.rounds`).
-- end-of-file without goodbye: the peer is dead (kill -9, crash). The kernel reports it immediately, also from another host.
+- end-of-file without goodbye: the peer is dead (kill -9, crash). The operating system reports it immediately, even from
+    another host.
 - an error of a connection between hosts: the other host has not responded for `WEFT_DEADLINE_S`, or sent an invalid frame.
 
 A failure is final. The watchdog sets the *failed word* (a private int64 that native waits read) and runs the `on_failure`
@@ -136,8 +137,8 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Wait until the watchdog has read its connections. Called after this process was stopped for a while, because
-        messages may have arrived meanwhile.
+        """Wait until the watchdog has read its connections. Call this method after this process was stopped for a
+        while, because messages may have arrived meanwhile.
         """
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._watchdog.rouse()

@@ -2,7 +2,7 @@
 parts of a run (`--part`) draw the same shapes.
 
     M        the number of rows. 30% are 1 to 256, as in decoding; the others are 128 to 65536, log-uniform, half of them multiples
-             of 128. If all ranks must have equally many rows, M is rounded up to a multiple of the number of ranks
+             of 128. If all ranks need the same number of rows, M is rounded up to a multiple of the number of ranks
     N, K     512 to 53248, log-uniform; 80% are multiples of 128, the others of 64
     experts  the tokens of a rank are drawn like M, but at most 16384. Each rank has 1 to 32 experts. Each token goes to 1 to 8
              experts, drawn by Zipf's law with exponent 0 (even), 0.5 or 1

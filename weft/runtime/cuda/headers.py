@@ -64,7 +64,7 @@ class HeaderExchange(PeerExchange):
     def missed(self, status: int, epoch: int, peer: int) -> str:
         return (
             f"input distribution {epoch} of embeddings waited for the numbers of ids of rank {peer}, and missed its deadline: "
-            "check that all ranks have equally many batches, and called the module or prefetched a batch"
+            "check that all ranks have the same number of batches, and called the module or prefetched a batch"
         )
 
     def failure(self, status: int, epoch: int, peer: int, wanted: int, found: int) -> WeftError:
@@ -131,6 +131,6 @@ def headers_on(comm: Communicator) -> HeaderExchange:
 
 
 def known_headers(group: dist.ProcessGroup) -> HeaderExchange | None:
-    """Return the group's `HeaderExchange`, also after the group failed; None if `headers_on` has not constructed it."""
+    """Return the group's `HeaderExchange`, even after the group has failed; None if `headers_on` has not constructed it."""
     comm = open_communicator(group, "cuda")
     return None if comm is None else _exchanges.get(comm)

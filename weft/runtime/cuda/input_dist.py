@@ -111,8 +111,8 @@ def unpack(
     """Unpack the received messages. Return (ids `[ids]`, int64 offsets `[bags + 1]`, weights `[ids]` or None), ordered by
     feature, and within a feature by source rank and sample.
 
-    boxes: the memory of all ranks, from which to read the messages. Then `messages` is ignored, all ranks must have equally many
-        samples, and there may be fewer ids than `ids`.
+    boxes: the memory of all ranks, from which to read the messages; None to read `messages`. With boxes, all ranks must
+        have the same number of samples, and there may be fewer ids than `ids`.
     """
     device, count = headers.device, sources * features
     values = torch.empty(ids, dtype=dtype, device=device)

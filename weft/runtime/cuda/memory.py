@@ -152,7 +152,7 @@ class ScheduleMemory:
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
         """Return the program (a list of stream operations) of the barrier between runs, and the program's base addresses. The
-        barrier notifies peers that this rank's runs have ended, and waits until theirs have ended.
+        barrier notifies peers that this rank's runs have ended, and waits until the peers' runs have ended.
         """
         world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
@@ -190,8 +190,8 @@ class ScheduleMemory:
         self._end(DisagreementError(text))
 
     def standing_still(self, seconds: float) -> None:
-        """Make the group fail if a run is blocked in a wait. The error names the peer and the signal. Runs on the watching
-        thread after a missed deadline.
+        """Make the group fail if a run is blocked in a wait. The error names the peer and the signal. This method runs
+        on the watching thread after a missed deadline.
 
         seconds: the deadline.
         """
@@ -242,8 +242,8 @@ class ScheduleMemory:
             self.comm.poison(str(error))
 
     def _release_waiters(self) -> None:
-        """Write NaN to all buffers that peers write, then end every wait of this rank's streams. Runs on the watchdog
-        thread when the group has failed.
+        """Write NaN to all buffers that peers write, then end every wait of this rank's streams. This method runs on
+        the watchdog thread when the group has failed.
 
         Copies of peers may still arrive until their streams are done, so the buffers are filled again and again for
         `_SPOIL_S`.

@@ -2,9 +2,9 @@
 
 A compiled program gets new addresses in every run, because the caller's tensors may have moved. So it identifies memory by an
 index into a list of base addresses, and an offset in bytes. The list has, in this order: the caller's tensors, the schedule's
-scratch buffers, the ranks' symmetric memory, the ranks' signal words, and `Context.begun_word`. Then follow the numbers of rows
-of the caller's tensors whose numbers of rows are known only at run time. Only the addresses and numbers of rows of the caller's
-tensors change.
+scratch buffers, the ranks' symmetric memory, the ranks' signal words, and `Context.begun_word`. The last entries are
+numbers of rows: of the caller's tensors with a number of rows that is known only at run time. Only the entries of the
+caller's tensors, addresses and numbers of rows, change between runs.
 """
 
 from __future__ import annotations

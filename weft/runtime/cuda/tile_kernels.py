@@ -58,7 +58,7 @@ class TilesCall:
         return False
 
     def prepare(self, tensors: Tensors) -> None:
-        """Load the kernels that the launch needs. Called before any stream waits for a peer."""
+        """Load the kernels that the launch needs. Call this method before any stream waits for a peer."""
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
         """Enqueue the kernel of the step on the current stream. tensors: the run's tensors. bases: the run's base addresses

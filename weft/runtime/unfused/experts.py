@@ -135,8 +135,8 @@ def matmul_all_to_all(
 
     h: the rows of this rank's experts, sorted by expert. Further rows of h are ignored.
     most: the largest number of rows of a rank in typical calls, by which ranks on several hosts choose between two
-        implementations. Used only if the ranks have synchronised in this call. Otherwise they exchange their numbers of rows,
-        and use the largest.
+        implementations. `most` is used only if the ranks have synchronised in this call. Otherwise they exchange their
+        numbers of rows, and use the largest.
     """
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))

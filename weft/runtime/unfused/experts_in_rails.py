@@ -114,7 +114,7 @@ class CombineInRails:
 
     @property
     def sends(self) -> int:
-        """The number of rows that this rank sends, also to itself."""
+        """The number of rows that this rank sends, including rows for itself."""
         return self.cargo.rows
 
     def _multiply(self, made: torch.Tensor) -> None:
