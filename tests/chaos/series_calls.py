@@ -98,7 +98,8 @@ def operator(group: dist.ProcessGroup, draw: random.Random, seed: int) -> Parts:
     kept, held = call.kept(ys), [(y.detach(), y.detach().clone()) for y in ys]
     yield "forward"
     some = [i for i, y in enumerate(kept) if y.requires_grad]
-    changed = draw.randrange(group.size()) if any(wanted[:2]) and draw.random() < 0.1 else None
+    # Ranks notify each other in backward only if it communicates. The gradient of x, or of the tokens, always does.
+    changed = draw.randrange(group.size()) if wanted[0] and draw.random() < 0.1 else None
     for _ in range(draw.choice((1, 1, 2)) if some else 0):
         weighed = draw.sample(some, draw.randint(1, len(some)))
         weights, exact = right_gradients(call, weighed)
@@ -247,10 +248,17 @@ def experts(group: dist.ProcessGroup, draw: random.Random, seed: int) -> Parts:
         ((None, None), ("serial", "serial"), *[("dispatch[by=kernel,rest=each]", "combine[chunks=1,by=store]")] * 2)
     )
     room = 40 * TOP_K * world if draw.random() < 0.4 else None
-    around: Callable[[], Any] = fused if gated and draw.random() < 0.5 else contextlib.nullcontext
-    yield f"{dtype}, {count} experts, {around.__name__}, max_rows {room}, frozen {frozen}, schedules {pinned}"
+    how = draw.choice(("plain", "fused" if gated else "plain"))
+    how = "compiled" if draw.random() < 0.05 else how  # rarely, because it takes seconds
+    around: Callable[[], Any] = fused if how == "fused" else contextlib.nullcontext
+    yield f"{dtype}, {count} experts, {how}, max_rows {room}, frozen {frozen}, schedules {pinned}"
     with around():
         mlp: Any = layer(group, count, dtype, gated=gated, max_rows=room, capacity=40 * TOP_K, schedules=pinned)
+    run = mlp
+    if how == "compiled":
+        torch._dynamo.reset()
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        run = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     exact = {name: _double(w) for name, w in whole(count, gated, dtype).items()}
     for name in exact:
         mlp.get_parameter(name).requires_grad_(name not in frozen)
@@ -264,7 +272,7 @@ def experts(group: dist.ProcessGroup, draw: random.Random, seed: int) -> Parts:
             x, index, by = of_ranks[rank]
             x, by = x.requires_grad_("x" not in frozen), by.requires_grad_("by" not in frozen)
             with around(), poisoned_memory():
-                y = mlp(x, index, by)
+                y = run(x, index, by)
             ys = [dense(*one, exact) for one in doubles]
             near(y.detach(), ys[rank].detach(), dtype, 2)
             batches.append((x, by, y, ys, doubles, [data(r, t.shape, dtype, seed + step) for r, t in enumerate(ys)]))
