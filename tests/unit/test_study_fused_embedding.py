@@ -22,7 +22,7 @@ from weft.studies.numbers import load_numbers
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "sim-fused-embedding.jsonl"
-NUMBERS = study.our_numbers()
+NUMBERS = load_numbers()
 
 
 @pytest.mark.parametrize("order", ["natural", "remote_first"])
@@ -92,7 +92,7 @@ def test_numbers_are_read_with_units_and_wrong_ones_are_named() -> None:
     assert NUMBERS.assumed == [sum(q.source == "assumed" for q in NUMBERS.quantities.values()), len(NUMBERS.quantities)]
     with pytest.raises(KeyError, match=r"AMD Instinct MI210 has no number nic.speed: use one of gpu.units"):
         NUMBERS["nic.speed"]
-    assert load_numbers("fused_embedding.toml") is NUMBERS
+    assert load_numbers() is NUMBERS
     assert all(one.note or one.source in ("paper", "datasheet") for one in NUMBERS.quantities.values())
 
 

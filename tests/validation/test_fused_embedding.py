@@ -12,9 +12,10 @@ from weft.sim.collectives import algorithms
 from weft.studies import fused_embedding as study
 from weft.studies.dlrm_iteration import Dlrm, exchange_us, reduce_us
 from weft.studies.fused_embedding_model import Setting, bag_bytes, between_nodes, in_a_node, slice_us
+from weft.studies.numbers import load_numbers
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "sim-fused-embedding.jsonl"
-NUMBERS = study.our_numbers()
+NUMBERS = load_numbers()
 
 
 @pytest.mark.parametrize("rows", [5.5, 70])

@@ -27,14 +27,12 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
         measure = GpuMeasure(symm.communicator(group, device))
         # Another machine's numbers are good enough to choose the sizes to measure on an unknown machine.
         base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
-        found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
+        found = calibrate(
+            measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else lambda text: None
+        )
         measure.close()
     return str(found.save()) if rank == 0 else ""
 
 
 def _printed(text: str) -> None:
     print(f"measuring {text}", flush=True)
-
-
-def _ignored(text: str) -> None:
-    """Ignore a progress message, on ranks other than 0."""

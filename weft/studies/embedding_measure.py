@@ -235,16 +235,11 @@ class Lines(NamedTuple):
         return [round(float(edge), 2) for edge in edges], totals
 
 
-def timeline_of(variant: FusedVariant, which: int) -> Lines:
-    """Run a fused variant on a GPU, and return its kernel's timeline.
-
-    which: the index of the input set.
-
-    All ranks must make this call.
-    """
+def timeline_of(variant: FusedVariant) -> Lines:
+    """Run a fused variant on a GPU with its first inputs, and return its kernel's timeline. All ranks must make this call."""
     work = variant.work
     executor = variant.executor
-    jagged = as_jagged(work.inputs[which])
+    jagged = as_jagged(work.inputs[0])
     checked = check_jagged(jagged, work.config.sharding, work.ranks.rank, work.config.batch_sizes, work.weights)
     tensors = {"tables": work.weights, "bags": (jagged, checked)}
     lines = executor.timeline_lines(tensors)

@@ -49,17 +49,13 @@ REAL, REAL_SMALL = (512, 7), (64, 7)
 """
 
 
-def our_numbers() -> Numbers:
-    return load_numbers("fused_embedding.toml")
-
-
 def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
     """Return the records of the study: one for each figure, and four further records.
 
     The further records are: the results for other numbers of rows per bag, the tasks of one iteration, the sensitivity
     analysis, and the results under other interpretations of the paper.
     """
-    numbers = our_numbers()
+    numbers = load_numbers()
     common = {
         **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",
         "ranks": numbers.count("scale.nodes"), "topology": "torus", "baseline": "serial",
@@ -244,7 +240,7 @@ def _where(surface: Record, gain: float) -> str:
 
 
 def tables(rows: Mapping[str, Record]) -> list[ResultTable]:
-    numbers = our_numbers()
+    numbers = load_numbers()
     return [
         claims_table("The paper's numbers and ours", claims(rows)),
         _times_table(rows["10"], f"Two nodes, slices of {SLICE} vectors, times in us (figure 10)"),

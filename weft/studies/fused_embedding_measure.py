@@ -143,7 +143,7 @@ def _occupancy(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
             "of_usual": running / usual.programs, "occupancy": running / 64, "multiprocessors": of.multiprocessors,
         }  # fmt: skip
         if programs is not None and programs <= _COUNTED:  # are the programs spread evenly?
-            each = np.bincount(timeline_of(variant, 0).waits[:, 3].astype(int), minlength=of.multiprocessors)
+            each = np.bincount(timeline_of(variant).waits[:, 3].astype(int), minlength=of.multiprocessors)
             more[name] |= {"programs_of_multiprocessors": [int(each.min()), int(each.max())]}
     return found, more, []
 
@@ -155,7 +155,7 @@ def _timeline(part: Part, work: EmbeddingData, repetitions: int, step: Step) -> 
     for name in (name for name in TIMED if name in built):
         variant = built[name]
         assert isinstance(variant, FusedVariant)
-        lines = timeline_of(variant, 0)
+        lines = timeline_of(variant)
         us, mb = lines.bytes_by()
         steps = [(b - a) / (us[1] - us[0]) * 1e3 for a, b in pairwise(mb)]  # GB/s
         more[name] = {"us": us, "sent_mb": mb, "peak_gbps": max(steps), **waits_of(lines)}

@@ -18,7 +18,7 @@ class Numbers(Quantities):
     """The numbers of a model by key, in SI units: bytes, seconds, bytes/s or FLOP/s. A key is "group.name", as in the
     TOML file.
 
-        numbers = load_numbers("fused_embedding.toml")
+        numbers = load_numbers()
         numbers["nic.bandwidth"]               20e9
         numbers.scaled("nic.bandwidth", 0.8)   a copy in which this number is multiplied by 0.8
     """
@@ -45,8 +45,9 @@ class Numbers(Quantities):
 
 
 @cache
-def load_numbers(file: str) -> Numbers:
-    """Read the numbers of a file in this folder. Raise `ValueError` for an unknown unit or source, or a negative value."""
+def load_numbers() -> Numbers:
+    """Read the numbers of `fused_embedding.toml`. Raise `ValueError` for an unknown unit or source, or a negative value."""
+    file = "fused_embedding.toml"
     data = parse_toml(files(__package__).joinpath(file).read_text(), file)
     name = data.pop("name")
     found = {f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()}

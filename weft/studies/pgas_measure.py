@@ -155,7 +155,7 @@ def _retrieval(part: Part, work: EmbeddingData, repetitions: int, step: Step) ->
     if work.ranks.device.type == "cuda" and part.figure in ("weak", "strong") and work.ranks.world_size > 1:
         for name in ("direct", "put"):
             if isinstance(variant := built.get(name), FusedVariant):
-                lines = timeline_of(variant, 0)
+                lines = timeline_of(variant)
                 us, mb = lines.bytes_by()
                 more[name] |= {"us": us, "sent_mb": mb, "kernel_us": lines.end_us}
     return found, more

@@ -151,11 +151,7 @@ def rows_on(
         for key, result in results.items():
             step(f"{todo[key][0].name} {todo[key][1]}, {key[1]} ranks")
             found[key] = result.result()
-    return [_as(found[gemm, ranks], layer) for _, ranks, layer, gemm in which]
-
-
-def _as(row: HardwareRow, layer: str) -> HardwareRow:
-    return replace(row, layer=layer)
+    return [replace(found[gemm, ranks], layer=layer) for _, ranks, layer, gemm in which]
 
 
 def fields_of(row: HardwareRow) -> Record:

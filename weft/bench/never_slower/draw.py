@@ -118,7 +118,7 @@ def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn
     Sizes are distinct, so there may be fewer than `count`.
     """
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
-    most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]
+    most = sizes[(_gemm, _experts, _tables).index(kind)]
     unit = _unit(op, bounds)
 
     def largest(rng: random.Random, op: str, bounds: Bounds) -> Drawn:
@@ -130,10 +130,6 @@ def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn
     shape, least = _first_fitting(rng, op, bounds, largest), bounds.ranks if op == EMBEDDING else 1
     possible = range(least, most // unit + 1)
     return shape, tuple(unit * size for size in rng.sample(possible, min(count, len(possible))))
-
-
-def _made_by(op: str) -> type:
-    return EmbeddingPreset if op == EMBEDDING else MoeShape if op in EXPERTS else GemmShape
 
 
 def _kind(op: str) -> Callable[[random.Random, str, Bounds], Drawn]:

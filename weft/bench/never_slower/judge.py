@@ -128,7 +128,8 @@ class Verdict:
     def below(self) -> list[Record]:
         """The rows of `judged` whose shape was too slow (`is_under`) in both runs."""
         again = self._runs[1]
-        return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
+        seconds = [(row, again.get(key(row))) for row in self.judged if is_suspect(row)]
+        return [row for row, second in seconds if second is not None and is_timed(second) and is_under(second)]
 
     @property
     def worst(self) -> list[Record]:
@@ -203,10 +204,6 @@ class Verdict:
         if self.errors:
             found.append(f"{counted(len(self.errors), 'row')} ended with an error")
         return found
-
-
-def is_under_again(row: Record | None) -> bool:
-    return row is not None and is_timed(row) and is_under(row)
 
 
 def changing_ratios(row: Record) -> tuple[float, float]:

@@ -289,13 +289,9 @@ class Routes:
         """Return the entries of `rank`, with each rank in them replaced by its distance from `rank`. The results are
         equal for ranks whose maps differ only by their positions in the ring.
         """
-
-        def from_here(place: int) -> tuple[int, int]:
-            return (self.owner(place) - rank) % self.world, place % self.per_rank
-
         return [
             (
-                from_here(place),
+                ((self.owner(place) - rank) % self.world, place % self.per_rank),
                 [(e.how, _from(rank, e.to, self.world), e.op, e.after) for e in self._entries[rank].get(place, [])],
             )
             for place in self.order[rank]

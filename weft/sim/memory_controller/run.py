@@ -154,16 +154,15 @@ def fused(
 
 
 def fused_on_all(
-    gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
-    own_writes: OwnWrites = "watermarks",
-) -> list[ControllerRun]:  # fmt: skip
+    gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration
+) -> list[ControllerRun]:
     """Simulate a GEMM fused with a reduce-scatter on all ranks, and return the result of each rank.
 
     outputs: the output map of each rank. They may differ.
     """
-    routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
+    routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, "watermarks")
     setups = [
-        _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
+        _mapped(_with_gemm(gemm, gpu, arbitration, "watermarks", 0.0), routes, rank, one_for_all=False)
         for rank in range(len(outputs))
     ]
     return _run_all(setups)
