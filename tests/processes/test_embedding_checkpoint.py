@@ -62,11 +62,18 @@ def test_other_ranks_and_placements_go_on(pool: Pool, tmp_path: Path, optimizer:
         assert {lr for _, lr in results} == {0.03}
 
 
-def loads_wrongly(group: dist.ProcessGroup, folder: str, changes: dict[str, Any]) -> tuple[str, str, bool]:
+def loads_wrongly(
+    group: dist.ProcessGroup, folder: str, changes: dict[str, Any], checks: bool = False
+) -> tuple[str, str, bool]:
+    """Load a checkpoint into a model with other tables. Return (type and text of the error, True if no table has changed).
+
+    checks: True to check the checkpoint's files first.
+    """
     model = Model(group, tables(**changes), optimizer=ADAM if "dtype" not in changes else ADAGRAD)
     before = values(model)
     try:
-        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=weft.nn.LoadPlanner())
+        planner = weft.nn.LoadPlanner(**{"folder": folder} if checks else {})
+        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=planner)
     except BaseException as error:
         same = all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
         return type(error).__name__, str(error), same
@@ -89,22 +96,10 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool, tmp_path: Path, change
         assert same
 
 
-def loads_damaged(group: dist.ProcessGroup, folder: str) -> tuple[str, str, bool]:
-    model = Model(group, tables(), optimizer=ADAM)
-    before = values(model)
-    try:
-        planner = weft.nn.LoadPlanner(folder=folder)
-        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=planner)
-    except BaseException as error:
-        same = all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
-        return type(error).__name__, str(error), same
-    return "nothing", "", False
-
-
 @pytest.mark.parametrize("damage", ["bit", "byte of the archive", "cut", "missing"])
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(pool: Pool, tmp_path: Path, damage: str) -> None:
     pool.run(saves, str(tmp_path), ADAM, torch.float32, ranks=2)
-    assert pool.run(loads_damaged, str(tmp_path), ranks=3) == [("nothing", "", False)] * 3
+    assert pool.run(loads_wrongly, str(tmp_path), {}, True, ranks=3) == [("nothing", "", False)] * 3
     stored: Any = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
     (part,) = [stored[index] for index in stored if index.fqn == "model.sparse.ebc.embedding_bags.users.weight"]
     file = tmp_path / part.relative_path
@@ -118,7 +113,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(pool: Pool, 
     file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
     if damage == "missing":
         file.unlink()
-    for kind, text, same in pool.run(loads_damaged, str(tmp_path), ranks=3):
+    for kind, text, same in pool.run(loads_wrongly, str(tmp_path), {}, True, ranks=3):
         assert kind == "CheckpointException"
         assert file.name in text, text
         assert damage != "bit" or ("users.weight in" in text and "has another CRC-32" in text)

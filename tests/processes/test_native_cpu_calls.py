@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compile_at_once import at_once
-from support.on_ranks import error_of, own_group
+from support.on_ranks import assert_errors, error_of, own_group
 from support.slow import mostly
 from test_replay import long_ways
 
@@ -165,11 +165,8 @@ def dies_between_rounds(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 def test_a_rank_that_dies_between_rounds_is_named(mortals: Pool) -> None:
     results = mortals.run(dies_between_rounds, return_exceptions=True, timeout_s=60)
-    for rank in (0, 2):
-        first, second = results[rank]
-        assert first[0] == "PeerLostError"
-        assert "rank 1" in first[1]
-        assert second[0] == "PoisonedGroupError"
+    assert_errors((results[0][0], results[2][0]), "PeerLostError", "rank 1")
+    assert_errors((results[0][1], results[2][1]), "PoisonedGroupError")
 
 
 def closes_between_rounds(group: dist.ProcessGroup, is_native: bool) -> tuple[str, str]:
@@ -308,11 +305,8 @@ def _serial(how: str) -> str | None:
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_that_dies_is_named(mortals: Pool, how: str) -> None:
     results = mortals.run(without_rank_1, how, return_exceptions=True, timeout_s=60)
-    for rank in (0, 2):
-        first, second = results[rank]
-        assert first[0] == "PeerLostError"
-        assert "rank 1" in first[1]
-        assert second[0] == "PoisonedGroupError"
+    assert_errors((results[0][0], results[2][0]), "PeerLostError", "rank 1")
+    assert_errors((results[0][1], results[2][1]), "PoisonedGroupError")
 
 
 def interrupted(group: dist.ProcessGroup, how: str) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pool import failure_of
 from support.on_ranks import assert_error, error_of, own_group
 from support.slow import mostly
 
@@ -45,14 +45,6 @@ def call(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> 
 def right(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> bool:
     wanted = torch.cat([shard(rank, step) for rank in range(group.size())]) @ torch.ones(K, N)
     return torch.equal(call(group, step, schedule, **options), wanted)
-
-
-def told(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except BaseException as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def failing(group: dist.ProcessGroup, error: BaseException) -> Any:
@@ -107,8 +99,8 @@ def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]
     own = own_group(group)
     assert right(own, 0, schedule)
     with failing(group, KeyboardInterrupt()):
-        first = told(lambda: call(own, 1, schedule))
-    return [first, told(lambda: call(own, 2, schedule))]
+        first = failure_of(lambda: call(own, 1, schedule))
+    return [first, failure_of(lambda: call(own, 2, schedule))]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -131,7 +123,7 @@ def interrupted_at_once(group: dist.ProcessGroup, module: str, function: str, is
     if group.rank() == BAD_RANK:
         setattr(where, function, ctrl_c)
     # With a timeline, the call runs through its public function, and is not replayed.
-    return [told(lambda step=step: call(own, step, "serial", timeline=weft.Timeline())) for step in (1, 2)]
+    return [failure_of(lambda step=step: call(own, step, "serial", timeline=weft.Timeline())) for step in (1, 2)]
 
 
 @pytest.mark.parametrize(

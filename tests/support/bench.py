@@ -12,6 +12,11 @@ from weft.bench.core.operators import operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
 
+_NAMES = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms roofline_ratio error "
+_NAMES += "versions commit date host_us first_call_ms source variables harness"
+FIELDS = set(_NAMES.split())
+"""The fields of every record."""
+
 
 def cpu_ranks(group: dist.ProcessGroup) -> Ranks:
     return Ranks(group, group, torch.device("cpu"))
