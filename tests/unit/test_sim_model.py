@@ -15,8 +15,10 @@ from support.slow import mostly
 from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import Machine, known_machines, load_machine
-from weft.schedule import Draft, Schedule
+from weft.schedule import Copy, Draft, Schedule
 from weft.sim import NULL, model_of, simulate
+from weft.sim.costs import cost
+from weft.sim.uses import Operand
 
 # One tile size (32 is the smallest), and four units with one operation per microsecond each. Splitting k is too
 # expensive to be used.
@@ -184,6 +186,24 @@ def test_a_collective_goes_the_way_that_is_the_quicker_one_for_its_size() -> Non
     assert model.transfer_us("all_gather", 1000) == pytest.approx(1000 / 20) == pytest.approx(40 + 1000 / 100)
     assert model.transfer_us("all_to_all", 5000) == pytest.approx(40 + 5000 / 100)
     assert model.transfer_us("copy", 5000) == pytest.approx(5000 / TOY.copy_bytes_per_us)
+    assert model.transfer_us("reduce_scatter", 5000) == model.transfer_us("all_gather", 5000)
+    other = replace(model, reduce_scatter_bytes_per_us=50.0, reduce_scatter_large_us=10.0)
+    assert other.transfer_us("reduce_scatter", 5000) == pytest.approx(10 + 5000 / 50)
+    assert other.transfer_us("all_gather", 5000) == model.transfer_us("all_gather", 5000)
+    measured = replace(other, measured_transfers_us={"all_gather": ((100.0, 9.0), (10_000.0, 300.0))})
+    assert (
+        measured.transfer_us("reduce_scatter", 10_000)
+        == measured.transfer_us("all_gather", 10_000)
+        == pytest.approx(295)
+    )
+
+
+def test_engines_copy_from_a_peer_more_slowly_than_to_it() -> None:
+    whole, engine = Operand(1024, 1024, "bf16", 0, True), replace(TOY, copy_gets=0.5)
+    buffer = Draft("copies", 2).buffer("x", 1024, 1024, "bf16", "input")
+    copy = Copy(buffer.part(), buffer.part(), "dma")
+    put, get = (cost(engine, 2, copy, ends) for ends in ((whole, whole._replace(at=1)), (whole._replace(at=1), whole)))
+    assert get.work_us == pytest.approx(2 * put.work_us)
 
 
 def test_copying_kernels_follow_the_curve_of_their_units() -> None:
@@ -250,7 +270,7 @@ def test_what_does_not_fit_in_memory_is_refused() -> None:
 def test_every_number_of_a_model_comes_from_its_machine_file(name: str) -> None:
     """Changing a number that the simulator reads must change the model. Changing any other number must not."""
     others = ("memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
-              "collective.reduce_scatter", "heuristic.")  # fmt: skip
+              "heuristic.")  # fmt: skip
     machine = load_machine(name)
     if machine.topology == "mesh":  # derived numbers of a switch, which a mesh does not read
         others += ("link.port_",)

@@ -143,7 +143,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
             [Use("hold", COMPUTE, held)],
         )
     else:
-        us = max(count / wire, model.transfer_us("copy", count))
+        us = max(count / wire, model.transfer_us("copy", count) / (1.0 if put else model.copy_gets))
         if not (source.whole_rows and target.whole_rows) and source.rows > 1:
             us += source.rows * model.copy_row_us
         latency, disturbance, uses = (
@@ -198,9 +198,9 @@ def _exchange(model: Model, links: Links, known: bool, source: Operand, target: 
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """Return the cost of a reduce-scatter: an all-gather of the same number of bytes, plus the memory traffic of the reduction."""
+    """Return the cost of a reduce-scatter, which also reads and writes memory to reduce."""
     sent = source.bytes - target.bytes
-    us = model.transfer_us("all_gather", sent)
+    us = model.transfer_us("reduce_scatter", sent)
     return _collective(model, links, "reduce_scatter", us, source.bytes + 2 * sent, source.bytes)
 
 

@@ -30,12 +30,15 @@ with similar names, such as `signal_local_us` for signal.local.
     link.stores_N_programs, .loads_N_programs   rate of a kernel of N programs that stores to a peer, or loads from a peer
     copy_engine.latency, .bandwidth         latency and bandwidth of a copy to a peer by a copy engine
     copy_engine.count, .row                 number of copy engines, and additional time for each row of a two-dimensional copy
+    copy_engine.gets (if known)             rate of a copy from a peer, divided by the rate of a copy to a peer
     kernel_copy.units                       programs of a copy kernel
     collective.all_gather, .all_gather_latency  rate (bytes that a rank receives) and latency of an all-gather of NCCL or RCCL
     collective.all_to_all (if known)        rate of an all-to-all, if it differs from the rate of an all-gather
+    collective.reduce_scatter (if known)    rate of a reduce-scatter, if it differs from the rate of an all-gather
     collective.units                        compute units that a collective holds
     collective.small                        rate of a second algorithm of NCCL or RCCL for small collectives, if there is one
     collective.large_latency                additional start time of the algorithm for large collectives
+    collective.reduce_scatter_large_latency (if known)  the same for a reduce-scatter
     contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.tile (if known)                  additional time of a kernel for each signal of a tile
@@ -115,6 +118,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         loaded_start_us=known(us, "link.loaded_start"),
         copy_latency_us=us("copy_engine.latency"),
         copy_bytes_per_us=per_us("copy_engine.bandwidth"),
+        copy_gets=known(number, "copy_engine.gets", 1.0),
         copy_engines=units("copy_engine.count"),
         copy_row_us=us("copy_engine.row"),
         kernel_copy_units=kernel_copy_units or units("kernel_copy.units"),
@@ -126,6 +130,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         small_collective_bytes_per_us=known(per_us, "collective.small") or None,
         large_collective_us=known(us, "collective.large_latency"),
         all_to_all_bytes_per_us=known(per_us, "collective.all_to_all") or None,
+        reduce_scatter_bytes_per_us=known(per_us, "collective.reduce_scatter") or None,
+        reduce_scatter_large_us=known(us, "collective.reduce_scatter_large_latency") or None,
         all_reduce=known(number, "collective.all_reduce", 1.0),
         copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")

@@ -48,7 +48,7 @@ _NEAREST = 8
 corners of a cell.
 """
 
-Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
+Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all", "reduce_scatter"]
 """A copy by copy engine, a kernel's stores to a peer ("put") or loads from it ("get"), or an NCCL collective."""
 
 
@@ -115,6 +115,8 @@ class Model:
     """
     unit_bytes_per_us: float | None = None
     """The memory bandwidth of one compute unit that computes tiles; None: the GPU's bandwidth / the number of units."""
+    copy_gets: float = 1.0
+    """The rate of copies from a peer by copy engine, divided by the rate of copies to a peer."""
     memory_bytes: float = math.inf
     """The capacity of a GPU's memory."""
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
@@ -159,6 +161,9 @@ class Model:
     grouped_efficiency: float = 1.0
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
+    reduce_scatter_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
+    reduce_scatter_large_us: float | None = None
+    """`large_collective_us` of a reduce-scatter; None: as in an all-gather."""
     all_reduce: float = 1.0
     """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
@@ -302,6 +307,7 @@ class Model:
             get_bytes_per_us=faster(self.get_bytes_per_us),
             collective_bytes_per_us=self.collective_bytes_per_us * links,
             all_to_all_bytes_per_us=self.all_to_all_bytes_per_us and self.all_to_all_bytes_per_us * links,
+            reduce_scatter_bytes_per_us=self.reduce_scatter_bytes_per_us and self.reduce_scatter_bytes_per_us * links,
             small_collective_bytes_per_us=self.small_collective_bytes_per_us
             and self.small_collective_bytes_per_us * links,
             measured_transfers_us={how: sooner(how, curve) for how, curve in self.measured_transfers_us.items()},
@@ -330,7 +336,11 @@ class Model:
     def transfer_us(self, how: Transfer, count: float) -> float:
         """Return the time in us of a transfer of `count` bytes, without latency or launch.
 
-        count: for collectives, the bytes that a rank receives. Measured curves are interpolated linearly in logarithms."""
+        count: for collectives, the bytes that a rank receives. Measured curves are interpolated linearly in logarithms. A
+            calibration measures no reduce-scatter, so an all-gather's curve then replaces it.
+        """
+        if how == "reduce_scatter" and "all_gather" in self.measured_transfers_us:
+            how = "all_gather"
         curve = self.measured_transfers_us.get(how)
         if curve and count > 0:
             return max(0.0, interpolated(curve, count) - self._start_us(how))
@@ -340,10 +350,12 @@ class Model:
             "get": self.kernel_copy_bytes_per_us(False),
             "all_gather": self.collective_bytes_per_us,
             "all_to_all": self.all_to_all_bytes_per_us or self.collective_bytes_per_us,
+            "reduce_scatter": self.reduce_scatter_bytes_per_us or self.collective_bytes_per_us,
         }[how]
         us = count / rate
-        if how in ("all_gather", "all_to_all") and self.small_collective_bytes_per_us is not None:
-            us = min(count / self.small_collective_bytes_per_us, us + self.large_collective_us)
+        if how in ("all_gather", "all_to_all", "reduce_scatter") and self.small_collective_bytes_per_us is not None:
+            late_us = self.reduce_scatter_large_us if how == "reduce_scatter" else None
+            us = min(count / self.small_collective_bytes_per_us, us + (late_us or self.large_collective_us))
         return us
 
     @property
