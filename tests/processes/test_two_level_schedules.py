@@ -230,8 +230,8 @@ def test_each_byte_crosses_once_per_host(ranks: int, n_hosts: int, chunks: int) 
 @pytest.mark.parametrize(
     ("p", "hosts", "text"),
     [
-        (AllGatherMatmul.even(8, 4, 4, 4), 3, "4 ranks on 3 hosts: two levels need the same number of ranks on each host"),
-        (MatmulReduceScatter(4, 8, 4, 4, "bf16"), 4, "4 ranks on 4 hosts: two levels need"),
+        (AllGatherMatmul.even(8, 4, 4, 4), 3, "4 ranks on 3 hosts: this schedule needs the same number of ranks on each host"),
+        (MatmulReduceScatter(4, 8, 4, 4, "bf16"), 4, "4 ranks on 4 hosts: this schedule needs"),
         (MatmulAllReduce(6, 3, 4, 4, "bf16"), 2, "rows of a product (3) cannot be cut into 4 pieces"),
         (AllGatherMatmul(4, (2,) * 4, (4,), 4, "bf16", return_gathered=True), 2, "use return_A=False"),
     ],

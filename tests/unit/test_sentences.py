@@ -35,6 +35,11 @@ UNCLEAR = re.compile(
     r"|\b(that|which) the [\w ]+ (is|are)[;.,]"  # "the exchange that the launch is"
     r"|^[a-z_, ]+: (those|that) of\b"  # an argument: repeat the noun
     r"|\bthat the \w+ which\b"  # a clause in a clause
+    r"|\bat once\b"  # immediately, or at the same time?
+    r"|\b(are|is) (those|that) of\b|\bexcept those\b"  # repeat the noun
+    r"|\b(equally many|whole numbers?|anew(?!:)|likewise)\b"  # the same number, integer, again, also
+    r"|\bReturn (what|by how|which)\b"  # name the result
+    r"|^(Runs on|Called (before|after)|Used only)\b"  # name the subject
 )
 """Phrases that readers of weft's docstrings had to read twice."""
 LIMITS = {"headless": 0, "not imperative": 0, "long": 6, "unclear": 0}

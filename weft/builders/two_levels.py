@@ -67,7 +67,7 @@ class _Grid:
     def of(cls, world: int, hosts: int) -> _Grid:
         if world % hosts or world == hosts:
             raise NotApplicableError(
-                f"{world} ranks on {hosts} hosts: two levels need the same number of ranks on each host, at least 2"
+                f"{world} ranks on {hosts} hosts: this schedule needs the same number of ranks on each host, at least 2"
             )
         return cls(hosts, world // hosts)
 

@@ -364,7 +364,7 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
     """Draw which fractions of the total loss are decomposition and contention (`shares`). The panels are: GEMMs in 8 and in 64
     pieces of rows, and all-gathers by copy engines ("dma"). For 64 pieces only the decomposition loss was measured; the
-    contention loss is that of 8 pieces.
+    contention loss is for 8 pieces.
     """
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {

@@ -4,7 +4,7 @@ Presets and shapes are the same as for `matmul_all_to_all`: in TOKENSxNxK-eEXPER
 width of an expert. Variants:
 
     serial          the baseline, by hand: all_to_all_single of the counts, which the CPU then reads; all_to_all_single of the
-                    tokens; torch's grouped GEMMs; the same way back. Backward does the reverse
+                    tokens; torch's grouped GEMMs; all_to_all_single of the results. Backward runs the same calls in reverse order
     weft            weft.nn.ExpertParallelMLP
     weft-bounded    the same with max_rows, so that the CPU does not wait for counts in forward
 

@@ -194,8 +194,8 @@ class Routes:
         return [] if self.collective == "all_to_all" else self.sources(rank, place)
 
     def representative(self, rank: int, place: int) -> Node:
-        """Return the key under which the properties of a chunk are stored: (rank, place). If ranks are alike, the key is that
-        of the corresponding chunk of rank 0.
+        """Return the key under which the properties of a chunk are stored: (rank, place). If ranks are alike, the key
+        is the key of the corresponding chunk of rank 0.
 
         place: the chunk's position in the whole output.
         """

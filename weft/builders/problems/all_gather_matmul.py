@@ -36,8 +36,7 @@ class Scaled:
     fast: for each y, True for cuBLAS's fast accumulation, which is less accurate.
 
     The operator has these input buffers in addition: x_scale [1, 1] or [rows[rank], 1]; w_scale0, w_scale1, ... [1, 1]
-    or [1, n[i]]; and bias0, bias1, ... [1, n[i]] for the biased y. The dtype of a bias is that of its y, or bf16 if y
-    is fp8.
+    or [1, n[i]]; and bias0, bias1, ... [1, n[i]] for the biased y. A bias has the dtype of its y, or bf16 if y is fp8.
     """
 
     by: Literal["tensor", "row"]

@@ -104,7 +104,7 @@ def _pieces(sharding: EmbeddingSharding) -> tuple[np.ndarray, np.ndarray]:
 
     - The owner of each run, [runs].
     - The arguments of `_core.copy_columns` for each run, [runs, 5]: first column in the inbox, columns of the inbox, first
-      column in the gradient, 0, and columns of the run. The inbox is that of the owner.
+      column in the gradient, 0, and columns of the run. The inbox belongs to the owner.
     """
     runs, columns = column_runs(sharding), sharding.columns_of_ranks
     begins = accumulate((end - begin for _, begin, end in runs), initial=0)

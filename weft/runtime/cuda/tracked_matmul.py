@@ -99,7 +99,7 @@ def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
 class TrackedMatmulLauncher:
     """A launcher of a @ w. Its table says where each tile of the product is stored, and which counters the tile increments.
 
-    table: a row for each tile: int64 [tiles, 6 + sets], or [tiles, 8 + sets] with `adds`. The format is that of
+    table: a row for each tile: int64 [tiles, 6 + sets], or [tiles, 8 + sets] with `adds`. The format is as in
         `weft.kernels.tracked_matmul`, except that addresses, offsets and pitches are in bytes.
     counters: for each counter, the number of its tiles and the addresses of the words to set when they are done.
     relative: True if tiles are stored at offsets from the caller's tensor, not at addresses.
