@@ -8,7 +8,7 @@ import gpu_ranks as ranks
 import pytest
 import torch
 from support.embedding_collection import check, columns, placements, train
-from support.embedding_partition import whole
+from support.embedding_partition import assert_equal_bits
 
 import weft
 from weft.embedding import DataParallel, RowWise
@@ -64,6 +64,4 @@ def test_16_bit_tables(pair: Pool, dtype: torch.dtype, name: str) -> None:
 def test_equal_inputs_give_equal_bits(pair: Pool, dedup: bool, name: str) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
     runs = [pair.run(train, placements(2)[name], torch.float32, 2, options, timeout_s=120) for _ in range(3)]
-    first, *others = [whole([parts for parts, _ in run]) for run in runs]
-    for other in others:
-        assert all(torch.equal(other[name], weight) for name, weight in first.items())
+    assert_equal_bits(runs)

@@ -9,7 +9,7 @@ from typing import Any
 import gpu_ranks as ranks
 import pytest
 import torch
-from support.embedding_partition import check, placements, train, whole
+from support.embedding_partition import assert_equal_bits, check, placements, train
 
 import weft
 from weft.launch import Pool
@@ -45,9 +45,7 @@ def test_16_bit_tables(pair: Pool, name: str, dtype: torch.dtype) -> None:
 def test_equal_inputs_give_equal_bits(pair: Pool, name: str) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1)}
     runs = [pair.run(train, placements(2)[name], torch.float32, 2, 300, options, timeout_s=120) for _ in range(3)]
-    first, *others = [whole([parts for parts, _ in run]) for run in runs]
-    for other in others:
-        assert all(torch.equal(other[table], weight) for table, weight in first.items())
+    assert_equal_bits(runs)
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
@@ -64,6 +62,4 @@ def test_distinct_rows_learn_as_in_one_process(pair: Pool, pooling: str) -> None
 def test_distinct_rows_give_equal_bits(pair: Pool) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": True, "pooling": "sum"}
     runs = [pair.run(train, placements(2)["rows"], torch.float32, 2, 300, options, timeout_s=120) for _ in range(3)]
-    first, *others = [whole([parts for parts, _ in run]) for run in runs]
-    for other in others:
-        assert all(torch.equal(other[table], weight) for table, weight in first.items())
+    assert_equal_bits(runs)

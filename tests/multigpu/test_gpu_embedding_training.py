@@ -59,16 +59,9 @@ def test_gradients_of_tables(pair: Pool, name: str) -> None:
 
 def test_gradients_of_per_sample_weights(pair: Pool) -> None:
     p = Problem(SHARED, (1, 0, 1), (6, 5), weighted=True)
-    upstream = next(iter(Steps(p)))[1].double()
-    for rank, (_, found) in enumerate(pair.run(training.gradients, Steps(p), False, True, ranks=2, timeout_s=120)):
-        wanted = []
-        for slot in p.sharding.local_slots(rank):
-            bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
-            grad = upstream[:, slot.column : slot.column + slot.dim]
-            if p.tables[slot.table].pooling == "mean":
-                grad = grad / bags.lengths.clamp(min=1)[:, None]
-            wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
-        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    upstream = next(iter(Steps(p)))[1]
+    per_rank = pair.run(training.gradients, Steps(p), False, True, ranks=2, timeout_s=120)
+    training.assert_gradients_of_sample_weights(p, upstream, [found for _, found in per_rank])
 
 
 CLIPPED = (weft.SGD(lr=0.1, clip_value=0.3), weft.Adam(lr=0.1, clip_norm=2.0))
@@ -76,12 +69,7 @@ CLIPPED = (weft.SGD(lr=0.1, clip_value=0.3), weft.Adam(lr=0.1, clip_norm=2.0))
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *CLIPPED], ids=str)
 def test_updates(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
-    steps = Steps(replace(problem(2, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
-    found = of_tables(steps.p, pair.run(training.trained, steps, optimizer, ranks=2, timeout_s=120))
-    exact = training.trained_by_torch(steps, optimizer, torch.float64)
-    in_fp32 = training.trained_by_torch(steps, optimizer, torch.float32)
-    for (weight, *_), wanted, torchs in zip(found, exact, in_fp32, strict=True):
-        assert_as_exact_as_torch(weight, torchs, wanted)
+    training.assert_updates(pair, 2, optimizer)
 
 
 @pytest.mark.parametrize("name", [*PROBLEMS, "hot rows"])
@@ -118,11 +106,7 @@ def test_vectors_that_travel_in_16_bits(pair: Pool, name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_updates_of_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
-    steps, optimizer = Steps(problem(2, (8, 16), 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
-    found = of_tables(steps.p, pair.run(training.trained, steps, optimizer, ranks=2, timeout_s=120))
-    for (weight, state), wanted in zip(found, training.trained_by_torch(steps, optimizer, torch.float64), strict=True):
-        assert (weight.dtype, state.dtype) == (dtype, torch.float32)
-        torch.testing.assert_close(weight.double(), wanted, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-5)
+    training.assert_16_bit_updates(pair, (8, 16), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -132,38 +132,18 @@ def test_gradients_of_per_sample_weights(pool: Pool, pooling: str, world: int) -
     upstream = next(iter(Steps(p)))[1]
     per_rank = pool.run(training.gradients, Steps(p), False, True, ranks=world)
     assert_gradients(p, of_tables(p, [grads for grads, _ in per_rank]), upstream)
-    for rank, (_, found) in enumerate(per_rank):
-        wanted = []
-        for slot in p.sharding.local_slots(rank):
-            bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
-            grad = upstream.double()[:, slot.column : slot.column + slot.dim]
-            if pooling == "mean":
-                grad = grad / bags.lengths.clamp(min=1)[:, None]
-            wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
-        exact = torch.cat(wanted) if wanted else torch.zeros(0, dtype=torch.float64)
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    training.assert_gradients_of_sample_weights(p, upstream, [found for _, found in per_rank])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # the default of torch.optim.Adagrad
 @pytest.mark.parametrize(("optimizer", "world"), in_turn([*OPTIMIZERS, *CLIPPED], [3, 1, 2]), ids=str)
 def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:
-    steps = Steps(replace(problem(world, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
-    found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=world))
-    exact = training.trained_by_torch(steps, optimizer, torch.float64)
-    in_fp32 = training.trained_by_torch(steps, optimizer, torch.float32)
-    for (weight, *_), wanted, torchs in zip(found, exact, in_fp32, strict=True):
-        assert_as_exact_as_torch(weight, torchs, wanted)
+    training.assert_updates(pool, world, optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_updates_of_16_bit_tables(pool: Pool, dtype: torch.dtype) -> None:
-    """Sums and states are float32, and a row is rounded once per step."""
-    steps, optimizer = Steps(problem(2, (8, 3, 16), 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
-    found = of_tables(steps.p, pool.run(training.trained, steps, optimizer, ranks=2))
-    exact = training.trained_by_torch(steps, optimizer, torch.float64)
-    for (weight, state), wanted in zip(found, exact, strict=True):
-        assert (weight.dtype, state.dtype) == (dtype, torch.float32)
-        torch.testing.assert_close(weight.double(), wanted, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-5)
+    training.assert_16_bit_updates(pool, (8, 3, 16), dtype)
 
 
 def test_only_rows_that_a_batch_reads_change(pool: Pool) -> None:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.embedding_collection import KEYS, batch, check, columns, placements, tables_of, train
-from support.embedding_partition import full_weights, named_parts, whole
+from support.embedding_partition import assert_equal_bits, full_weights, named_parts, whole
 from support.on_ranks import assert_errors, error_of, told
 from support.slow import in_turn
 from torch import nn
@@ -95,9 +95,7 @@ def test_16_bit_tables(pool: Pool, dtype: torch.dtype, dedup: bool) -> None:
 def test_equal_inputs_give_equal_bits(pool: Pool, dedup: bool) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
     runs = [pool.run(train, placements(3)["mixed too"], torch.float32, 2, options, ranks=3) for _ in range(3)]
-    first, *others = [whole([parts for parts, _ in run]) for run in runs]
-    for other in others:
-        assert all(torch.equal(other[name], weight) for name, weight in first.items())
+    assert_equal_bits(runs)
 
 
 def one_feature(group: dist.ProcessGroup, placement: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.embedding_partition import batch, check, equal_tables, full_weights, train, whole
+from support.embedding_partition import assert_equal_bits, batch, check, equal_tables, full_weights, train
 
 import weft
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
@@ -79,8 +79,7 @@ def test_forward_has_the_bits_of_whole_tables_and_backward_repeats(pool: Pool) -
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
     call = ROWS, torch.float32, 2, 13, options
-    first, second = [whole([parts for parts, _ in pool.run(train, *call, ranks=3)]) for _ in range(2)]
-    assert all(torch.equal(second[name], weight) for name, weight in first.items())
+    assert_equal_bits(pool.run(train, *call, ranks=3) for _ in range(2))
 
 
 def _first_output(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.embedding_partition import (
     KEYS,
     TABLES,
+    assert_equal_bits,
     batch,
     check,
     full_weights,
@@ -110,11 +111,7 @@ def test_any_shardings_and_bags(pool: Pool, data: Any) -> None:
 def test_equal_inputs_give_equal_bits(pool: Pool, name: str) -> None:
     options = {"optimizer": weft.RowwiseAdagrad(lr=0.1)}
     call = placements(3)[name], torch.float32, 2, 13, options
-    first, *others = [
-        whole([parts for parts, _ in pool.run(_delayed, delay_s, *call, ranks=3)]) for delay_s in (0, 0.02, 0.02)
-    ]
-    for other in others:
-        assert all(torch.equal(other[table], weight) for table, weight in first.items())
+    assert_equal_bits(pool.run(_delayed, delay_s, *call, ranks=3) for delay_s in (0, 0.02, 0.02))
 
 
 def _delayed(group: dist.ProcessGroup, delay_s: float, *call: Any) -> list[Any]:

@@ -6,7 +6,7 @@ A rank uses a GPU if its group uses NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,13 @@ def batch(
     own = lengths[:, mine].contiguous().flatten()  # flatten alone returns a single column as a strided view
     features = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(weights), lengths=own, stride=mine.stop - mine.start)
     return features, upstream[mine]
+
+
+def assert_equal_bits(runs: Iterable[list[Any]]) -> None:
+    """Assert that runs have trained tables to equal bits. runs: for each run, each rank's results of `train`."""
+    first, *others = [whole([parts for parts, _ in run]) for run in runs]
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in first.items())
 
 
 def whole(per_rank: list[Any]) -> dict[str, torch.Tensor]:

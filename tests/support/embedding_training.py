@@ -305,6 +305,37 @@ def assert_as_exact_as_torch(found: torch.Tensor, in_fp32: torch.Tensor, exact: 
     assert error <= 2 * torchs + rounding, f"off by {error:.3g} where torch in float32 is off by {torchs:.3g}"
 
 
+def assert_updates(pool: Pool, world: int, optimizer: EmbeddingOptimizer) -> None:
+    """Train tables of several widths on `world` ranks, and compare the tables with those of torch."""
+    steps = Steps(replace(problem(world, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
+    found = of_tables(steps.p, pool.run(trained, steps, optimizer, ranks=world, timeout_s=120))
+    exact, in_fp32 = (trained_by_torch(steps, optimizer, dtype) for dtype in (torch.float64, torch.float32))
+    for (weight, *_), wanted, torchs in zip(found, exact, in_fp32, strict=True):
+        assert_as_exact_as_torch(weight, torchs, wanted)
+
+
+def assert_16_bit_updates(pool: Pool, dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Train tables of 16 bits. Sums and states are float32, and a row is rounded once per step."""
+    steps, optimizer = Steps(problem(2, dims, 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
+    found = of_tables(steps.p, pool.run(trained, steps, optimizer, ranks=2, timeout_s=120))
+    for (weight, state), wanted in zip(found, trained_by_torch(steps, optimizer, torch.float64), strict=True):
+        assert (weight.dtype, state.dtype) == (dtype, torch.float32)
+        torch.testing.assert_close(weight.double(), wanted, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-5)
+
+
+def assert_gradients_of_sample_weights(p: Problem, upstream: torch.Tensor, per_rank: Sequence[torch.Tensor]) -> None:
+    """Compare the gradients of each rank's per-sample weights with sums in float64."""
+    for rank, found in enumerate(per_rank):
+        wanted = [torch.zeros(0, dtype=torch.float64)]
+        for slot in p.sharding.local_slots(rank):
+            bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
+            grad = upstream.double()[:, slot.column : slot.column + slot.dim]
+            if p.tables[slot.table].pooling == "mean":
+                grad = grad / bags.lengths.clamp(min=1)[:, None]
+            wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
+        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
 def hot(p: Problem) -> Problem:
     """Give almost all ids of `p` the same value. Return `p`."""
     for bags in p.bags.values():
