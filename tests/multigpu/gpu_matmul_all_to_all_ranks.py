@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_all_to_all_matmul_ranks import error_of, replay_sizes, run_alone, run_many
-from schedule_ranks import device
+from schedule_ranks import device, executor_of
 from support.all_to_all_matmul_reference import random_splits
 from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
 
@@ -95,15 +95,13 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
 
 
 def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    comm, rank = symm.communicator(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
+    executor, rank = executor_of(group, p, name), group.rank()
     held = Case(p, rank, 0)
     replay_sizes(group, executor, held, [Case(p, rank, 100 + seed) for seed in range(count)])
 
 
 def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str]:
-    comm, rank = symm.communicator(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
+    executor, rank = executor_of(group, p, name), group.rank()
     for seed in range(2):
         case, found = Case(p, rank, seed), Timeline()
         executor.run(case.tensors, timeline=found)
@@ -114,8 +112,7 @@ def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str
 
 
 def many_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    comm, rank = symm.communicator(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
+    executor, rank = executor_of(group, p, name), group.rank()
     run_many(group, executor, [Case(p, rank, seed, room=3, tight=seed % 2 == 1) for seed in range(8)], count)
 
 
@@ -123,9 +120,7 @@ def contradicts(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple
     """Let rank 1 return fewer rows to rank 0 than rank 0 has sent to it. Return (True if the rows from rank 1 are NaN, True if
     the other rows are right, the error of the next call).
     """
-    executor = CudaSchedule(
-        next(c for c in candidates(p) if c.name == name).build(), symm.communicator(group, device())
-    )
+    executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)
     torch.cuda.synchronize()
@@ -144,9 +139,7 @@ def contradicts(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple
 
 def never_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple[str, bool]:
     """Let rank 1 run only once. Return (the error of each rank, True if rank 0's rows from rank 1 are NaN)."""
-    executor = CudaSchedule(
-        next(c for c in candidates(p) if c.name == name).build(), symm.communicator(group, device())
-    )
+    executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     error = run_alone(group, executor, case)
     first = int(case.tensors["splits"][0].sum())

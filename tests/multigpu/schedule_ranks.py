@@ -11,7 +11,7 @@ from gpu_ranks import device
 from support.graphs import capture
 
 from weft import symm
-from weft.builders import AllGatherMatmul, NotApplicableError, candidates
+from weft.builders import AllGatherMatmul, NotApplicableError, Problem, candidates, named
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.timeline import Timeline
@@ -91,9 +91,8 @@ def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bo
     return count
 
 
-def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> CudaSchedule:
-    found = next(c for c in candidates(p) if c.name == name)
-    return CudaSchedule(found.build(), symm.communicator(group, device()))
+def executor_of(group: dist.ProcessGroup, p: Problem, name: str) -> CudaSchedule:
+    return CudaSchedule(named(p, name).build(), symm.communicator(group, device()))
 
 
 def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:

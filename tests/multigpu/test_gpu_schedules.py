@@ -12,7 +12,7 @@ import gpu_ranks
 import pytest
 import schedule_ranks as ranks
 
-from weft.builders import AllGatherMatmul, candidates
+from weft.builders import AllGatherMatmul, named
 from weft.launch import Pool
 from weft.sim import NULL, simulate
 
@@ -61,7 +61,7 @@ def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
     operation.
     """
     p = AllGatherMatmul.even(256, 128, 256, 2)
-    simulated = simulate(next(c for c in candidates(p) if c.name == name).build(), NULL).timeline
+    simulated = simulate(named(p, name).build(), NULL).timeline
     for rank, spans in enumerate(pair.run(ranks.spans, p, name, timeout_s=60)):
         wanted = [(span.lane, span.name) for span in simulated if span.rank == rank]
         for lane in {lane for lane, _ in wanted}:

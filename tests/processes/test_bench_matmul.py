@@ -35,7 +35,7 @@ from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
 from weft.bench.ops.gemms import GemmShape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
-from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described, named
 from weft.builders.problem import PROBLEMS
 from weft.hw import load_machine
 from weft.launch import Pool
@@ -95,7 +95,7 @@ def _workload(group: dist.ProcessGroup) -> GatherVariants:
 def _facts(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     p = AllGatherMatmul.even(24, 10, 16, 3)
-    work.schedules["2d"] = next(c for c in candidates(p) if c.name == TWO_D).build()  # this schedule rounds four times
+    work.schedules["2d"] = named(p, TWO_D).build()  # this schedule rounds four times
     errors = {"serial": 1e-6}
     gathered = [torch.empty(12, 16) for _ in range(2)]
     dist.all_gather(gathered, work.x_shards[1], group=group)

@@ -20,6 +20,7 @@ from weft.builders import (
     builder,
     candidates,
     described,
+    named,
     unregister,
 )
 from weft.builders.all_gather_matmul import gather
@@ -273,7 +274,7 @@ def test_a_doubtful_gain_does_not_hide_a_clear_one() -> None:
     ],
 )
 def test_in_graphs_collectives_and_ends_take_longer(name: str, longer_us: float) -> None:
-    schedule = next(c for c in candidates(SMALL) if c.name == name).build()
+    schedule = named(SMALL, name).build()
     model = replace(H200, graph_run_us=7.0, graph_collective_us=300.0)
     longer = predict(schedule, model, "graph") - predict(schedule, model, "queued")
     assert longer == pytest.approx(longer_us, abs=1e-6)

@@ -25,6 +25,7 @@ from weft.builders import (
     MatmulReduceScatter,
     NotApplicableError,
     candidates,
+    named,
 )
 from weft.errors import ScheduleError
 from weft.runtime.cuda.flags import FLAG, flags_of, missing
@@ -131,7 +132,7 @@ def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, h
 def test_what_a_run_waits_for_is_told_from_its_words(
     name: str, standing: int, come: set[str], wanted: str | None
 ) -> None:
-    schedule = next(c for c in candidates(PROBLEMS["2 ranks"]) if c.name == name).build()
+    schedule = named(PROBLEMS["2 ranks"], name).build()
     flags = flags_of(schedule)[0]
     words = [0] * len(flags)
     for flag in flags.values():
