@@ -6,7 +6,7 @@ signal announces both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -229,7 +229,7 @@ class _AllGatherScaledMatmul(Operator[_Call]):
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         return call if call.rows is None else call._replace(rows=checked_rows(call.rows, call.x, 0, group))
 
-    def key(self, call: _Call) -> Any:
+    def key(self, call: _Call) -> Hashable:
         return super().key(call), tuple([bias is None or bias.is_contiguous() for bias in call.biases])
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:

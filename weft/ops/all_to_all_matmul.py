@@ -7,7 +7,7 @@ allocated once, for `capacity` tokens per rank. `weft.runtime.unfused.experts` h
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -224,7 +224,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         tokens, w, splits, max_rows, _, return_x = call
 
-        def that_arrive(columns: int) -> Any:
+        def that_arrive(columns: int) -> torch.Tensor | Callable[[int], torch.Tensor]:
             def make(rows: int) -> torch.Tensor:
                 # Rows beyond max_rows need memory too: peers write them before this rank can raise.
                 return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), columns)

@@ -26,7 +26,7 @@ def all_to_all_matmul_and_tokens(
     source rank and then by expert. y has the same bits as in a call of `all_to_all_matmul`. No gradients.
     """
 
-    def form(group: dist.ProcessGroup | str | None) -> Any:
+    def form(group: dist.ProcessGroup | str | None) -> tuple[Any, ...]:
         return OPERATOR.form(tokens, w_experts, splits, None, capacity, True)
 
     y, received, x = made(OPERATOR, group, tokens, form, schedule=schedule)

@@ -8,7 +8,7 @@ fp8 cannot hold sums. Scales are not sent: each GEMM of some rows of A uses the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -209,7 +209,7 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
     caller_names: ClassVar[Mapping[str, str]] = {"x": "A", "scale": "A_scale"}
     tags = (torch.Tag.needs_fixed_stride_order,)
 
-    def key(self, call: _Call) -> Any:
+    def key(self, call: _Call) -> Hashable:
         return super().key(call), call.bias is None or call.bias.is_contiguous()
 
     def problem(self, call: _Call, world: int, most: int) -> ScaledMatmulReduceScatter:
