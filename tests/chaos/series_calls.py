@@ -176,15 +176,18 @@ def _allowed(call: Call, found: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _off(exact: torch.Tensor, dtype: torch.dtype, errors: float) -> torch.Tensor:
-    """Return `exact` with errors of a few roundings, relative to its largest number, rounded to `dtype`."""
+    """Return `exact` with errors of a few roundings of its largest number, or of 4 if that is larger, rounded to `dtype`.
+
+    A sum may be small although its terms are not.
+    """
     if not exact.numel():
         return exact.to(dtype)
     roundings = torch.finfo(dtype).eps * (4 if dtype.itemsize < 4 else 32)
-    return (exact + errors * roundings * float(exact.abs().max())).to(dtype)
+    return (exact + errors * roundings * max(4.0, float(exact.abs().max()))).to(dtype)
 
 
 def near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, errors: float = 1.0) -> None:
-    """Check that the error of `found` is that of some roundings to `dtype`, relative to the largest number."""
+    """Check that the error of `found` is that of some roundings to `dtype` (`_off`)."""
     assert found.shape == exact.shape
     close(found, exact, _off(exact, dtype, errors))
 
