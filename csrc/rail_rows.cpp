@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -100,7 +99,7 @@ class RailRows {
             if (host == host_) continue;
             if (!is_expected(host)) throw std::invalid_argument("a message of host " + std::to_string(host) + " has unexpected rows");
             const int64_t bytes = row_bytes_ * sum(from(host * per_host_), per_host_ * experts_);
-            std::memcpy(out_ + offset_of(host), reinterpret_cast<const char *>(message_of(host)) + head_bytes(), size_t(bytes));
+            std::copy_n(reinterpret_cast<const char *>(message_of(host)) + head_bytes(), bytes, out_ + offset_of(host));
             copied += bytes;
         }
         return copied;
@@ -131,8 +130,7 @@ class RailRows {
             const int64_t *const numbers = numbers_at(memory), *const mine = numbers + target * experts_;
             const char *const rows = reinterpret_cast<const char *>(memory) + rows_at();
             const auto copy = [&](int64_t first, int64_t count) {
-                std::memcpy(to, rows + first * row_bytes_, size_t(count * row_bytes_));
-                to += count * row_bytes_;
+                to = std::copy_n(rows + first * row_bytes_, count * row_bytes_, to);  // `to` may be null without rows
             };
             if (!by_expert_) {
                 copy(sum(numbers, target * experts_), sum(mine, experts_));
@@ -170,7 +168,7 @@ void reorder_rows(uintptr_t rows, uintptr_t out, uintptr_t counts, int64_t ranks
         for (int64_t r = 0; r < ranks; ++r) {
             const int64_t cell = r * experts + e, bytes = numbers[cell] * row_bytes;
             const int64_t at = by_rank[size_t(cell)] * row_bytes;
-            std::memcpy(to + (to_ranks ? at : by_expert), from + (to_ranks ? by_expert : at), size_t(bytes));
+            std::copy_n(from + (to_ranks ? by_expert : at), bytes, to + (to_ranks ? at : by_expert));
             by_expert += bytes;
         }
 }
