@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -117,6 +118,21 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(pool: Pool, 
         assert kind == "CheckpointException"
         assert file.name in text, text
         assert damage != "bit" or ("users.weight in" in text and "has another CRC-32" in text)
+        assert same
+
+
+@pytest.mark.parametrize("offset", [4, -4, 8], ids="{:+d}".format)
+def test_chunks_that_do_not_cover_a_tensor_are_refused_before_anything_is_written(
+    pool: Pool, tmp_path: Path, offset: int
+) -> None:
+    pool.run(saves, str(tmp_path), ADAM, torch.float32, ranks=2)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    stored: Any = metadata.state_dict_metadata["model.sparse.ebc.embedding_bags.users.weight"]
+    stored.chunks[0] = replace(stored.chunks[0], offsets=torch.Size([0, offset]))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for kind, text, same in pool.run(loads_wrongly, str(tmp_path), {}, True, ranks=3):
+        assert kind == "CheckpointException"
+        assert "the chunks of model.sparse.ebc.embedding_bags.users.weight do not cover it exactly" in text, text
         assert same
 
 

@@ -6,8 +6,10 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,7 +39,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     folder: the folder of the checkpoint, to find damaged data, such as a flipped bit. Each rank then compares the CRC-32 of all
         data that it will read with the checksums in the files, before anything is written. So the data are read twice. (torch
-        stores these checksums, but does not compare them.) The check needs torch's default format. Default: None, no check.
+        stores these checksums, but does not compare them.) It also checks that the chunks of each tensor cover the tensor. (torch
+        leaves elements without a chunk as they are.) The check needs torch's default format. Default: None, no check.
 
     Raises `TypeError` if `folder` is neither a path nor None.
     """
@@ -83,7 +86,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if without:
             self.state_dict = {name: value for name, value in self.state_dict.items() if name not in without}
         plan = super().create_local_plan()
-        if self._folder is not None and (damaged := _damaged(self._folder, plan, self.metadata)):
+        if self._folder is not None and (damaged := _damaged(self._folder, plan, self.metadata, self.state_dict)):
             raise ValueError(
                 f"the checkpoint is damaged, so nothing was loaded: {'; '.join(damaged[:_SHOWN])}. Load another checkpoint"
             )
@@ -101,8 +104,20 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
 
-def _damaged(folder: Path, plan: LoadPlan, metadata: Metadata) -> list[str]:
-    """Return a text for each part of the checkpoint that `plan` reads and that differs from what was saved."""
+def _damaged(folder: Path, plan: LoadPlan, metadata: Metadata, names: Iterable[str]) -> list[str]:
+    """Return a text for each part of the checkpoint that `plan` reads and that differs from what was saved.
+
+    names: the names of the tensors to load. `plan` does not read elements that are in no chunk.
+    """
+    if gaps := [name for name in names if not _is_covered(metadata.state_dict_metadata[name])]:
+        return [f"the chunks of {name} do not cover it exactly" for name in gaps]
+    tensors = {
+        name: metadata.state_dict_metadata[name] for name in sorted({item.dest_index.fqn for item in plan.items})
+    }
+    if gaps := [
+        f"the chunks of {name} do not cover it exactly" for name, one in tensors.items() if not _is_covered(one)
+    ]:
+        return gaps
     stored: Any = metadata.storage_data
     places = {(one := stored[item.storage_index]).relative_path: set[Any]() for item in plan.items}
     for item in plan.items:
@@ -115,6 +130,22 @@ def _damaged(folder: Path, plan: LoadPlan, metadata: Metadata) -> list[str]:
                 if text := _difference(file, begin, length):
                     found.append(f"{tensor} in {name}: {text}")
     return found
+
+
+def _is_covered(stored: Any) -> bool:
+    """Return whether each element of a stored tensor is in exactly one chunk. True for anything but a tensor.
+
+    It is if the signed corners of all chunks add up to those of the whole tensor.
+    """
+    if not isinstance(stored, TensorStorageMetadata):
+        return True
+    corners = Counter[tuple[int, ...]]()
+    boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in stored.chunks]
+    for offsets, sizes, sign in [*boxes, ([0] * len(stored.size), stored.size, -1)]:
+        for ends in product((False, True), repeat=len(stored.size)):
+            corner = tuple(at + size * end for at, size, end in zip(offsets, sizes, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _difference(file: IO[bytes], begin: int, length: int) -> str:
