@@ -37,7 +37,7 @@ def test_bad_input_is_refused_with_the_values_and_the_fix():
         HardwareGemm(0, 1024, 64)
     with pytest.raises(ValueError, match=r"'fifo'.*round_robin, compute_first, mca"):
         fused(GEMM, ring(), WORLD, SMALL, "fifo")
-    with pytest.raises(ValueError, match="has 128 rows in 4 chunks, and the GEMM 64 tiles"):
+    with pytest.raises(ValueError, match="has 128 rows in 4 chunks, but the GEMM has 64 tiles"):
         fused(GEMM, ring_reduce_scatter(128, WORLD), WORLD, SMALL, "mca")
     with pytest.raises(ValueError, match="to=2 is this rank itself"):
         fused(GEMM, ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, rank=3), WORLD, SMALL, "mca")
