@@ -39,8 +39,9 @@ class RefusedError(WeftError, ValueError):
 
 
 class BackwardError(WeftError, ValueError):
-    """Backward of a call cannot run, because embedding tables have been updated since the call. If a CPU rank of several meets
-    this error, every rank raises `RefusedError` instead.
+    """A backward of embeddings cannot run, because an earlier backward of the same call has updated the tables. If per-sample
+    weights need gradients, a backward of another call counts too. In a group of several CPU ranks, every rank raises
+    `RefusedError` instead.
     """
 
 
