@@ -207,3 +207,14 @@ def test_a_choice_that_calls_take_is_said_to_be_taken() -> None:
 def test_an_option_of_0_is_a_number(op: str, option: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan.explain(op, **SHAPE, ranks=2, hw="h200", **{option: 0})  # type: ignore[arg-type]
+
+
+def test_a_faster_candidate_that_saves_too_little_is_explained_by_what_it_must_save() -> None:
+    found = plan.explanation(
+        "matmul_all_reduce", M=8192, N=15968, K=344, ranks=2, hw="h100", topology=None, dtype="bf16", mode="single"
+    )
+    choice = found.choice
+    row = choice.row("tracked[chunks=2,to=dma]")
+    assert row.us is not None
+    assert row.us < 0.95 * choice.predicted_us
+    assert row.why_not == "saves less than the required 35.0% of serial's time"

@@ -385,6 +385,10 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
         return f"keeps the CPU busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:
         return "not clearly faster than serial"
+    if row.us < chosen.us and serial is not None and serial.us is not None:
+        needed_us = _needed_us(row, serial, mode)
+        if serial.us - row.us < needed_us:
+            return f"saves less than the required {needed_us / serial.us:.1%} of serial's time"
     if row.us < chosen.us:
         more = "copies in tiles" if row.stages else f"{counted(row.gemms, 'GEMM')} and {counted(row.steps, 'step')}"
         return f"not clearly faster than the choice, with {more}"
