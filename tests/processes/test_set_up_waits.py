@@ -409,11 +409,15 @@ def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> N
 
 
 def set_up_again_at_once(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Close the communicator and set it up again, while rank 1 is slow to close its listener."""
-    own, close = own_group(group), bootstrap._Setup.close
+    """Close the communicator and set it up again, while rank 1 is slow to close its first listener."""
+    own, close, waits_s = (
+        own_group(group),
+        bootstrap._Setup.close,
+        [1.5],
+    )  # other ranks need less, also on a busy machine
 
     def slowly(setup: bootstrap._Setup, *peers: bootstrap.Peer) -> None:
-        time.sleep(0.3)
+        time.sleep(waits_s.pop() if waits_s else 0.0)
         close(setup, *peers)
 
     with mock.patch.object(bootstrap._Setup, "close", slowly if group.rank() == BAD_RANK else close):
