@@ -326,14 +326,19 @@ def assert_16_bit_updates(pool: Pool, dims: tuple[int, ...], dtype: torch.dtype)
 def assert_gradients_of_sample_weights(p: Problem, upstream: torch.Tensor, per_rank: Sequence[torch.Tensor]) -> None:
     """Compare the gradients of each rank's per-sample weights with sums in float64."""
     for rank, found in enumerate(per_rank):
-        wanted = [torch.zeros(0, dtype=torch.float64)]
-        for slot in p.sharding.local_slots(rank):
-            bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
-            grad = upstream.double()[:, slot.column : slot.column + slot.dim]
-            if p.tables[slot.table].pooling == "mean":
-                grad = grad / bags.lengths.clamp(min=1)[:, None]
-            wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
-        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+        assert_gradients_of_ranks_weights(p, rank, upstream, found)
+
+
+def assert_gradients_of_ranks_weights(p: Problem, rank: int, upstream: torch.Tensor, found: torch.Tensor) -> None:
+    """Compare the gradients of the per-sample weights of one rank with sums in float64."""
+    wanted = [torch.zeros(0, dtype=torch.float64)]
+    for slot in p.sharding.local_slots(rank):
+        bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
+        grad = upstream.double()[:, slot.column : slot.column + slot.dim]
+        if p.tables[slot.table].pooling == "mean":
+            grad = grad / bags.lengths.clamp(min=1)[:, None]
+        wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
+    torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
 def hot(p: Problem) -> Problem:

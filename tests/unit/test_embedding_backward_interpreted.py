@@ -140,7 +140,8 @@ def play(case: Case) -> None:
             if received.dtype != torch.float32:
                 _check_other_dtypes(device, of, jagged, received)
         if p.weighted and not case.keyed:
-            _check_weights(p, rank, device.gradients_of_weights(of, jagged, weights, received), upstream)
+            of_weights = device.gradients_of_weights(of, jagged, weights, received)
+            training.assert_gradients_of_ranks_weights(p, rank, upstream, of_weights)
     if case.optimizer is not None:
         _check_updates(case, p, upstream, updated)
         return
@@ -406,17 +407,6 @@ def _check_other_dtypes(device: Any, of: ForwardCall, jagged: JaggedInput, recei
     for mine, other in zip(updated[0][0], updated[1][0], strict=True):
         torch.testing.assert_close(mine, other, rtol=torch.finfo(of.plan.sharding.dtype).eps, atol=0)
     torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-5, atol=1e-9)
-
-
-def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.Tensor) -> None:
-    wanted = []
-    for slot in p.sharding.local_slots(rank):
-        bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
-        grad = upstream.double()[:, slot.column : slot.column + slot.dim]
-        if p.tables[slot.table].pooling == "mean":
-            grad = grad / bags.lengths.clamp(min=1)[:, None]
-        wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
-    torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -162,8 +162,7 @@ class Model:
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
     reduce_scatter_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
-    reduce_scatter_large_us: float | None = None
-    """`large_collective_us` of a reduce-scatter; None: as in an all-gather."""
+    reduce_scatter_large_us: float | None = None  # `large_collective_us` of a reduce-scatter; None: as in an all-gather
     all_reduce: float = 1.0
     """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
