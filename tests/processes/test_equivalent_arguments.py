@@ -188,7 +188,8 @@ def counted_by_one(group: dist.ProcessGroup, operator: str, known: bool) -> None
         found.append([*results, *grads])
         dist.destroy_process_group(own)
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        # Each group measures its schedules, so the two may choose different ones, which round differently.
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
