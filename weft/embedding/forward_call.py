@@ -15,6 +15,7 @@ from weft.embedding.optimizers import SGD, EmbeddingOptimizer, state_shape
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import BackwardError
+from weft.words import counted
 
 
 class Tables(NamedTuple):
@@ -57,6 +58,21 @@ class Tables(NamedTuple):
                 )
 
 
+class CallNumber(NamedTuple):
+    """The number of a call with gradients.
+
+    refused: the number of calls of the group that ranks refused before this call.
+    calls: the number of calls with gradients since the last refused call, this one included.
+    """
+
+    refused: int
+    calls: int
+
+    def __str__(self) -> str:
+        since = f" after {counted(self.refused, 'refused call')}" if self.refused else ""
+        return f"call {self.calls} with gradients{since}"
+
+
 @dataclass
 class ForwardCall:
     """The state of a forward call that backward needs, besides the tensors that autograd saves.
@@ -74,11 +90,11 @@ class ForwardCall:
     factor: float
     sparse: bool
     deterministic: bool = True
-    number: int = field(default=0, kw_only=True)
-    """For data-parallel tables, whose forward does not synchronise ranks: the number of calls with gradients so far.
+    number: CallNumber | None = field(default=None, kw_only=True)
+    """For data-parallel tables, whose forward does not synchronise ranks: the number of this call.
 
-    CPU ranks compare it, so that all run backward of the same call. For other tables it is 0, because the rendezvous of
-    backward compares the number of the forward call (`weft.runtime.meeting.in_backward`).
+    CPU ranks compare it, so that all run backward of the same call. For other tables it is None, because the rendezvous
+    of backward compares the number of the forward call (`weft.runtime.meeting.in_backward`).
     """
     versions: tuple[int, ...] | None = None
     """The tables' version counters in forward; None unless needed.
@@ -145,7 +161,7 @@ class ForwardCall:
                 f"{self.tables.optimizer.written}, learning rate {learning_rate!r}, update {int(self.tables.step) + 1}"
                 f"{'' if self.collected is None else ', accumulated'}"
             )
-        call = f"backward of call {self.number} with gradients, " if self.number else ""
+        call = f"backward of {self.number}, " if self.number else ""
         return f"{call}{update}, factor {self.factor!r}, batch_sizes {self.checked.batch_sizes}"
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.embedding import EmbeddingOptimizer, EmbeddingSharding, FusedUpdate, JaggedInput
 from weft.embedding.check import CheckedInput, check_contents, check_jagged
-from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.forward_call import CallNumber, ForwardCall, Tables
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.partition import Partition
 from weft.embedding.plan import EmbeddingPlan
@@ -25,6 +25,7 @@ from weft.runtime.embedding_backward import device_code, nonfinite_tables, refus
 from weft.runtime.embedding_rows import RowGradients
 from weft.runtime.embedding_unfused import pool_alone
 from weft.runtime.layouts import known_layout
+from weft.runtime.meeting import refused_on
 from weft.words import counted
 
 
@@ -57,7 +58,7 @@ class ReplicatedTables:
         self.collected: list[tuple[ForwardCall, torch.Tensor]] | None = None
         """The reduced gradients that wait for the update at the end of `accumulate()`; None outside of `accumulate()`.
         """
-        self._calls = 0
+        self._number = CallNumber(0, 0)
         self._batches = BatchesInFlight()
 
     @property
@@ -66,10 +67,13 @@ class ReplicatedTables:
         return self._batches.nbytes + sum(flat.nbytes for _, flat in self.collected or ())
 
     def count(self, trains: bool) -> None:
-        """Count a call of the collection if `trains` is True. All ranks must count the same calls, including calls that
-        a rank refuses afterwards.
+        """Count a call of the collection if `trains` is True. All ranks must count the same calls since the last call that a
+        rank has refused.
         """
-        self._calls += trains
+        # Ranks do not synchronise in forward. If a rank refuses another call, its peers learn of it only after they have
+        # counted this one. So all ranks begin anew.
+        refused = refused_on(self.group)
+        self._number = CallNumber(refused, trains + (self._number.calls if self._number.refused == refused else 0))
 
     def settle(self, sharding: EmbeddingSharding) -> None:
         """Store the tables' new dtype and device after a conversion such as `half()`."""
@@ -120,7 +124,7 @@ class ReplicatedTables:
         versions = None
         if tables is not None and per_sample is not None and per_sample.requires_grad:
             versions = tuple(weight._version for weight in tables.weights)
-        number = self._calls if trains else 0
+        number = self._number if trains else None
         return ForwardCall(self.plan, 0, checked, tables, self._factor, self.sparse, number=number, versions=versions)
 
     def looked_up(

@@ -460,7 +460,15 @@ def in_backward(comm: Communicator | None, forward: int) -> Iterator[None]:
 
 def published_on(group: dist.ProcessGroup) -> int:
     """Return the number of calls on `group` that this rank has published in the rendezvous."""
-    for comm, meeting in _meetings.items():
-        if comm.is_of(group):
-            return meeting.calls
-    return 0
+    meeting = _meeting_on(group)
+    return 0 if meeting is None else meeting.calls
+
+
+def refused_on(group: dist.ProcessGroup) -> int:
+    """Return the number of calls on `group` that any CPU rank has refused, the same on all ranks."""
+    meeting = _meeting_on(group)
+    return 0 if meeting is None else meeting.refused
+
+
+def _meeting_on(group: dist.ProcessGroup) -> Meeting | None:
+    return next((meeting for comm, meeting in _meetings.items() if comm.is_of(group)), None)
