@@ -7,9 +7,7 @@ non-negative), so that ranks may write them differently.
 
 from __future__ import annotations
 
-import contextlib
 import numbers
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import env
+from weft.integers import integer, shown
 from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -180,7 +179,7 @@ def checked_count(name: str, count: Any) -> Any:
     fix = "pass an integer from 0 to 2**40"
     number = count if type(count) is int else checked_whole(name, count, fix)
     if not 0 <= number <= MOST_ROWS:
-        raise ValueError(f"{name}={_shown(number)} must be a number of rows: {fix}")
+        raise ValueError(f"{name}={shown(number)} must be a number of rows: {fix}")
     return number
 
 
@@ -204,36 +203,16 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if deadline_s is None:
         return None
     fix = "pass the number of seconds that a wait may take"
-    if not isinstance(deadline_s, numbers.Real) or isinstance(deadline_s, bool):
+    # numpy counts its time spans as integers.
+    is_number = isinstance(deadline_s, numbers.Real) and "timedelta" not in type(deadline_s).__name__
+    if not is_number or isinstance(deadline_s, bool):
         raise ValueError(f"deadline_s={deadline_s!r} is {kind(deadline_s)}: {fix}")
     seconds: Any = deadline_s  # mypy cannot compare `Real`
     if not 0 < seconds <= env.MOST_S:
-        raise ValueError(f"deadline_s={_shown(deadline_s)} must be positive and at most {env.MOST_S:.0f}: {fix}")
+        raise ValueError(f"deadline_s={shown(deadline_s)} must be positive and at most {env.MOST_S:.0f}: {fix}")
     return float(seconds)
 
 
 def checked_whole(name: str, given: Any, fix: str) -> Any:
-    """Return `given` as an integer. Allowed are integers of numpy, tensors with one integer, and torch's symbolic integers, but
-    no booleans.
-
-    Raise `ValueError` for anything else, and for integers beyond 64 bits. name, fix: the argument's name and the advice
-    in the error text.
-    """
-    if type(given) is int or isinstance(given, torch.SymInt):
-        number = given
-    else:
-        number = None
-        with contextlib.suppress(TypeError):
-            if not isinstance(given, bool) and getattr(given, "dtype", None) is not torch.bool:
-                number = operator.index(given)
-    if number is None:
-        raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
-    if type(number) is int and number.bit_length() > 63:
-        raise ValueError(f"{name} is {_shown(number)}, which does not fit in 64 bits: {fix}")
-    return number
-
-
-def _shown(number: Any) -> str:
-    """Return the number as text. For an integer of more than 64 bits, the text gives only the number of bits."""
-    is_long = type(number) is int and number.bit_length() > 64
-    return f"a number of {number.bit_length()} bits" if is_long else repr(number)
+    """Return `given` as an integer, as `weft.integers.integer` does. torch's symbolic integers are allowed too."""
+    return given if isinstance(given, torch.SymInt) else integer(name, given, fix)

@@ -33,9 +33,9 @@ def _compare(op: Any = "all_gather_matmul", **options: Any) -> plan.Comparison:
     [
         ({"op": ["all_gather_matmul"]}, "['all_gather_matmul'] is not an operator"),
         ({"ranks": 0}, "ranks=0: pass the number of GPUs, an integer of at least 1"),
-        ({"ranks": None}, "ranks=None: pass the number of GPUs"),
-        ({"ranks": "2"}, "ranks='2': pass the number of GPUs"),
-        ({"ranks": True}, "ranks=True: pass the number of GPUs"),
+        ({"ranks": None}, "ranks=None is a NoneType: pass the number of GPUs"),
+        ({"ranks": "2"}, "ranks='2' is a str: pass the number of GPUs"),
+        ({"ranks": True}, "ranks=True is a bool: pass the number of GPUs"),
         (
             {"ranks": 512},
             "ranks=512: at most 256 can be simulated, because schedules have a step for each",

@@ -98,7 +98,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(p: Problem, candidate: str)
     assert_noticed(p, named(p, candidate).build(), CASES[p.name].of_run)
 
 
-ODD = {"n": -1}, "n=-1, k=4, world_size=2: sizes must be integers of at least 0"
+ODD = {"n": -1}, "n=-1, k=4, world_size=2: sizes must be at least 0"
 UNEVEN = {"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"
 UNSUMMED = {"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"
 INDICES = {"dtype": "int64"}, "dtype='int64'"
@@ -108,7 +108,8 @@ OUT = "use bf16, fp16 or fp32, or, if there is one scale per tensor, fp8"
 @pytest.mark.parametrize(
     ("p", "change", "fault"),
     [
-        (REDUCE[1], *ODD), (REDUCE[1], *UNSUMMED), (REDUCE[1], *INDICES), (REDUCE[1], {"m": True}, "m=True, n="),
+        (REDUCE[1], *ODD), (REDUCE[1], *UNSUMMED), (REDUCE[1], *INDICES),
+        (REDUCE[1], {"m": True}, "m=True is a bool: pass a size, an integer"),
         (REDUCE[1], {"eps": -1.0}, "eps=-1.0 must be a finite number of at least 0"),
         (REDUCE[1], {"eps": float("nan")}, "eps=nan must be"),
         (REDUCE[1], {"eps": float("inf")}, "eps=inf must be a finite number of at least 0"),

@@ -296,7 +296,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no rank": (
         lambda: OutputMap(20, 4).remote_map(1, to="left", op="update"),  # type: ignore[arg-type]
-        "chunk 1: to='left' is not a rank: use a number, or an expression such as (RANK + 1) % 4",
+        "chunk 1: to='left' is a str: use the number of a rank, or an expression such as (RANK + 1) % 4",
     ),
     "after nothing": (lambda: OutputMap(20, 4).dma_map(1, to=0, after=0), "chunk 1: after=0 must be at least 1"),
     "no chunks": (lambda: OutputMap(20, 0), "rows=20, chunks=0: give at least 0 rows and 1 chunk"),
@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: give at least 1 rank, and sizes"),
     "no engine": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
-        "engines=0: pass the number of chunks to send concurrently, an int of at least 1",
+        "engines=0: pass the number of chunks to send concurrently, an integer of at least 1",
     ),
     "no such way to add": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, add="atomics"),  # type: ignore[arg-type]

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from weft.builders import options as own
+from weft.integers import integer
 from weft.schedule.schedule import Schedule
-from weft.words import counted, kind
+from weft.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +176,10 @@ PROBLEMS: dict[str, type[Problem]] = {}
 
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
-    """Raise `ValueError` unless the sizes are integers of at least 0, and world_size is at least 1."""
-    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
-    if not whole or world_size < 1:
+    """Raise `ValueError` unless the sizes are at least 0, and world_size is at least 1."""
+    if min(m, n, k) < 0 or world_size < 1:
         raise ValueError(
-            f"m={m}, n={n}, k={k}, world_size={world_size}: sizes must be integers of at least "
-            "0, and world_size at least 1"
+            f"m={m}, n={n}, k={k}, world_size={world_size}: sizes must be at least 0, and world_size at least 1"
         )
 
 
@@ -204,9 +202,8 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     if not isinstance(op, str) or op not in PROBLEMS:
         raise ValueError(f"{op!r} is not an operator that can be planned: use one of {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
+    sizes = {name: integer(name, size, "pass a size, an integer") for name, size in sizes.items()}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, an integer")
         if size > _MOST:
             raise ValueError(f"{name}={size} is too large: sizes are at most {_MOST}")
     if options:
@@ -215,7 +212,7 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
         options = {
             one.name: own.checked(one.name, options[one.name], one.annotation) for one in known if one.name in options
         }
-    m, n, k, ranks = map(operator.index, sizes.values())
+    m, n, k, ranks = sizes.values()
     return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)
 
 

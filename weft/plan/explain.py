@@ -12,11 +12,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 from weft.builders import Problem, described
 from weft.hw import Machine, known_machines, load_machine
 from weft.hw.topology import known_topologies, load_topology
+from weft.integers import integer
 from weft.plan import gemms
 from weft.plan.autotune import known_times
 from weft.plan.choose import MODES, Choice, decide
@@ -281,7 +282,7 @@ def problem_on_machine(
     """
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
-    _require_ranks(ranks)
+    ranks = _checked_ranks(ranks)
     if ranks > most:
         more = (
             ", because schedules have a step for each pair of ranks. Exception: weft sim and weft.plan.comparison simulate "
@@ -324,7 +325,7 @@ def machine_and_model(
     notes = []
     _require_name("hw", hw, known_machines())
     _require_name("topology", topology, known_topologies())
-    _require_ranks(ranks)
+    ranks = _checked_ranks(ranks)
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
         machine = load_machine("h200")
@@ -346,9 +347,12 @@ def machine_and_model(
     return machine, gemms.informed(model, machine.name), (*notes, note)
 
 
-def _require_ranks(ranks: object) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, SupportsIndex) or ranks.__index__() < 1:
-        raise ValueError(f"ranks={ranks!r}: pass the number of GPUs, an integer of at least 1")
+def _checked_ranks(ranks: Any) -> int:
+    fix = "pass the number of GPUs, an integer of at least 1"
+    number = integer("ranks", ranks, fix)
+    if number < 1:
+        raise ValueError(f"ranks={number}: {fix}")
+    return number
 
 
 def _require_name(what: str, given: object, known: Sequence[str]) -> None:

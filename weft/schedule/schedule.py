@@ -29,6 +29,7 @@ from functools import cached_property, lru_cache
 from typing import Any, get_args
 
 from weft.errors import ScheduleError
+from weft.integers import integer
 from weft.schedule.expr import INDEX_TYPES, RANK, Index, Values, require_index
 from weft.schedule.kernels import TileKernel
 from weft.schedule.printing import buffer_lines, step_lines, wrapped
@@ -216,11 +217,11 @@ class Draft:
     """Build a `Schedule`: declare buffers and signals, then append steps to lanes. See the example at the top of this file."""
 
     def __init__(self, name: str, world_size: int) -> None:
-        if not isinstance(world_size, int):
-            raise TypeError(
-                f"schedule {name}: world_size={world_size!r} is {kind(world_size)}: give the number of ranks"
-            )
-        self.name, self.world_size = name, world_size
+        try:
+            self.world_size = integer(f"schedule {name}: world_size", world_size, "give the number of ranks")
+        except ValueError as error:
+            raise TypeError(str(error)) from None
+        self.name = name
         self._buffers: dict[str, Buffer] = {}
         self._signals: dict[str, Signals] = {}
         self._lanes: dict[str, LaneDraft] = {}

@@ -40,6 +40,7 @@ from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError
+from weft.integers import convert, integer
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import CopyBy
@@ -71,6 +72,7 @@ class MatmulInto:
             raise ValueError(
                 f"collective={self.collective!r} is not known: use one of {', '.join(get_args(CollectiveName))}"
             )
+        convert(self, "world_size", "n", "k")
         if self.world_size < 1 or min(self.n, self.k) < 0:
             raise ValueError(
                 f"world_size={self.world_size}, n={self.n}, k={self.k}: give at least 1 rank, and sizes of at least 0"
@@ -108,6 +110,7 @@ class OutputMap:
     entries: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
+        convert(self, "rows", "chunks")
         if self.chunks < 1 or self.rows < 0:
             raise ValueError(f"rows={self.rows}, chunks={self.chunks}: give at least 0 rows and 1 chunk")
         if self.order is not None and len(self.order) != self.chunks:
@@ -133,24 +136,24 @@ class OutputMap:
         after: the number of writes and updates to wait for. The chunk gets one update from this rank's GEMM, if the
             GEMM computes the chunk, and one from each rank that sends the chunk here.
         """
-        if not isinstance(after, int) or after < 1:
+        after = integer(f"chunk {chunk}: after", after, "pass the number of writes and updates to wait for, an integer")
+        if after < 1:
             raise ValueError(
-                f"chunk {chunk}: after={after!r} must be at least 1, because a chunk must be written before it is sent"
+                f"chunk {chunk}: after={after} must be at least 1, because a chunk must be written before it is sent"
             )
         return self._with(Entry("dma_map", chunk, to, op, after))
 
     def _with(self, entry: Entry) -> OutputMap:
-        if not isinstance(entry.chunk, int) or not 0 <= entry.chunk < self.chunks:
-            raise ValueError(
-                f"chunk {entry.chunk!r} does not exist in a map of {self.chunks} chunks: use 0 to {self.chunks - 1}"
-            )
-        if not isinstance(entry.to, int | Expr):
-            raise ValueError(
-                f"chunk {entry.chunk}: to={entry.to!r} is not a rank: use a number, or an expression such as (RANK + 1) % 4"
-            )
+        fix = f"use 0 to {self.chunks - 1}"
+        chunk = integer("chunk", entry.chunk, fix)
+        if not 0 <= chunk < self.chunks:
+            raise ValueError(f"chunk {chunk} does not exist in a map of {self.chunks} chunks: {fix}")
+        to = entry.to
+        if not isinstance(to, Expr):
+            to = integer(f"chunk {chunk}: to", to, "use the number of a rank, or an expression such as (RANK + 1) % 4")
         if entry.op not in get_args(StoreOp):
-            raise ValueError(f"chunk {entry.chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
-        return replace(self, entries=(*self.entries, entry))
+            raise ValueError(f"chunk {chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
+        return replace(self, entries=(*self.entries, replace(entry, chunk=chunk, to=to)))
 
     def schedule(
         self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
@@ -190,8 +193,10 @@ def schedule_of(
             "add='gemm' with gemm='tracked': a tracked GEMM computes all chunks in one kernel, so "
             "it cannot add to arriving chunks. Use add='reduce'"
         )
-    if not isinstance(engines, int) or engines < 1:
-        raise ValueError(f"engines={engines!r}: pass the number of chunks to send concurrently, an int of at least 1")
+    fix = "pass the number of chunks to send concurrently, an integer of at least 1"
+    engines = integer("engines", engines, fix)
+    if engines < 1:
+        raise ValueError(f"engines={engines}: {fix}")
     if len(maps) != p.world_size:
         raise ValueError(f"{len(maps)} maps were given for world_size={p.world_size}: give one map for each rank")
     first = maps[0]

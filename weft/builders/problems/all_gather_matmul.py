@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from weft.builders.problem import Candidate, Problem, require_even
+from weft.integers import convert, integer
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
@@ -89,6 +90,7 @@ class AllGatherMatmul(Problem):
     scaled: Scaled | None = None
 
     def __post_init__(self) -> None:
+        convert(self, "rows", "n", "k", "world_size")
         if len(self.rows) != self.world_size:
             raise ValueError(f"rows={self.rows}: give one number for each of {self.world_size} ranks")
         if min(self.rows) < 0 or self.k < 0 or min(self.n, default=0) < 0 or not self.n:
@@ -103,6 +105,9 @@ class AllGatherMatmul(Problem):
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
         """Return the problem with equal shards and one weight: a gathered [m, k] times a [k, n] on every rank."""
+        m, world_size = (
+            integer(name, size, "pass a size, an integer") for name, size in (("m", m), ("world_size", world_size))
+        )
         require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from weft.builders.problem import require_even
 from weft.builders.problems.gemm import RowsProblem
+from weft.integers import convert
 from weft.words import counted
 
 
@@ -34,6 +35,7 @@ class AllGatherMatmulGradients(RowsProblem):
     dtype: str
 
     def __post_init__(self) -> None:
+        convert(self, "m", "n", "k", "world_size")
         for n in self.n:
             require_even(self.m, n, self.k, self.world_size)
 

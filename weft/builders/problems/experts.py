@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Self
 
 from weft.builders.problem import Problem
+from weft.integers import convert
 from weft.schedule.regions import SUMMED
 from weft.schedule.steps import ITEM_BYTES
 
@@ -37,6 +38,7 @@ class ExpertsProblem(Problem):
     splits: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        convert(self, "world_size", "rows", "experts", "n", "k", "most", "splits")
         if len(self.rows) != self.world_size or self.experts < 1:
             raise ValueError(
                 f"rows={self.rows}, experts={self.experts}: give one number of rows for each of {self.world_size} ranks, and "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from weft.builders.problem import Problem, require_sizes
+from weft.integers import convert
 from weft.schedule.regions import SUMMED
 
 
@@ -58,6 +59,7 @@ class GemmProblem(RowsProblem):
     def __post_init__(self) -> None:
         if self.dtype not in SUMMED:
             raise ValueError(f"dtype={self.dtype!r} cannot be {self.supports}: use one of {', '.join(SUMMED)}")
+        convert(self, "m", "n", "k", "world_size")
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @property
