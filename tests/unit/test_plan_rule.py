@@ -67,6 +67,13 @@ def test_a_call_may_keep_the_host_as_busy_as_serials_does(
     assert ("CPU busy" in choice.row(ONE).why_not) == (taken == SERIAL)
 
 
+def test_the_reason_names_the_one_gain_that_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 us are more than 3% of a short call."""
+    choice = choice_of(monkeypatch, row(SERIAL, 20.0), row(ONE, 18.0), mode="graph")
+    text = f"{ONE} at 18.0 us saves less than the required 15.0% of serial's time"
+    assert choice.reason == f"nothing is clearly faster than serial, 20.0 us predicted: {text}"
+
+
 def test_steps_of_many_lanes_keep_the_host_busy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     serial = row(SERIAL, 115.0)
     assert choice_of(monkeypatch, serial, row(ONE, 60.0, steps=200)).candidate.name == ONE

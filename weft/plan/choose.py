@@ -239,7 +239,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         needed = _needed_us(fastest, serial, mode) / serial.us
         return serial, (
             f"nothing is clearly faster than serial, {in_us(serial.us)} {how}: {fastest.candidate.name} at "
-            f"{in_us(fastest.us)} saves less than {needed:.1%} or less than {CLEARLY_US:g} us"
+            f"{in_us(fastest.us)} saves less than the required {needed:.1%} of serial's time"
         )
     best, among = _simplest(clear, min(clear, key=lambda row: row.us or 0.0), measured)
     assert best.us is not None
