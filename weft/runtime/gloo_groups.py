@@ -42,9 +42,7 @@ def gloo_of_its_own(comm: Communicator, whom: str) -> dist.ProcessGroup:
     return gloo_groups(comm, whom, [Membership(comm.rank, comm.world_size, "")])[0]
 
 
-def gloo_groups(
-    comm: Communicator, whom: str, memberships: Sequence[Membership], deadline_s: float | None = None
-) -> list[dist.ProcessGroup]:
+def gloo_groups(comm: Communicator, whom: str, memberships: Sequence[Membership]) -> list[dist.ProcessGroup]:
     """Make gloo groups from ranks of `comm`. Return the new groups that contain this rank. All ranks of `comm` must make
     this call.
 
@@ -52,9 +50,9 @@ def gloo_groups(
         order.
     whom: a description of the groups' ranks, for error texts.
 
-    Raise `DeadlineError` on every rank if ranks cannot connect within `deadline_s` (default: the deadline of set-up).
+    Raise `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
     """
-    until_s = setup_deadline_s(deadline_s)
+    until_s = setup_deadline_s(None)
     name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]
     made = []
 
