@@ -1,13 +1,17 @@
-"""A tensor that one rank changes in place between forward and backward, or a graph that every rank has freed.
+"""A tensor that one rank changes in place between forward and backward, a graph that every rank has freed, and an error of
+one rank in a part of backward in which ranks do not communicate.
 
-torch raises an error before backward begins. Every rank must learn of it in its own backward, and the group stays usable.
+Every rank must learn of the error in its own backward or in its next call, and the group stays usable.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +67,7 @@ def function(kind: type[torch.autograd.Function], weights: int, *more: None) -> 
 
 def mlp(group: dist.ProcessGroup) -> Call:
     torch.manual_seed(0)
-    layer, x = weft.nn.ParallelMLP(8, 16, sequence_dim=None, group=group), torch.ones(2, 4, 8, requires_grad=True)
+    layer, x = weft.nn.ParallelMLP(8, 12, sequence_dim=None, group=group), torch.ones(2, 4, 8, requires_grad=True)
     return lambda: layer(x)
 
 
@@ -139,4 +143,56 @@ def test_a_tensor_that_one_rank_has_changed_is_refused_on_every_rank(pool: Pool,
         assert of_one.startswith("RefusedError: rank 1: "), of_one
         assert "has been modified by an inplace operation" in of_one
         assert "backward through the graph a second time" in of_all
+        assert is_right
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A local part of a backward that raises an error. place: its name. calls: the number of calls before the error."""
+
+    made: Callable[[dist.ProcessGroup], Call]
+    place: str
+    calls: int = 0
+
+
+BROKEN = {
+    "row": Broken(mlp, "weft.ops.tensor_parallel._of_parameters"),
+    "columns": Broken(mlp, "weft.ops.tensor_parallel._of_parameters", 1),
+    "gathered columns": Broken(columns, "weft.ops.tensor_parallel._of_parameters"),
+    "distinct rows": Broken(pooled(1, dedup=True), "weft.nn.deduplicated_embedding.device_code"),
+}
+
+
+def broken(group: dist.ProcessGroup, name: str, error: Exception) -> tuple[str, str, bool]:
+    """Raise `error` in a local part of backward on rank 1. Return the error of the step, the error of a further backward, and
+    True if a later call gives the first call's result.
+    """
+    case = BROKEN[name]
+    call = case.made(own_group(group))
+    y = call()
+    first = y.detach().clone()
+
+    def step() -> None:
+        y.sum().backward()
+        call()
+
+    results = [mock.DEFAULT] * case.calls + [error]
+    place, attribute = case.place.rsplit(".", 1)
+    right = getattr(sys.modules[place], attribute)
+    breaking = mock.patch(case.place, wraps=right, side_effect=results) if group.rank() == 1 else nullcontext()
+    with breaking, waits_end_after(20):
+        found = told(step)
+    if not found.startswith(("RefusedError", "MemoryError")):
+        return found, "", False
+    return found, told(call().sum().backward), torch.equal(call(), first)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("told of it"), MemoryError("told of it")], ids=["other", "memory"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_error_in_a_local_part_of_backward_reaches_every_rank(pool: Pool, name: str, error: Exception) -> None:
+    for rank, (found, later, is_right) in enumerate(pool.run(broken, name, error, ranks=3, timeout_s=60)):
+        kind = "MemoryError" if rank == 1 and isinstance(error, MemoryError) else "RefusedError: rank 1: backward of "
+        assert found.startswith(kind), found
+        assert type(error).__name__ in found
+        assert later == "nothing"
         assert is_right

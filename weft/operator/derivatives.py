@@ -23,8 +23,8 @@ from weft.operator.together import tell
 def once(
     operator: str, group: Callable[[Any], dist.ProcessGroup]
 ) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`.
-    Differentiating the decorated function's result raises `NotImplementedError`.
+    """Return a decorator for the function `backward(ctx, saved, *grads)` of a `torch.autograd.Function`. Peers are
+    notified of errors in it. Differentiating the decorated function's result raises `NotImplementedError`.
 
     group: a function that returns the group of a call from its `ctx`.
     saved: the saved tensors of `ctx`.
@@ -34,8 +34,12 @@ def once(
         @functools.wraps(backward)
         def call(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = saved_of(ctx, operator, group, grads)
-            with torch.no_grad():
-                found = backward(ctx, saved, *grads)
+            try:
+                with torch.no_grad():
+                    found = backward(ctx, saved, *grads)
+            except BaseException as error:  # between calls of operators, which notify peers of their own errors
+                tell(error, f"backward of {operator}", group(ctx), _first_of(grads))
+                raise
             if not torch.is_grad_enabled():  # without create_graph=True there is no second backward
                 return found
             return _Refusing.apply(operator, len(found), *found, *grads, *saved)
@@ -58,8 +62,12 @@ def saved_of(
         # Read outside `together`: hooks for saved tensors may call operators, such as those of activation checkpointing.
         is_misuse = type(error) is RuntimeError  # no subclass, such as an error of weft or of the device
         told = ValueError(str(error)) if is_misuse else error
-        tell(told, f"backward of {operator}", group(ctx), next((g for g in grads if g is not None), None))
+        tell(told, f"backward of {operator}", group(ctx), _first_of(grads))
         raise
+
+
+def _first_of(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    return next((grad for grad in grads if grad is not None), None)
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:
