@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.embedding_partition import assert_equal_bits, batch, check, equal_tables, full_weights, train
+from support.on_ranks import told
 
 import weft
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
@@ -219,3 +220,23 @@ def _bad_input(group: dist.ProcessGroup) -> None:
         found = lenient(features([1, 99, 3], None)).values()
     weight = lenient(features([1, 1, 3], None)).values()[0] / 2
     torch.testing.assert_close(found[0], weight)
+
+
+def _empty_bag(group: dist.ProcessGroup) -> tuple[str, bool]:
+    table, optimizer = EmbeddingBagConfig(40, 8, "t", ["f"]), weft.SGD(lr=0.1, nonfinite="raise")
+    module = ShardedEmbeddingBagCollection([table], group=group, placement=[RowWise()], dedup=True, optimizer=optimizer)
+    features = KeyedJaggedTensor(["f"], torch.tensor([0, 13, 26]), lengths=torch.tensor([2, 0, 1]))
+    before, upstream = copy.deepcopy(module.state_dict()), torch.ones(3, 8)
+    bad = upstream.clone()
+    bad[1, 3] = torch.nan if group.rank() == 1 else 1.0
+    error = told(lambda: module(features).values().backward(bad))
+    same = all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    module(features).values().backward(upstream)  # the group stays usable
+    return error, same and not all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+def test_a_gradient_of_an_empty_bag_that_is_nan_is_refused_on_every_rank(pool: Pool) -> None:
+    for error, is_right in pool.run(_empty_bag, ranks=2):
+        assert error.startswith("RefusedError"), error
+        assert "rank 1: gradients are infinite or NaN" in error
+        assert is_right

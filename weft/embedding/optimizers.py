@@ -61,8 +61,7 @@ class EmbeddingOptimizer:
     weight_decay: backward adds `weight_decay` times the row to the row's gradient. Only rows that a batch reads decay.
     nonfinite: what happens to a row with an infinite or NaN gradient. "propagate" updates it. "skip" leaves it
         unchanged. "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated; for
-        this check ranks synchronise and wait for the device. The check includes gradients of empty bags, except in
-        modules with `dedup=True`.
+        this check ranks synchronise and wait for the device. The check includes gradients of empty bags.
     clip_value: the limit on the absolute value of each element of a row's gradient, as in
         `torch.nn.utils.clip_grad_value_`. It cannot be combined with `clip_norm`.
     clip_norm: the limit on the norm of all gradients of an update, over all tables and ranks, as in `clip_grad_norm_`.

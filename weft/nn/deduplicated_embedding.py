@@ -133,7 +133,9 @@ class DeduplicatedEmbeddingBagCollection(ShardedEmbeddingCollection, ShardedEmbe
             offsets = torch.cat([ids.offsets[0][:1], *ends])
             jagged = JaggedInput(None, ids.route.to_sent, offsets, weights)
             call = _call(self.partition.tables[0], slots, samples, len(rows))
-            values = _Pooled.apply(self._on_device, call, jagged, rows, weights, self.group)  # type: ignore[no-untyped-call]
+            raises = self._optimizer is not None and self._optimizer.nonfinite == "raise"
+            finite_bags = ids.finite_bags if trains and raises else None
+            values = _Pooled.apply(self._on_device, call, jagged, rows, weights, self.group, finite_bags)  # type: ignore[no-untyped-call]
             return KeyedTensor(self._keys, self._length_per_key, values)
 
     def prefetch(self, features: Any) -> NoReturn:
@@ -221,9 +223,10 @@ class _Pooled(torch.autograd.Function):
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         group: dist.ProcessGroup,
+        finite_bags: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         kept = (rows,) if ctx.needs_input_grad[4] else ()  # only gradients of per-sample weights read the rows
-        ctx.of, ctx.count, ctx.group = of, len(rows), group
+        ctx.of, ctx.count, ctx.group, ctx.finite_bags = of, len(rows), group, finite_bags
         ctx.save_for_backward(jagged.values, jagged.offsets, weights, *kept)
         sharding = of.plan.sharding
         out = torch.empty(of.checked.global_batch, sharding.total_dim, dtype=rows.dtype, device=rows.device)
@@ -238,12 +241,14 @@ class _Pooled(torch.autograd.Function):
         of, grad, device = ctx.of, grad.contiguous(), device_code(grad.device)
         jagged = JaggedInput(None, values, offsets, weights)
         of_rows = of_weights = None
+        if ctx.finite_bags is not None:  # gradients of empty bags do not reach the backward of the rows
+            ctx.finite_bags[:] = [grad.isfinite().all()]
         if ctx.needs_input_grad[4]:
             of_weights = device.gradients_of_weights(of, jagged, rows, grad)
         if ctx.needs_input_grad[3]:
             (of_rows,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grad)
             of_rows = of_rows[: ctx.count]
-        return None, None, None, of_rows, of_weights, None
+        return None, None, None, of_rows, of_weights, None, None
 
 
 ShardedEmbeddingBagCollection._of_rows = DeduplicatedEmbeddingBagCollection

@@ -405,6 +405,7 @@ class _Rows(torch.autograd.Function):
         module._note(ctx.route, ctx.arrived)
         # The number of rendezvous is equal on all ranks, even if some ranks have called the module without gradients.
         ctx.module, ctx.number, ctx.is_done = module, published_on(module.group), False
+        ctx.finite_bags = ids.finite_bags
         return rows
 
     @staticmethod
@@ -422,7 +423,8 @@ class _Rows(torch.autograd.Function):
             of = module._record()
             module._compare(of, "backward" if module._collected is None else "backward in accumulate()")
             if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
-                bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
+                finite = torch.stack([grad.isfinite().all(), *ctx.finite_bags])
+                bad = [] if bool(finite.all()) else [f"rows for rank {module.rank}"]
                 refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)
             columns = module.partition.parts[0].columns
             grad = grad.reshape(-1, columns)

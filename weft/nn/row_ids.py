@@ -28,6 +28,7 @@ class RowIds:
     offsets, weights: for each output feature, the offsets and weights of its bags.
     bad: for each id of all output features, True if it is out of range.
     route: the routing of the ids, after the ids have been sent; None before.
+    finite_bags: with `dedup=True`, backward stores here whether the gradients of all bags are finite, as a tensor.
     """
 
     route: RowRoute | None = None
@@ -41,6 +42,7 @@ class RowIds:
         """
         self._partition, self._place_of_part = partition, {} if distribution is None else distribution.place_of_part
         jagged = as_jagged(features)
+        self.finite_bags: list[torch.Tensor] = []
         keys = jagged.keys
         if keys is None:
             raise ValueError("features have no names: pass a KeyedJaggedTensor, whose keys are the tables' features")
