@@ -1,5 +1,5 @@
-"""A tensor that one rank changes in place between forward and backward, a graph that every rank has freed, and an error of
-one rank in a part of backward in which ranks do not communicate.
+"""Errors of one rank in backward: it has changed a saved tensor in place, or fails in a part of backward in which ranks do
+not communicate. Also a graph that every rank has freed.
 
 Every rank must learn of the error in its own backward or in its next call, and the group stays usable.
 """
