@@ -101,6 +101,14 @@ chaos: setup  ## Kill, stop and interrupt ranks at random, then make random call
 chaos-gpu:  ## The same on GPUs, on a machine as for gpu-check: 200 injections, results in OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_chaos.sh $(OUT) --seed $(SEED)
 
+# SANITIZE=address also finds undefined behaviour, leaks runs the unit tests only, thread finds data races. Each is built with GCC into
+# build/sanitize-NAME; the installed module stays as it is. TESTS: files of tests, instead of the usual choice.
+.PHONY: sanitize
+SANITIZE ?= address leaks thread
+sanitize: setup  ## Run CPU tests of csrc/ under sanitizers, 10 minutes each: memory errors, leaks, data races (SANITIZE=thread: only one). Fails if one reports anything
+	failed=; for name in $(SANITIZE); do $(BIN)/python -m tests.sanitize $$name $(TESTS) || failed="$$failed $$name"; done; \
+	  [ -z "$$failed" ] || { echo "== failed:$$failed"; exit 1; }
+
 lint: setup  ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
