@@ -280,6 +280,18 @@ def test_arguments_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator
             assert words in text, (name, value, text)
 
 
+FIRST = {"all_gather_matmul": "A_shard", "matmul_all_reduce": "x", "all_to_all_matmul": "tokens"}
+
+
+@pytest.mark.parametrize("operator", FIRST)
+def test_callables_in_place_of_a_tensor_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    """Layers pass functions that return the call's device. An argument of the user is not such a function."""
+    bad = [(FIRST[operator], value) for value in (np.float32, told, math.sqrt, torch.nn.Linear(8, 8))]
+    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
+        for text, kind in zip(found, ("type", "function", "builtin_function_or_method", "Linear"), strict=True):
+            assert text == f"RefusedError: rank 1: {FIRST[operator]} is a {kind}: pass a torch.Tensor"
+
+
 def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool) -> None:
     for found in pool.run(full_weights_of_other_kinds, ranks=2, timeout_s=60):
         for kind, (text, copied) in found.items():

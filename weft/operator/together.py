@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from types import TracebackType
+from types import FunctionType, MethodType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -241,10 +241,14 @@ def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
 
     like: a tensor on the call's device, or a function that returns the device.
     """
-    if callable(like) and not isinstance(like, torch.Tensor):
-        return like()
-    if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):
-        return like.device
+    if isinstance(like, torch.Tensor):
+        if like.device.type in ("cpu", "cuda"):
+            return like.device
+    elif isinstance(like, FunctionType | MethodType):  # no class or module, which users may pass in place of a tensor
+        with contextlib.suppress(Exception):
+            found = like()
+            if isinstance(found, torch.device):
+                return found
     return backend_device(group)
 
 
