@@ -13,11 +13,13 @@ from support.sim_toys import TOY, gpu
 from support.slow import mostly
 
 from weft import plan
+from weft.builders import AllToAllMatmul
 from weft.errors import ScheduleError
 from weft.hw import Machine, known_machines, load_machine
 from weft.schedule import Copy, Draft, Schedule
 from weft.sim import NULL, model_of, simulate
 from weft.sim.costs import cost
+from weft.sim.losses import gemms_us
 from weft.sim.uses import Operand
 
 # One tile size (32 is the smallest), and four units with one operation per microsecond each. Splitting k is too
@@ -172,6 +174,14 @@ def test_the_copy_engine_of_the_h200_follows_its_measured_curve(megabytes: int) 
     model, count = gpu("h200", 2), megabytes * 1e6
     predicted = model.copy_latency_us + count / min(model.copy_bytes_per_us, *model.wiring.numbers[:1])
     assert predicted == pytest.approx(count / load_machine("h200")[key].si * 1e6, rel=0.03)
+
+
+def test_a_gemm_begins_late() -> None:
+    late = replace(TOY, matmul_start_us=3.0)
+    assert late.matmul(64, 64, 64, "bf16").time_us == pytest.approx(TOY.matmul(64, 64, 64, "bf16").time_us + 3)
+    experts, model = AllToAllMatmul.even(512, 1024, 1024, 4, 2), model_of(load_machine("h100"), 2)
+    early = replace(model, matmul_start_us=0.0)
+    assert gemms_us(experts, model) == pytest.approx(gemms_us(experts, early) + model.matmul_start_us)
 
 
 def test_a_collective_goes_the_way_that_is_the_quicker_one_for_its_size() -> None:

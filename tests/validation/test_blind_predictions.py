@@ -92,15 +92,15 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
 @pytest.mark.parametrize(
     ("op", "mode", "h100", "h200"),
     [
-        ("all_gather_matmul", "queued", 0.12, 0.12),
-        ("all_gather_scaled_matmul", "queued", 0.10, 0.08),
-        ("matmul_reduce_scatter", "queued", 0.10, 0.10),
-        ("scaled_matmul_reduce_scatter", "queued", 0.10, 0.10),
-        ("matmul_all_reduce", "queued", 0.09, 0.10),
-        ("matmul_all_gather", "queued", 0.08, 0.07),
+        ("all_gather_matmul", "queued", 0.08, 0.06),
+        ("all_gather_scaled_matmul", "queued", 0.07, 0.06),
+        ("matmul_reduce_scatter", "queued", 0.09, 0.10),
+        ("scaled_matmul_reduce_scatter", "queued", 0.09, 0.08),
+        ("matmul_all_reduce", "queued", 0.08, 0.10),
+        ("matmul_all_gather", "queued", 0.07, 0.07),
         ("embedding_all_to_all", "queued", 0.12, 0.12),
-        slow("all_to_all_matmul", "graph", 0.12, 0.12),
-        slow("matmul_all_to_all", "graph", 0.12, 0.20),
+        slow("all_to_all_matmul", "graph", 0.10, 0.12),
+        slow("matmul_all_to_all", "graph", 0.10, 0.20),
     ],
 )
 def test_random_shapes_take_about_as_long_as_predicted(op: str, mode: str, h100: float, h200: float) -> None:
@@ -152,3 +152,18 @@ def test_serial_takes_as_long_as_predicted_if_the_time_of_its_gemm_is_known(op: 
                 errors.append(us / (1e3 * statistics.median(record["serial_ms"])) - 1)
         assert len(errors) >= 8
         assert statistics.fmean(map(abs, errors)) < most, machine
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "most"),
+    [("h100", "bf16", 0.08), ("h100", "fp8", 0.10), ("h200", "bf16", 0.10), ("h200", "fp8", 0.12)],
+)
+def test_gemms_take_about_as_long_as_predicted(machine: str, dtype: str, most: float) -> None:
+    """Limit the mean error of GEMMs alone. The rates of the H100's GEMMs were fitted to seven other seeds."""
+    errors = []
+    for record in _records(machine):
+        if record["op"] not in (*EXPERTS, EMBEDDING) and (record["dtype"], record["mode"]) == (dtype, "queued"):
+            (gemm,) = library_gemms(*_problems(machine, record))
+            errors.append(_model(machine).matmul_us(*gemm) / (1e3 * record["computation_ms"]) - 1)
+    assert len(errors) >= 48
+    assert statistics.fmean(map(abs, errors)) < most

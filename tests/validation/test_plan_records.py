@@ -41,9 +41,9 @@ def error(row: dict[str, Any], machine: str) -> float:
 @pytest.mark.parametrize(
     ("file", "mode", "most", "most_short"),
     [
-        ("h100-all_gather_matmul", "queued", 0.04, 0.13),
+        ("h100-all_gather_matmul", "queued", 0.03, 0.13),
         ("h100-all_gather_matmul", "single", 0.15, None),
-        ("h100-matmul_reduce_scatter", "queued", 0.05, 0.10),
+        ("h100-matmul_reduce_scatter", "queued", 0.04, 0.10),
         ("h200-all_gather_matmul", "queued", 0.06, 0.10),
         ("h200-all_gather_matmul", "single", 0.15, None),
         ("h200-all_gather_matmul-models", "queued", 0.08, 0.10),
@@ -51,7 +51,7 @@ def error(row: dict[str, Any], machine: str) -> float:
         ("h200-all_gather_matmul-schedules", "queued", 0.06, None),
         ("h200-matmul_reduce_scatter", "queued", 0.05, 0.08),
         ("h200-matmul_reduce_scatter", "single", 0.20, None),
-        ("h200-matmul_all_reduce", "queued", 0.05, 0.10),
+        ("h200-matmul_all_reduce", "queued", 0.04, 0.09),
         ("h200-matmul_all_gather", "queued", 0.06, 0.10),
     ],
 )

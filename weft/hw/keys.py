@@ -31,6 +31,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "compute.tile_part": _US,
     "compute.launch": _US,
     "compute.first_bag": _US,
+    "compute.matmul_start": _US,
     "compute.sustained": (0.5, 4, "1"),
     "compute.grouped_matmul": _SHARE,
     "compute.library_grouped_matmul": _SHARE,

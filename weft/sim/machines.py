@@ -12,6 +12,7 @@ with similar names, such as `signal_local_us` for signal.local.
     compute.fp32_vector                     rate of elementwise kernels in fp32
     compute.DTYPE_matmul_8192               rate of a matmul of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
     compute.DTYPE_matmul_best               rate of a matmul of the best size: whole tiles in whole waves, and a long k
+    compute.matmul_start (if known)         time of a GEMM besides its launch, in which it neither computes nor waits for memory
     compute.first_bag (if known)            time from the start of a pooling kernel until its first rows arrive from memory
     compute.matmul_keeps (if known)         share of a cuBLAS GEMM's units that later kernels do not get until it ends
     compute.sustained                       time of a long matmul in sustained work, divided by its time in a short measurement
@@ -102,6 +103,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         vector_flops_per_us=per_us("compute.fp32_vector"),
         first_bag_us=known(us, "compute.first_bag"),
+        matmul_start_us=known(us, "compute.matmul_start"),
         matmul_keeps=known(number, "compute.matmul_keeps"),
         sustained=number("compute.sustained"),
         grouped_efficiency=number("compute.grouped_matmul"),

@@ -4,9 +4,11 @@ A matmul [m, k] @ [k, n] is cut into tiles, which the compute units compute in w
 tiles keep more units busy, but reuse operands less. k may be split over several units. cuBLAS or rocBLAS is assumed to choose
 the fastest tile and split.
 
-    time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
+    time(tile, s) = start + ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile))
+                    + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
+    start         time besides the launch in which the GEMM neither computes nor waits for memory (`Model.matmul_start_us`)
     s             number of parts into which k is split
     tiles         number of tiles of the result; all their parts together are `tiles s`
     ramp          time of a tile's prologue and epilogue, in units of k; for fp8 a number of its own (`Model.fp8_tile_ramp`)
@@ -113,12 +115,11 @@ class Model:
     cuBLAS's kernels for bf16 store a tile while they compute the next tile. Those for fp8 multiply twice as fast, but stop
     to scale, convert and store each tile.
     """
+    matmul_start_us: float = 0.0  # of cuBLAS GEMMs and grouped GEMMs: see `start` above
     unit_bytes_per_us: float | None = None
     """The memory bandwidth of one compute unit that computes tiles; None: the GPU's bandwidth / the number of units."""
-    copy_gets: float = 1.0
-    """The rate of copies from a peer by copy engine, divided by the rate of copies to a peer."""
-    memory_bytes: float = math.inf
-    """The capacity of a GPU's memory."""
+    copy_gets: float = 1.0  # the rate of copies from a peer by copy engine, divided by the rate of copies to a peer
+    memory_bytes: float = math.inf  # the capacity of a GPU's memory
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Measured times of matmuls (m, n, k, dtype) alone, with launch. They correct the formula for nearby shapes."""
     sustained: float = 1.0
@@ -152,10 +153,8 @@ class Model:
     host_read_us: float = 20.0
     """The time from the end of a kernel to the start of the next step, if the CPU reads the kernel's result in between.
     """
-    host_call_us: float = 0.0
-    """The CPU time to issue a cuBLAS GEMM."""
-    host_late_us: float = 0.0
-    """The CPU time to issue a step with a dynamic size."""
+    host_call_us: float = 0.0  # the CPU time to issue a cuBLAS GEMM
+    host_late_us: float = 0.0  # the CPU time to issue a step with a dynamic size
     host_dynamic_us: float = 0.0
     """The additional CPU time of a run with dynamic sizes, besides `host_late_us` per step."""
     grouped_efficiency: float = 1.0
@@ -396,7 +395,9 @@ class Model:
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
-        alone_us = np.maximum(computing_us, traffic / (self.matmul_memory * self.hbm_bytes_per_us))
+        alone_us = self.matmul_start_us + np.maximum(
+            computing_us, traffic / (self.matmul_memory * self.hbm_bytes_per_us)
+        )
         return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
 
     def _ramp(self, dtype: str) -> float:

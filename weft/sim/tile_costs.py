@@ -164,7 +164,8 @@ def cost_of_tiles(
     if what == "matmul" or pools:
         us = max(us, blended(taken[HBM], taken.get(COMPUTE, 0.0)))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
-    start_us = model.launch_us + (_FIRST_TILE_US if of_kernel.whole else 0.0) + (model.first_bag_us if pools else 0.0)
+    first_us = _FIRST_TILE_US if of_kernel.whole else model.matmul_start_us if what == "matmul" else 0.0
+    start_us = model.launch_us + first_us + (model.first_bag_us if pools else 0.0)
     return merged_cost(cast(What, what), start_us, us, uses, sent)
 
 
