@@ -18,18 +18,19 @@ void PayloadExchange::publish(std::string_view payload) {
     if (payload.size() > nbytes_)
         throw std::invalid_argument("the payload has " + std::to_string(payload.size()) + " bytes: pass at most " +
                                     std::to_string(nbytes_));
-    ++epoch_;
-    char *const own = slot(rank_, epoch_);
+    const int64_t next = epoch() + 1;
+    epoch_.store(next, std::memory_order_relaxed);
+    char *const own = slot(rank_, next);
     const int64_t size = int64_t(payload.size());
     std::memcpy(own, &size, length_bytes);
     std::memcpy(own + length_bytes, payload.data(), payload.size());
-    signal_set(counter(rank_), epoch_);
+    signal_set(counter(rank_), next);
 }
 
 bool PayloadExchange::wait(double patience_s, const std::atomic<int64_t> *failed) const {
     for (size_t rank = 0; rank < memory_.size(); ++rank) {
         int64_t found = 0;
-        if (rank != rank_ && signal_wait(counter(rank), epoch_, patience_s, failed, &found) != Wait::reached) return false;
+        if (rank != rank_ && signal_wait(counter(rank), epoch(), patience_s, failed, &found) != Wait::reached) return false;
     }
     return true;
 }
@@ -45,14 +46,14 @@ bool PayloadExchange::is_equal(size_t begin, size_t end) const {
 }
 
 std::string_view PayloadExchange::payload(size_t rank) const {
-    const char *const from = slot(rank, epoch_);
+    const char *const from = slot(rank, epoch());
     int64_t size = 0;
     std::memcpy(&size, from, length_bytes);
     return {from + length_bytes, std::min(size_t(size), nbytes_)};
 }
 
-char *PayloadExchange::next_data() const { return slot(rank_, epoch_ + 1) + payload_bytes(nbytes_); }
-const char *PayloadExchange::data(size_t rank) const { return slot(rank, epoch_) + payload_bytes(nbytes_); }
+char *PayloadExchange::next_data() const { return slot(rank_, epoch() + 1) + payload_bytes(nbytes_); }
+const char *PayloadExchange::data(size_t rank) const { return slot(rank, epoch()) + payload_bytes(nbytes_); }
 
 char *PayloadExchange::slot(size_t rank, int64_t epoch) const {
     return memory_[rank] + line + size_t(epoch % 2) * slot_for(nbytes_, data_bytes_);

@@ -41,7 +41,7 @@ class PayloadExchange {
     size_t data_bytes() const { return data_bytes_; }
     size_t rank() const { return rank_; }
     size_t ranks() const { return memory_.size(); }
-    int64_t epoch() const { return epoch_; }
+    int64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
 
   private:
     static constexpr size_t length_bytes = sizeof(int64_t), line = 64;
@@ -54,7 +54,7 @@ class PayloadExchange {
 
     std::vector<char *> memory_;
     size_t rank_, nbytes_, data_bytes_;
-    int64_t epoch_ = 0;
+    std::atomic<int64_t> epoch_{0};  // one thread writes it; others may look at it meanwhile, and read nothing else after it
 };
 
 }  // namespace weft
