@@ -5,6 +5,8 @@ allowed.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,3 +178,24 @@ def test_what_is_no_whole_number_is_no_index() -> None:
             x.part(rows=rows)
     lane.copy(x.part(rows=(np.int64(0), 4)), y.part())
     verify(d.schedule())
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda: RANK + 1.5, "an operand of an expression is 1.5: a float is neither"),
+        (lambda: 2.0 * RANK, "an operand of an expression is 2.0: a float is neither"),
+        (lambda: RANK // 4.0, "an operand of an expression is 4.0: a float is neither"),
+        (lambda: RANK + (RANK == 0), "an operand of an expression is False, but must be"),
+        (lambda: 3 - (RANK != 0) * RANK, "an operand of an expression is True, but must be"),
+        (lambda: RANK - False, "an operand of an expression is False, but must be"),
+        (lambda: lookup((4.9, 4.2), RANK), "an entry of the table is 4.9: a float is neither"),
+        (lambda: lookup((4.5, 4.5), RANK), "an entry of the table is 4.5: a float is neither"),
+        (lambda: lookup((True, False), RANK), "an entry of the table is True, but must be"),
+    ],
+)
+def test_floats_and_comparisons_are_not_truncated(write: Callable[[], Any], message: str) -> None:
+    assert str(RANK + 2) == "rank + 2"  # an equal integer, which a cache may hold
+    assert str(RANK // 4) == "rank // 4"
+    with pytest.raises(TypeError, match=message):
+        write()

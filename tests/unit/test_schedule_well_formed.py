@@ -206,3 +206,27 @@ def test_words_that_are_none_are_refused_as_they_are_written() -> None:
         d.lane("a").copy(x.part(), x.part(), "kernl")
     with pytest.raises(ValueError, match="lane a: by='me' is not known; use one of device, meanwhile, host, known"):
         d.lane("a").read(x, "me")
+
+
+def test_a_lane_has_one_resource() -> None:
+    d = Draft("twice", 2)
+    send = d.lane("send", "copy")
+    assert d.lane("send") is send
+    assert d.lane("send", "copy") is send
+    with pytest.raises(ValueError, match="lane send: resource='compute', but the lane was created with 'copy'"):
+        d.lane("send", "compute")
+    assert d.lane("new").resource == "compute"
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(1.5, "count of signals s=1.5 is a float"), (-1, "count=-1 of signals s must be")]
+)
+def test_a_number_of_signals_is_an_integer(count: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Draft("counted", 2).signals("s", count)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_table_of_a_rank_that_does_not_exist(rank: int) -> None:
+    with pytest.raises(ValueError, match=rf"rank {rank} does not exist: use 0 to 1"):
+        push().table(rank)

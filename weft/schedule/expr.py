@@ -118,18 +118,20 @@ class Expr:
         return self.evaluate({})
 
     def __add__(self, other: Index) -> Index:
-        return self if other == 0 else _join(self, ast.Add(), other)
+        return self if other == 0 and other is not False else _join(self, ast.Add(), other)
 
     def __radd__(self, other: int) -> Index:
-        return self if other == 0 else _join(other, ast.Add(), self)
+        return self if other == 0 and other is not False else _join(other, ast.Add(), self)
 
     def __sub__(self, other: Index) -> Index:
-        return self if other == 0 else _join(self, ast.Sub(), other)
+        return self if other == 0 and other is not False else _join(self, ast.Sub(), other)
 
     def __rsub__(self, other: int) -> Index:
         return _join(other, ast.Sub(), self)
 
     def __mul__(self, other: Index) -> Index:
+        if isinstance(other, bool):
+            return _join(self, ast.Mult(), other)  # it raises
         return self if other == 1 else 0 if other == 0 else _join(self, ast.Mult(), other)
 
     def __rmul__(self, other: int) -> Index:
@@ -246,6 +248,9 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 def lookup(table: Sequence[int], index: Index) -> Index:
     """Return the expression `table[index]`. The result is an int if `index` is an int, or if all entries are equal."""
     require_index(index, "index")
+    if not INDEX_TYPES.issuperset(map(type, table)):
+        for entry in table:
+            require_index(entry, "an entry of the table")
     if len(set(table)) == 1:
         return table[0]
     if isinstance(index, int):
@@ -266,7 +271,8 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
     return _joined(left, type(sign), right)  # type: ignore[arg-type]  # mypy takes the class's `__hash__` for its instances'
 
 
-@lru_cache(maxsize=1 << 14)  # the candidates for dozens of ranks repeat a few expressions a hundred thousand times
+# The candidates for dozens of ranks repeat a few expressions a hundred thousand times. `typed`, because 1.0 == 1 == True.
+@lru_cache(maxsize=1 << 14, typed=True)
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
     made = Expr.__new__(Expr)  # skip `check`: both parts passed it, and a sum of n terms would be checked n times
     node, symbol, binds = _SIGNS[sign]
@@ -285,7 +291,10 @@ def _operand(index: Index, binds: int) -> str:
 
 
 def _node_of(index: Index) -> ast.expr:
-    return index._node if isinstance(index, Expr) else _constant(int(index))
+    if isinstance(index, Expr):
+        return index._node
+    require_index(index, "an operand of an expression")
+    return _constant(int(index))
 
 
 @lru_cache(maxsize=1 << 13)  # expressions can share nodes, because nothing changes a node

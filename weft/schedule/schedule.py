@@ -161,7 +161,12 @@ class Schedule:
     def table(self, rank: int | None = None) -> str:
         """Return the schedule as text of at most 132 columns, for all ranks or for one.
 
-        The text for all ranks shows numbers as expressions of the rank; the text for one rank shows their values."""
+        The text for all ranks shows numbers as expressions of the rank; the text for one rank shows their values.
+
+        Raise `ValueError` if the rank does not exist.
+        """
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise ValueError(f"schedule {self.name}: rank {rank} does not exist: use 0 to {self.world_size - 1}")
         whose = counted(self.world_size, "rank") if rank is None else f"rank {rank} of {self.world_size}"
         shown = self.buffers if rank is None else self.buffers_of_rank(rank)
         buffers = {b.name: b for b in shown}
@@ -271,17 +276,28 @@ class Draft:
     def signals(self, name: str, count: int) -> Signals:
         if name in self._signals:
             raise ValueError(f"schedule {self.name}: two arrays of signals are named {name!r}: give each its own name")
-        self._signals[name] = made = Signals(name, count)
+        number = integer(f"schedule {self.name}: count of signals {name}", count, "give the number of signals")
+        if number < 0:
+            raise ValueError(f"schedule {self.name}: count={number} of signals {name} must be at least 0")
+        self._signals[name] = made = Signals(name, number)
         return made
 
-    def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
+    def lane(self, name: str, resource: Resource | None = None) -> LaneDraft:
         """Return the lane `name`. The first call with a name creates the lane.
+
+        resource: "compute" (the default of a new lane) or "copy". Raise `ValueError` if the lane has another resource.
 
         The CPU issues steps of copy lanes before steps of compute lanes, and otherwise in the order in which lanes were
         created (`weft.schedule.verify.issue_order`).
         """
-        _require_known("lane", name, "resource", resource, _RESOURCES)
-        return self._lanes.setdefault(name, LaneDraft(name, resource))
+        _require_known("lane", name, "resource", resource or "compute", _RESOURCES)
+        lane = self._lanes.setdefault(name, LaneDraft(name, resource or "compute"))
+        if resource not in (None, lane.resource):
+            raise ValueError(
+                f"lane {name}: resource={resource!r}, but the lane was created with {lane.resource!r}: give the other lane "
+                "another name"
+            )
+        return lane
 
     def schedule(self) -> Schedule:
         lanes = tuple(Lane(lane.name, lane.resource, tuple(lane.steps)) for lane in self._lanes.values() if lane.steps)
