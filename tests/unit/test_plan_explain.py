@@ -164,6 +164,16 @@ def test_an_unknown_operator_is_named() -> None:
         plan.explain("all_reduce", **SHAPE, ranks=2)
 
 
+def test_an_fp8_operator_is_planned_by_its_own_name() -> None:
+    plain, scaled = (
+        plan.explain(op, **SHAPE, ranks=2, hw="h200", dtype="fp8")
+        for op in ("all_gather_matmul", "all_gather_scaled_matmul")
+    )
+    assert plain == scaled
+    with pytest.raises(ValueError, match="all_gather_scaled_matmul needs dtype fp8; use all_gather_matmul for bf16"):
+        plan.explain("all_gather_scaled_matmul", **SHAPE, ranks=2, hw="h200")
+
+
 def test_it_needs_no_torch() -> None:
     script = (
         "import sys, weft; text = weft.plan.explain('all_gather_matmul', M=512, N=512, K=512, ranks=2, hw='h200');"

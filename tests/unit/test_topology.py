@@ -320,6 +320,8 @@ def test_a_torus_may_have_any_number_of_dimensions(tmp_path: Path) -> None:
         torus(20, 1.0, 0.0, 4, 3)
     with pytest.raises(ValueError, match="topology 'ring:8x8': write ring:RANKS"):
         load_topology("ring:8x8", mi300x)
+    with pytest.raises(ValueError, match="such as ring:8; sizes are from 1 to 999999"):
+        load_topology("ring:1000000", mi300x)
 
 
 def test_a_topology_is_one_function(tmp_path: Path) -> None:
@@ -367,7 +369,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('shape = "ring"', r'wires\.toml: a topology file needs a string as its name: add name = "\.\.\."'),
-        ('name = "x"', r"wires\.toml: shape = None is unknown; use one of hosts, mesh, ring, switch, torus"),
+        ('name = "x"', r"wires\.toml: shape is missing; use one of hosts, mesh, ring, switch, torus"),
         ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of hosts, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
          r"wires\.toml: link\.pair_usble is not a known key: do you mean link\.pair_usable\?"),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench import help
 from weft.bench.core.arguments import check_file, check_pictures, number_of_ranks, one_line, sizes
-from weft.bench.core.operators import operator, plain
+from weft.bench.core.operators import operator
 from weft.bench.never_slower import options as never_slower
+from weft.builders.problem import plain
 
 if TYPE_CHECKING:
     from weft.bench.core.options import BenchOptions

@@ -173,6 +173,8 @@ _MOST = 1 << 40
 """The largest size that `described` accepts. The product of two sizes and a small number then fits into 64 bits."""
 PROBLEMS: dict[str, type[Problem]] = {}
 """{name of an operator: its problem class}"""
+SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
+"""{fp8 operator: the operator whose problem with dtype fp8 it solves}"""
 
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
@@ -192,6 +194,19 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
         raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {either}{below + world_size}")
 
 
+def plain(name: str, dtype: str | None) -> tuple[str, Any]:
+    """Return (operator, dtype) to plan or measure for the given name and dtype.
+
+    An fp8 operator becomes the plain operator with dtype fp8, such as all_gather_scaled_matmul -> all_gather_matmul.
+    Raise `ValueError` for an fp8 operator with another dtype. Other names are returned unchanged.
+    """
+    if name not in SCALED:
+        return name, dtype
+    if dtype not in (None, "fp8"):
+        raise ValueError(f"dtype {dtype}: {name} needs dtype fp8; use {SCALED[name]} for {dtype}")
+    return SCALED[name], "fp8"
+
+
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
     """Return the problem of operator `op` with equal sizes on all ranks. The arguments are as for `weft.plan.explain`.
 
@@ -199,8 +214,10 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
 
     Raises `ValueError` if the operator, a size or an option is invalid.
     """
-    if not isinstance(op, str) or op not in PROBLEMS:
-        raise ValueError(f"{op!r} is not an operator that can be planned: use one of {', '.join(sorted(PROBLEMS))}")
+    if not isinstance(op, str) or op not in (*PROBLEMS, *SCALED):
+        names = ", ".join(sorted([*PROBLEMS, *SCALED]))
+        raise ValueError(f"{op!r} is not an operator that can be planned: use one of {names}")
+    op, dtype = plain(op, dtype)
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     sizes = {name: integer(name, size, "pass a size, an integer") for name, size in sizes.items()}
     for name, size in sizes.items():

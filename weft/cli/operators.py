@@ -50,8 +50,8 @@ class Operators(Named):
         return [*names(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        from weft.bench.core.operators import LAYERS, SCALED
-        from weft.builders.problem import PROBLEMS
+        from weft.bench.core.operators import LAYERS
+        from weft.builders.problem import PROBLEMS, SCALED
 
         if cmd_name in LAYERS:
             return _layers(cmd_name, self.command)
@@ -85,8 +85,7 @@ def _command(name: str, problem: type[Problem], group: type[Operators]) -> Any:
     `problem` class; the docstring of the class's method `sized`; and examples of this operator. `--option` accepts the keyword
     arguments of `sized` after dtype.
     """
-    from weft.bench.core.operators import plain
-    from weft.builders.problem import Problem
+    from weft.builders.problem import Problem, plain
 
     def command(**given: Any) -> None:
         op, given["dtype"] = plain(name, given["dtype"])

@@ -11,12 +11,8 @@ import importlib.util
 from typing import Any
 
 from weft.bench.core.arguments import one_of
-from weft.builders.problem import PROBLEMS
+from weft.builders.problem import PROBLEMS, SCALED
 
-SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
-"""{fp8 operator: the operator to name on the command line instead}. With `--dtype fp8` the commands then plan or
-measure the fp8 operator.
-"""
 LAYERS = ("expert_parallel", "tensor_parallel")
 """The benchmarks of layers that call several operators. `weft plan` does not plan layers: plan their operators instead.
 """
@@ -35,19 +31,6 @@ _HOMES = {
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
 """{benchmark: "module:object"} for benchmarks without a module of their own name in `weft.bench.ops`."""
-
-
-def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
-    """Return (operator, dtype) to plan or measure for the name and dtype on a command line.
-
-    An fp8 operator becomes the plain operator with dtype fp8, such as all_gather_scaled_matmul -> all_gather_matmul.
-    Raise `ValueError` for an fp8 operator with another dtype. Other names are returned unchanged.
-    """
-    if name not in SCALED:
-        return name, dtype
-    if dtype not in (None, "fp8"):
-        raise ValueError(f"--dtype {dtype}: {name} needs --dtype fp8; use {SCALED[name]} for {dtype}")
-    return SCALED[name], "fp8"
 
 
 def names() -> list[str]:

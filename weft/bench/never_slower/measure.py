@@ -16,7 +16,7 @@ import torch
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Results, measure_variants
 from weft.bench.core.operator import ChoosingVariants
-from weft.bench.core.operators import operator, plain
+from weft.bench.core.operators import operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.records import environment
 from weft.bench.core.tables import Record
@@ -25,6 +25,7 @@ from weft.bench.never_slower.judge import BENCHMARK
 from weft.bench.never_slower.options import Options
 from weft.bench.ops.any_operator import COMMUNICATION
 from weft.bench.ops.embedding_presets import EmbeddingPreset
+from weft.builders.problem import plain
 from weft.words import counted
 
 REPETITIONS = 5

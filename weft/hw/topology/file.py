@@ -91,8 +91,9 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
         given_shape = data.pop("shape", None)
         shape, sizes = shape_of(given_shape) if isinstance(given_shape, str) else ("", ())
         if not shape:
+            fault = "shape is missing" if given_shape is None else f"shape = {given_shape!r} is unknown"
             raise ValueError(
-                f"{name}: shape = {given_shape!r} is unknown; use one of {', '.join(known_topologies())}, or a name with a size, "
+                f"{name}: {fault}; use one of {', '.join(known_topologies())}, or a name with a size, "
                 "such as torus:8x8x8"
             )
         given = quantities_of(str(name), data)

@@ -57,7 +57,9 @@ class Shape:
         if len(numbers) < len(self.sizes) or (len(numbers) > len(self.sizes) and not self.more):
             example = f"{shape}:{'x'.join(['2', '16', '8'][-len(self.sizes) :])}"
             further = f", or more sizes, such as {shape}:8x8x8" if self.more else ""
-            raise ValueError(f"topology {name!r}: write {self.form}, such as {example}{further}")
+            raise ValueError(
+                f"topology {name!r}: write {self.form}, such as {example}{further}; sizes are from 1 to 999999"
+            )
         return numbers
 
 
