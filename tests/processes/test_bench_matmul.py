@@ -28,7 +28,7 @@ from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_variants
-from weft.bench.core.operators import SCALED, measured, operator
+from weft.bench.core.operators import measured, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
@@ -36,7 +36,7 @@ from weft.bench.ops.gemms import GemmShape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described, named
-from weft.builders.problem import PROBLEMS
+from weft.builders.problem import PROBLEMS, SCALED
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import this_machine

@@ -13,8 +13,9 @@ from support.made_up import registered_by_a_test
 
 from weft.bench import help
 from weft.bench.__main__ import options_of
-from weft.bench.core.operators import measured, operator, plain
+from weft.bench.core.operators import measured, operator
 from weft.bench.core.options import BenchOptions
+from weft.builders.problem import plain
 
 OPTIONS = ("scale", "option", "variants", "seconds", "counters", "pictures")
 PLACEHOLDER = re.compile(r"[A-Z]{4}|MxNxK|-N$")
