@@ -92,6 +92,7 @@ def environment(name: str, folder: Path) -> dict[str, str]:
         "LD_PRELOAD": " ".join(map(library, LIBRARIES[name])),
         "OMP_NUM_THREADS": "1",
         "ASAN_OPTIONS": f"{common}:{leaks}:abort_on_error=1:detect_odr_violation=0:malloc_context_size=40",
+        "LSAN_OPTIONS": f"suppressions={HERE / 'leaks.supp'}:print_suppressions=0",
         "UBSAN_OPTIONS": f"{log}-undefined:print_stacktrace=1",
         "TSAN_OPTIONS": f"{common}:die_after_fork=0:history_size=4:suppressions={HERE / 'thread.supp'}",
     }

@@ -111,7 +111,7 @@ class Recorded:
         vars(self).update(changes)
 
     def failed(self, error: BaseException, group: Group, published: int | None) -> None:
-        self.told.append(("failed", error))
+        self.told.append(("failed", id(error)))  # the error itself would refer to this object
         raise error
 
     def refused(self, text: str) -> None:
@@ -140,10 +140,11 @@ class Played:
         self.groups: dict[Any, Any] = {self.group: None}
         self.coalescing: dict[Any, Any] = {}
         self.of = Recorded(self.group, **changes)
+        me = weakref.proxy(self)  # Python cannot collect a cycle through native objects
         around = _core.Surroundings(
-            groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: self.autocast,
-            is_autocast_enabled=lambda kind: self.autocast,
-            is_capturing=lambda: self.capturing, looks_at_frames=lambda: self.looks,
+            groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: me.autocast,
+            is_autocast_enabled=lambda kind: me.autocast,
+            is_capturing=lambda: me.capturing, looks_at_frames=lambda: me.looks,
         )  # fmt: skip
         inputs = ("list", [("given", 0), ("given", 1, 0)])
         steps = _core.PlainSteps(self.torch.calls(), BUFFERS, STEPS, WORLD)
