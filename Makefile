@@ -105,7 +105,7 @@ chaos-gpu:  ## The same on GPUs, on a machine as for gpu-check: 200 injections, 
 # build/sanitize-NAME; the installed module stays as it is. TESTS: files of tests, instead of the usual choice.
 .PHONY: sanitize
 SANITIZE ?= address leaks thread
-sanitize: setup  ## Run CPU tests of csrc/ under sanitizers, 10 minutes each: memory errors, leaks, data races (SANITIZE=thread: only one). Fails if one reports anything
+sanitize: setup  ## Run CPU tests of csrc/ under sanitizers, 1 to 10 minutes each: memory errors, leaks, data races (SANITIZE=thread: only one). Fails if one reports anything
 	failed=; for name in $(SANITIZE); do $(BIN)/python -m tests.sanitize $$name $(TESTS) || failed="$$failed $$name"; done; \
 	  [ -z "$$failed" ] || { echo "== failed:$$failed"; exit 1; }
 

@@ -4,8 +4,7 @@ A matmul [m, k] @ [k, n] is cut into tiles, which the compute units compute in w
 tiles keep more units busy, but reuse operands less. k may be split over several units. cuBLAS or rocBLAS is assumed to choose
 the fastest tile and split.
 
-    time(tile, s) = start + ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile))
-                    + reduction(s)
+    time(tile, s) = start + ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
     start         time besides the launch in which the GEMM neither computes nor waits for memory (`Model.matmul_start_us`)
