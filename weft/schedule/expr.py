@@ -118,30 +118,28 @@ class Expr:
         return self.evaluate({})
 
     def __add__(self, other: Index) -> Index:
-        return self if other == 0 and other is not False else _join(self, ast.Add(), other)
+        return self if _is(other, 0) else _join(self, ast.Add(), other)
 
     def __radd__(self, other: int) -> Index:
-        return self if other == 0 and other is not False else _join(other, ast.Add(), self)
+        return self if _is(other, 0) else _join(other, ast.Add(), self)
 
     def __sub__(self, other: Index) -> Index:
-        return self if other == 0 and other is not False else _join(self, ast.Sub(), other)
+        return self if _is(other, 0) else _join(self, ast.Sub(), other)
 
     def __rsub__(self, other: int) -> Index:
         return _join(other, ast.Sub(), self)
 
     def __mul__(self, other: Index) -> Index:
-        if isinstance(other, bool):
-            return _join(self, ast.Mult(), other)  # it raises
-        return self if other == 1 else 0 if other == 0 else _join(self, ast.Mult(), other)
+        return self if _is(other, 1) else 0 if _is(other, 0) else _join(self, ast.Mult(), other)
 
     def __rmul__(self, other: int) -> Index:
         return self * other
 
     def __floordiv__(self, other: Index) -> Index:
-        return self if other == 1 else _join(self, ast.FloorDiv(), other)
+        return self if _is(other, 1) else _join(self, ast.FloorDiv(), other)
 
     def __mod__(self, other: Index) -> Index:
-        return 0 if other == 1 else _join(self, ast.Mod(), other)
+        return 0 if _is(other, 1) else _join(self, ast.Mod(), other)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -265,6 +263,11 @@ def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
 
 def _tuple(numbers: Sequence[int]) -> ast.Tuple:
     return ast.Tuple([ast.Constant(int(number)) for number in numbers], ast.Load())
+
+
+def _is(index: Index, number: int) -> bool:
+    """Return True if `index` is this integer. Equal bools and floats are no operands: `_join` refuses them."""
+    return index == number and hasattr(index, "__index__") and not isinstance(index, bool)
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
