@@ -9,6 +9,7 @@
 # benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl. It continues after a failure, and then exits with 1. In a
 # copy without .git, records take the commit from benchmarks/.commit (make commit-note, before the copy).
 # WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
+# WEFT_TEST_PROCESSES (default: one for each three CPU cores, at most 12): the number of files of tests that run at the same time.
 # WEFT_BENCH_S (default 110; operators with a GEMM: 165): the time limit in seconds for a part of the benchmark. Finished records are
 # kept.
 set -uo pipefail
@@ -62,8 +63,8 @@ run_file() {
   return $status
 }
 
-# Run the tests of all operators. Six processes share a queue of files, because ranks wait more for each other and for compilers than
-# for GPUs. Tests of test_gpu_operators.py, the largest file, are queued one by one. Tests that measure the machine run first, alone.
+# Run the tests of all operators. Processes share a queue of files, because ranks wait more for each other and for compilers than for
+# GPUs. Tests of test_gpu_operators.py, the largest file, are queued one by one. Tests that measure the machine run first, alone.
 tests() {
   local operators=tests/multigpu/test_gpu_operators.py measures=tests/multigpu/test_gpu_self_calibration.py junits=() file
   local files=(tests/multigpu/test_gpu_{four,norms,tensor_parallel}.py)  # the slowest files
@@ -71,10 +72,11 @@ tests() {
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
     [[ $file == "$operators" || $file == "$measures" || " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
+  local processes=${WEFT_TEST_PROCESSES:-$(($(nproc) / 3 < 1 ? 1 : $(nproc) / 3 < 12 ? $(nproc) / 3 : 12))}
   export python scratch
   export -f run_file
   run_file $measures || fail "$measures"
-  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 545)" xargs -P 6 -I{} bash -c 'run_file {}' || fail "tests"
+  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 545)" xargs -P "$processes" -I{} bash -c 'run_file {}' || fail "tests"
   files+=($measures)
   for file in "${files[@]}"; do file=$(basename "$file") && junits+=("$scratch/${file/.py/}.xml"); done
   cat "$scratch"/test_*.txt >"$out/tests.txt"
