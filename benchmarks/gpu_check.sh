@@ -72,7 +72,9 @@ tests() {
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
     [[ $file == "$operators" || $file == "$measures" || " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
-  local processes=${WEFT_TEST_PROCESSES:-$(($(nproc) / 3 < 1 ? 1 : $(nproc) / 3 < 12 ? $(nproc) / 3 : 12))}
+  local cores processes
+  cores=$(env -u OMP_NUM_THREADS nproc)  # nproc prints OMP_NUM_THREADS if it is smaller
+  processes=${WEFT_TEST_PROCESSES:-$((cores / 3 < 1 ? 1 : cores / 3 < 12 ? cores / 3 : 12))}
   export python scratch
   export -f run_file
   run_file $measures || fail "$measures"
