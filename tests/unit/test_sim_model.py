@@ -61,13 +61,16 @@ def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
 
 def test_tiles_of_three_quarters_fill_a_wave_that_halves_overfill() -> None:
     """There are 96 tiles of 128 x 192. With tiles of 128 x 256 there are 72, and with tiles of 128 x 128 two waves."""
-    assert gpu("h200", 2).matmul(768, 3072, 4096, "bf16").units_busy == pytest.approx(96 / 132)
+    start_us = gpu("h200", 2).matmul_start_us
+    found = gpu("h200", 2).matmul(768, 3072, 4096, "bf16")
+    assert found.units_busy * found.time_us == pytest.approx(96 / 132 * (found.time_us - start_us))
 
 
 def test_a_matmul_that_reads_weights_mostly_reaches_less_than_copies_do() -> None:
     model = gpu("h200", 2)
     found = model.matmul(64, 28672, 8192, "bf16")
-    assert found.time_us == pytest.approx(found.hbm_bytes / (model.matmul_memory * model.hbm_bytes_per_us))
+    read_us = found.hbm_bytes / (model.matmul_memory * model.hbm_bytes_per_us)
+    assert found.time_us == pytest.approx(model.matmul_start_us + read_us)
 
 
 def test_a_long_k_is_split_where_there_are_too_few_tiles() -> None:
@@ -200,6 +203,7 @@ def test_a_collective_goes_the_way_that_is_the_quicker_one_for_its_size() -> Non
     other = replace(model, reduce_scatter_bytes_per_us=50.0, reduce_scatter_large_us=10.0)
     assert other.transfer_us("reduce_scatter", 5000) == pytest.approx(10 + 5000 / 50)
     assert other.transfer_us("all_gather", 5000) == model.transfer_us("all_gather", 5000)
+    assert replace(other, all_to_all_large_us=7.0).transfer_us("all_to_all", 5000) == pytest.approx(7 + 5000 / 100)
     measured = replace(other, measured_transfers_us={"all_gather": ((100.0, 9.0), (10_000.0, 300.0))})
     assert (
         measured.transfer_us("reduce_scatter", 10_000)

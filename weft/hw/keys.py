@@ -67,6 +67,7 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "collective.all_gather_latency": _US,
     "collective.all_reduce": (0.05, 20, "1"),
     "collective.all_to_all": _GIGABYTES_PER_S,
+    "collective.all_to_all_large_latency": _US,
     "collective.large_latency": _US,
     "collective.reduce_scatter": _GIGABYTES_PER_S,
     "collective.reduce_scatter_large_latency": _US,

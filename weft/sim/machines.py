@@ -39,7 +39,7 @@ with similar names, such as `signal_local_us` for signal.local.
     collective.units                        compute units that a collective holds
     collective.small                        rate of a second algorithm of NCCL or RCCL for small collectives, if there is one
     collective.large_latency                additional start time of the algorithm for large collectives
-    collective.reduce_scatter_large_latency (if known)  the same for a reduce-scatter
+    collective.all_to_all_large_latency, .reduce_scatter_large_latency (if known)  the same for these collectives
     contention.copy_engine_slowdown         slowdown of a large matmul while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         the same, while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.tile (if known)                  additional time of a kernel for each signal of a tile
@@ -132,6 +132,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         small_collective_bytes_per_us=known(per_us, "collective.small") or None,
         large_collective_us=known(us, "collective.large_latency"),
         all_to_all_bytes_per_us=known(per_us, "collective.all_to_all") or None,
+        all_to_all_large_us=known(us, "collective.all_to_all_large_latency") or None,
         reduce_scatter_bytes_per_us=known(per_us, "collective.reduce_scatter") or None,
         reduce_scatter_large_us=known(us, "collective.reduce_scatter_large_latency") or None,
         all_reduce=known(number, "collective.all_reduce", 1.0),

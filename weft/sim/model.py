@@ -159,6 +159,7 @@ class Model:
     grouped_efficiency: float = 1.0
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
+    all_to_all_large_us: float | None = None  # `large_collective_us` of an all-to-all; None: as in an all-gather
     reduce_scatter_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
     reduce_scatter_large_us: float | None = None  # `large_collective_us` of a reduce-scatter; None: as in an all-gather
     all_reduce: float = 1.0
@@ -351,7 +352,7 @@ class Model:
         }[how]
         us = count / rate
         if how in ("all_gather", "all_to_all", "reduce_scatter") and self.small_collective_bytes_per_us is not None:
-            late_us = self.reduce_scatter_large_us if how == "reduce_scatter" else None
+            late_us = {"all_to_all": self.all_to_all_large_us, "reduce_scatter": self.reduce_scatter_large_us}.get(how)
             us = min(count / self.small_collective_bytes_per_us, us + (late_us or self.large_collective_us))
         return us
 

@@ -16,7 +16,7 @@ import time
 
 from weft import _core
 
-MOST_SHARE = 0.05
+MOST_SHARE = 0.02
 LEAST_CALLS = 16
 """After a compilation, at least this many calls of the group precede the next exchange of `calls_to_wait`."""
 
