@@ -53,7 +53,8 @@ def _model(machine: str) -> Model:
 
 @cache
 def _records(machine: str) -> list[dict[str, Any]]:
-    lines = (RESULTS / f"{machine}-never-slower.jsonl").read_text().splitlines()
+    files = RESULTS.glob(f"{machine}-never-slower*.jsonl")
+    lines = [line for file in sorted(files) for line in file.read_text().splitlines()]
     return [record for record in map(json.loads, lines) if "weft_ms" in record and not record["again"]]
 
 
@@ -98,7 +99,7 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
         ("scaled_matmul_reduce_scatter", "queued", 0.09, 0.08),
         ("matmul_all_reduce", "queued", 0.08, 0.10),
         ("matmul_all_gather", "queued", 0.07, 0.07),
-        ("embedding_all_to_all", "queued", 0.12, 0.12),
+        ("embedding_all_to_all", "queued", 0.12, 0.15),
         slow("all_to_all_matmul", "graph", 0.10, 0.12),
         slow("matmul_all_to_all", "graph", 0.10, 0.20),
     ],

@@ -11,7 +11,7 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ class CompiledOperator:
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
         if results is None:
-            results = self.in_turn(call, inputs, deadline_s, timeline, numbers is not None)
+            results = self.in_turn(call, lambda: inputs, deadline_s, timeline, numbers is not None)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         elif not capturing:
@@ -186,10 +186,13 @@ class CompiledOperator:
                 )
 
     def in_turn(
-        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None, met: bool = False
-    ) -> list[torch.Tensor]:
+        self, call: Any, inputs: Callable[[], dict[str, Any]], deadline_s: float | None, timeline: Timeline | None,
+        met: bool = False,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Run the call unfused: torch's collectives and GEMMs, one after the other.
 
+        inputs: a function that returns the tensors of the input buffers. It is called only if `Operator.unfused` returns
+            None.
         met: True if CPU ranks have already synchronised in this call. Ranks on several hosts then do not synchronise
             again.
         """
@@ -198,7 +201,7 @@ class CompiledOperator:
             turn = turn.met
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
-            made = self.steps().run(inputs, turn, self.group)
+            made = self.steps().run(inputs(), turn, self.group)
             results = [made[name] for name in self.results]
         turn.end()
         return results
@@ -477,7 +480,7 @@ class CompiledOperator:
                 else:
                     self.chosen = select.choose(
                         p, comm, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
-                        serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
+                        serial=lambda: self.in_turn(typical, lambda: tensors, deadline_s, None), remembered=self._remembered,
                     )  # fmt: skip
             self._executors = self.chosen.executors()
         return self.chosen.captured if capturing else self.chosen.usual

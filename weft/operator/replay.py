@@ -247,9 +247,10 @@ class Replay(RecordedOnCpu):
         if self._apply is not None:
             return self._differentiated(self._call(p, k))
         assert self._inputs is not None
-        executor, inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs(p, k)
+        executor, make_inputs = self.chosen.captured if capturing else self.chosen.usual, self._inputs
         if executor is None:
-            return self.prepared.in_turn(self._call(p, k), inputs, self._deadline_s, None)
+            return self.prepared.in_turn(self._call(p, k), lambda: make_inputs(p, k), self._deadline_s, None)
+        inputs = make_inputs(p, k)
         if self._shapes is None:
             outputs = self.op.outputs(self._call(p, k), self.prepared.p.world_size)
         else:
@@ -366,12 +367,15 @@ class AnyRows(Replay):
             call = self.op.checked(call, prepared.group)
         if self._apply is not None:
             return self._differentiated(call)
-        executor = self.chosen.usual
-        inputs = self.op.inputs(prepared.p, call) if self._inputs is None else self._inputs(p, k)
+        executor, recipe = self.chosen.usual, self._inputs
+
+        def inputs() -> dict[str, Any]:
+            return self.op.inputs(prepared.p, call) if recipe is None else recipe(p, k)  # type: ignore[no-any-return]
+
         if executor is None:
             return prepared.in_turn(call, inputs, self._deadline_s, None)
         prepared.require_room(call, self._deadline_s)
-        return self._executed(executor, inputs, self.op.outputs(call, prepared.p.world_size), lambda: call)
+        return self._executed(executor, inputs(), self.op.outputs(call, prepared.p.world_size), lambda: call)
 
     def in_python(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         if self.prepared.chosen is not self.chosen or self.op.key(self._call(p, k)) != self._key:

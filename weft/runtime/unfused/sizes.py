@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
@@ -130,10 +129,35 @@ class _Numbers:
     made: dict[Hashable, Any] = field(default_factory=dict)
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For each tensor `received` of a dispatch: its version counter, the tensor of splits with its version
-counter, and the CPU's copy of these two tensors.
-"""
+class _OfTensors(Generic[T]):
+    """Values for tensors. A tensor loses its value when it is freed, or changed in place.
+
+    A lookup calls one Python function. torch's `WeakTensorKeyDictionary` calls eight.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}  # by id of the tensor; with its version
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        found = self._found.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+            return None
+        return found[2]
+
+    def keep(self, tensor: torch.Tensor, value: T) -> None:
+        """Keep `value` for `tensor`, which must not be an inference tensor, because these have no version."""
+        key = id(tensor)
+
+        def forget(freed: weakref.ref[torch.Tensor]) -> None:
+            found = self._found.get(key)
+            if found is not None and found[0] is freed:  # not the value of a later tensor with the same id
+                del self._found[key]
+
+        self._found[key] = weakref.ref(tensor, forget), tensor._version, value
+
+
+_known: _OfTensors[tuple[weakref.ref[torch.Tensor], int, _Numbers]] = _OfTensors()
+"""For each tensor `received` of a dispatch: the tensor of splits with its version counter, and the CPU's copy of both tensors."""
 
 
 def remember(sizes: Sizes) -> None:
@@ -142,7 +166,7 @@ def remember(sizes: Sizes) -> None:
     """
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
-        _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
+        _known.keep(received, (weakref.ref(splits), splits._version, sizes.numbers))
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
@@ -151,13 +175,14 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
 
     Version counters miss changes by collectives and by NumPy, so tensors on the CPU are compared with the copy.
     """
-    version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
+    known, numbers = _known.get(received), None
     if (
-        of_splits() is not splits
-        or (received._version, splits._version) != (version, splits_version)
-        or (received.is_cuda and torch.cuda.is_current_stream_capturing())
+        known is not None
+        and known[0]() is splits
+        and known[1] == splits._version
+        and not (received.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
-        numbers = None
+        numbers = known[2]
     made = Sizes(splits, received, numbers)
     if numbers is None or received.is_cuda:
         return made
@@ -165,8 +190,8 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
     return made if np.array_equal(made.tables, tables) else Sizes(splits, received)
 
 
-_totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For the tensor `splits` of each dispatch: its version counter, and its sum."""
+_totals: _OfTensors[int] = _OfTensors()
+"""For the tensor `splits` of each dispatch: its sum."""
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
@@ -176,12 +201,11 @@ def remember_total(splits: torch.Tensor, tokens: int) -> None:
     splits: the dispatch's argument. tokens: the sum of `splits`.
     """
     if not splits.is_inference():
-        _totals[splits] = splits._version, tokens
+        _totals.keep(splits, tokens)
 
 
 def total_of(splits: torch.Tensor) -> int | None:
     """Return the sum of `splits` that a dispatch has remembered. Return None if no dispatch has remembered this sum, or if
     `splits` has changed since.
     """
-    version, tokens = _totals.get(splits, (None, 0))
-    return tokens if version is not None and version == splits._version else None
+    return _totals.get(splits)
