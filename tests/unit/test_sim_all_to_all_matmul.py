@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.sim_toys import TOY, applicable, gpu
@@ -97,6 +98,16 @@ def test_an_exchange_takes_what_leaves_and_comes_and_not_what_stays() -> None:
         assert found.latency_us == 3 + 20, "the host has just read the sizes"
         assert cost(model, 4, replace(step, known=True), (source, target, *kept)).latency_us == 3  # type: ignore[arg-type, type-var]
     assert cost(model, 4, step, (whole, whole)).latency_us == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("by", "us"), [("device", 2.0), ("meanwhile", 2.0), ("host", 22.0), ("known", 0.0)])
+def test_numbers_that_the_cpu_knows_are_not_read(by: Any, us: float) -> None:
+    model, table = replace(TOY, launch_us=2.0, host_read_us=20.0), Operand(2, 4, "int64", 0, True)
+    d = Draft("read", 2)
+    counts = d.buffer("counts", 2, 4, "int64", "scratch")
+    d.holds(counts, [[1] * 8] * 2)
+    (step,) = d.lane("compute").read(counts, by).steps
+    assert cost(model, 2, step, (table,)).latency_us == pytest.approx(us)
 
 
 def _uneven(rows: int, experts: int, world: int) -> AllToAllMatmul:

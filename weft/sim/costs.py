@@ -51,7 +51,9 @@ def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...])
 
 @price.register
 def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
-    return merged_cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
+    """Return the cost of reading numbers. Numbers that the CPU knows from an earlier call are not read again."""
+    read_us = 0.0 if step.by == "known" else model.launch_us
+    return merged_cost("compute", read_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
 
 
 @price.register
