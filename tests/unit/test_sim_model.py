@@ -200,10 +200,10 @@ def test_a_collective_goes_the_way_that_is_the_quicker_one_for_its_size() -> Non
     assert model.transfer_us("all_to_all", 5000) == pytest.approx(40 + 5000 / 100)
     assert model.transfer_us("copy", 5000) == pytest.approx(5000 / TOY.copy_bytes_per_us)
     assert model.transfer_us("reduce_scatter", 5000) == model.transfer_us("all_gather", 5000)
-    other = replace(model, reduce_scatter_bytes_per_us=50.0, reduce_scatter_large_us=10.0)
+    other = replace(model, own_collectives={"reduce_scatter": (50.0, 10.0), "all_to_all": (100.0, 7.0)})
     assert other.transfer_us("reduce_scatter", 5000) == pytest.approx(10 + 5000 / 50)
     assert other.transfer_us("all_gather", 5000) == model.transfer_us("all_gather", 5000)
-    assert replace(other, all_to_all_large_us=7.0).transfer_us("all_to_all", 5000) == pytest.approx(7 + 5000 / 100)
+    assert other.transfer_us("all_to_all", 5000) == pytest.approx(7 + 5000 / 100)
     measured = replace(other, measured_transfers_us={"all_gather": ((100.0, 9.0), (10_000.0, 300.0))})
     assert (
         measured.transfer_us("reduce_scatter", 10_000)

@@ -131,10 +131,14 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         collective_units=units("collective.units"),
         small_collective_bytes_per_us=known(per_us, "collective.small") or None,
         large_collective_us=known(us, "collective.large_latency"),
-        all_to_all_bytes_per_us=known(per_us, "collective.all_to_all") or None,
-        all_to_all_large_us=known(us, "collective.all_to_all_large_latency") or None,
-        reduce_scatter_bytes_per_us=known(per_us, "collective.reduce_scatter") or None,
-        reduce_scatter_large_us=known(us, "collective.reduce_scatter_large_latency") or None,
+        own_collectives={
+            how: (
+                known(per_us, f"collective.{how}", per_us("collective.all_gather")),
+                known(us, f"collective.{how}_large_latency", known(us, "collective.large_latency")),
+            )
+            for how in ("all_to_all", "reduce_scatter")
+            if {f"collective.{how}", f"collective.{how}_large_latency"} & machine.quantities.keys()
+        },
         all_reduce=known(number, "collective.all_reduce", 1.0),
         copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")

@@ -158,10 +158,8 @@ class Model:
     """The additional CPU time of a run with dynamic sizes, besides `host_late_us` per step."""
     grouped_efficiency: float = 1.0
     """The compute rate of a grouped GEMM, divided by the rate of one large matmul."""
-    all_to_all_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
-    all_to_all_large_us: float | None = None  # `large_collective_us` of an all-to-all; None: as in an all-gather
-    reduce_scatter_bytes_per_us: float | None = None  # bytes that a rank receives; None: as in an all-gather
-    reduce_scatter_large_us: float | None = None  # `large_collective_us` of a reduce-scatter; None: as in an all-gather
+    own_collectives: Mapping[Transfer, tuple[float, float]] = field(default_factory=dict)
+    """The collectives whose `collective_bytes_per_us` and `large_collective_us` differ from an all-gather's: both numbers."""
     all_reduce: float = 1.0
     """The time of an all-reduce, divided by the time of an all-gather that sends the same number of bytes."""
     small_collective_bytes_per_us: float | None = None
@@ -304,8 +302,7 @@ class Model:
             put_bytes_per_us=faster(self.put_bytes_per_us),
             get_bytes_per_us=faster(self.get_bytes_per_us),
             collective_bytes_per_us=self.collective_bytes_per_us * links,
-            all_to_all_bytes_per_us=self.all_to_all_bytes_per_us and self.all_to_all_bytes_per_us * links,
-            reduce_scatter_bytes_per_us=self.reduce_scatter_bytes_per_us and self.reduce_scatter_bytes_per_us * links,
+            own_collectives={how: (rate * links, late_us) for how, (rate, late_us) in self.own_collectives.items()},
             small_collective_bytes_per_us=self.small_collective_bytes_per_us
             and self.small_collective_bytes_per_us * links,
             measured_transfers_us={how: sooner(how, curve) for how, curve in self.measured_transfers_us.items()},
@@ -342,18 +339,15 @@ class Model:
         curve = self.measured_transfers_us.get(how)
         if curve and count > 0:
             return max(0.0, interpolated(curve, count) - self._start_us(how))
-        rate = {
-            "copy": self.copy_bytes_per_us,
-            "put": self.kernel_copy_bytes_per_us(True),
-            "get": self.kernel_copy_bytes_per_us(False),
-            "all_gather": self.collective_bytes_per_us,
-            "all_to_all": self.all_to_all_bytes_per_us or self.collective_bytes_per_us,
-            "reduce_scatter": self.reduce_scatter_bytes_per_us or self.collective_bytes_per_us,
-        }[how]
+        if how == "copy":
+            return count / self.copy_bytes_per_us
+        if how in ("put", "get"):
+            return count / self.kernel_copy_bytes_per_us(how == "put")
+        of_all_gather = self.collective_bytes_per_us, self.large_collective_us
+        rate, late_us = self.own_collectives.get(how, of_all_gather)
         us = count / rate
-        if how in ("all_gather", "all_to_all", "reduce_scatter") and self.small_collective_bytes_per_us is not None:
-            late_us = {"all_to_all": self.all_to_all_large_us, "reduce_scatter": self.reduce_scatter_large_us}.get(how)
-            us = min(count / self.small_collective_bytes_per_us, us + (late_us or self.large_collective_us))
+        if self.small_collective_bytes_per_us is not None:
+            us = min(count / self.small_collective_bytes_per_us, us + late_us)
         return us
 
     @property

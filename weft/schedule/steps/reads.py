@@ -28,7 +28,8 @@ class Read(Step):
                    sizes to copy engines
         meanwhile  kernels and the CPU, which does not wait. Outputs of these sizes are allocated with rows to spare, and narrowed
                    when the CPU has the numbers
-        known      in a run, the same as `host`. The planner assumes no wait, because an earlier call has read the numbers
+        known      in a run, the same as `host`. The planner assumes neither a read nor a wait, because an earlier call has read the
+                   numbers
     """
 
     kind: ClassVar[str] = "read"
