@@ -4,6 +4,8 @@
 #include <functional>
 #include <numeric>
 
+#include "expert_steps.hpp"
+
 namespace nb = nanobind;
 
 namespace weft {
@@ -87,23 +89,12 @@ std::optional<CombineSteps::Call> CombineSteps::look(const std::vector<nb::objec
 }
 
 nb::object CombineSteps::multiplied(const Call &call, const std::vector<nb::object> &tensors) const {
-    const nb::object &h = tensors[0];
-    const int64_t experts = call.w.shape[0];
-    nb::object made = call_method(h, new_empty_, number(call.came), number(call.w.shape[2]));
-    const nb::object weights = call_method(tensors[1], unbind_);
-    int64_t first = 0;
-    for (int64_t expert = 0; expert < experts; ++expert) {
-        int64_t count = 0;
-        for (int64_t source = 0; source < world_; ++source) count += call.received[size_t(source * experts + expert)];
-        if (count == 0) continue;
-        const nb::object begin = number(first), size = number(count);
-        const nb::object rows = call_method(h, narrow_, zero_, begin, size), out = call_method(made, narrow_, zero_, begin, size);
-        const nb::object weight = checked(PySequence_GetItem(weights.ptr(), expert));
-        PyObject *given[] = {nullptr, rows.ptr(), weight.ptr(), out.ptr()};
-        checked(PyObject_Vectorcall(calls_.mm.ptr(), given + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, with_out_.ptr()));
-        first += count;
-    }
-    return made;
+    const size_t experts = size_t(call.w.shape[0]);
+    std::vector<int64_t> counts(experts);
+    for (size_t i = 0; i < call.received.size(); ++i) counts[i % experts] += call.received[i];
+    nb::object rows = tensors[0];
+    if (call.came != call.h.shape[0]) rows = call_method(rows, narrow_, zero_, zero_, number(call.came));
+    return multiply_each(calls_, rows, tensors[1], counts, call.came);
 }
 
 nb::object CombineSteps::run(const Call &call, const std::vector<nb::object> &tensors, const CpuCall &on_cpu) const {

@@ -31,6 +31,11 @@ struct TensorView {  // DLTensor
 };
 static_assert(sizeof(TensorView) == 48);
 
+inline bool is_on_gpu(const TensorView &tensor) {
+    constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's device types
+    return tensor.device_type == CUDA || tensor.device_type == ROCM;
+}
+
 struct ExchangeApi {  // DLPackExchangeAPI
     uint32_t major, minor;
     void *previous;

@@ -10,7 +10,6 @@ namespace weft {
 
 namespace {
 
-constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's device types
 constexpr uint64_t ALIGNMENT = 16;       // bytes: cuBLAS reads row scales only from addresses with this alignment
 
 nb::object call_with(nb::handle function, std::initializer_list<nb::handle> arguments, nb::handle keywords) {
@@ -156,18 +155,19 @@ PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64
     : torch_(torch), calls_(*nb::cast<const TorchCalls *>(torch)), world_(world) {
     for (nb::handle name : buffers) names_.push_back(nb::borrow(name));
     static const char *const kinds[] = {"matmul",     "all_gather",    "reduce_scatter",
-                                        "all_reduce", "scaled_matmul", "scaled_matmul_fast", "called"};
+                                        "all_reduce", "scaled_matmul", "scaled_matmul_fast", "called", "exchange_counts", "exchange_there", "exchange_back"};
     for (nb::handle one : steps) {
         const nb::tuple written = nb::cast<nb::tuple>(one);
         const std::string name = nb::cast<std::string>(written[0]);
         size_t kind = 0;
         while (kind < std::size(kinds) && name != kinds[kind]) ++kind;
         const nb::tuple read = nb::cast<nb::tuple>(written[2]);
-        const size_t wanted = kind == mm ? 2 : kind == scaled || kind == scaled_fast ? 4 : 1;
+        const size_t wanted = kind == mm ? 2 : kind == scaled || kind == scaled_fast ? 4 : kind == exchange_back ? 3 : kind == exchange_there ? 2 : 1;
         if (kind == std::size(kinds) || nb::len(read) < wanted)
             throw std::invalid_argument("not a plain step: " + std::string(nb::repr(one).c_str()));
         Step &step = steps_.emplace_back(Step{Kind(kind), place(nb::object(written[1])), {}, nb::object(written[3])});
         for (nb::handle buffer : read) step.in.push_back(place(buffer));
+        calls_functions_ |= step.kind == called || (step.kind == exchange_there && !step.dtype.is_none());
     }
 }
 
@@ -181,12 +181,43 @@ nb::object PlainSteps::new_matrix(nb::handle like, int64_t rows, int64_t cols) c
     return call_method(like, new_empty_, number(rows), number(cols));
 }
 
+// Calls the step's function with the buffers that the step reads, from the buffer with number `first` on.
+nb::object PlainSteps::call_with_buffers(const Step &step, const std::vector<nb::object> &buffers, size_t first) const {
+    std::vector<PyObject *> given(1);
+    for (size_t i = first; i < step.in.size(); ++i) given.push_back(buffers[step.in[i]].ptr());
+    return checked(PyObject_Vectorcall(step.dtype.ptr(), given.data() + 1, (given.size() - 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+nb::object PlainSteps::exchanged(const Step &step, const std::vector<nb::object> &buffers, nb::handle group, nb::object &work) const {
+    const nb::object &x = buffers[step.in[0]];
+    if (step.kind == exchange_counts) {
+        const int64_t experts = calls_.reader->view(x).shape[0] / world_;
+        nb::object received = new_matrix(x, world_, experts);
+        const nb::list even;
+        work = call(calls_.exchange, group, received, call_method(x, view_, number(world_), number(experts)), even, even, calls_.exchange_options);
+        return received;
+    }
+    const nb::object host = checked(PyObject_GetAttr(buffers[step.in[1]].ptr(), host_.ptr()));
+    const nb::object sent = host[0], came = host[1], cols = number(calls_.reader->view(x).shape[1]);
+    if (step.kind == exchange_back) {
+        nb::object back = call_method(x, new_empty_, buffers[step.in[2]], cols);
+        work = call(calls_.exchange, group, back, x, sent, came, calls_.exchange_options);
+        return back;
+    }
+    int64_t rows = 0;
+    for (nb::handle one : nb::cast<nb::list>(came)) rows += nb::cast<int64_t>(one);
+    nb::object arrived = call_method(x, new_empty_, number(rows), cols);
+    work = call(calls_.exchange, group, arrived, x, came, sent, calls_.async_options);
+    if (!step.dtype.is_none()) call_with_buffers(step, buffers, 2);
+    return arrived;
+}
+
 nb::object PlainSteps::scaled_product(const Step &step, const std::vector<nb::object> &buffers) const {
     const nb::object &a = buffers[step.in[0]], &b = buffers[step.in[1]];
     const nb::object bias = step.in.size() > 4 ? buffers[step.in[4]] : nb::none();
     const TensorView left = calls_.reader->view(a), right = calls_.reader->view(b);
     const int64_t rows = left.shape[0], cols = right.shape[1];
-    const bool fast = step.kind == scaled_fast, on_gpu = left.device_type == CUDA || left.device_type == ROCM;
+    const bool fast = step.kind == scaled_fast, on_gpu = is_on_gpu(left);
     if (on_gpu && rows * cols > 0)
         return scaled_mm(calls_.scaled_mm, a, b, buffers[step.in[2]], buffers[step.in[3]], bias, step.dtype, fast, nb::none());
     const nb::object shape[] = {number(rows), number(cols)};
@@ -243,11 +274,13 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group, const C
         case scaled_fast:
             buffers[step.out] = scaled_product(step, buffers);
             break;
+        case exchange_counts:
+        case exchange_there:
+        case exchange_back:
+            buffers[step.out] = exchanged(step, buffers, group, work);
+            break;
         case called: {
-            std::vector<PyObject *> given(1 + step.in.size());
-            for (size_t i = 0; i < step.in.size(); ++i) given[1 + i] = buffers[step.in[i]].ptr();
-            const size_t count = step.in.size() | PY_VECTORCALL_ARGUMENTS_OFFSET;
-            buffers[step.out] = checked(PyObject_Vectorcall(step.dtype.ptr(), given.data() + 1, count, nullptr));
+            buffers[step.out] = call_with_buffers(step, buffers, 0);
             break;
         }
         }
@@ -297,10 +330,10 @@ void register_plain_steps(nb::module_ &m) {
           nb::arg("bias").none(), nb::arg("dtype"), nb::arg("fast"), nb::arg("out").none());
     nb::class_<TorchCalls>(m, "TorchCalls", "The functions of torch that steps call.")
         .def(nb::init<std::shared_ptr<LayoutReader>, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                      nb::object, nb::object, nb::object, nb::object>(),
+                      nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(),
              nb::kw_only(), nb::arg("reader"), nb::arg("mm"), nb::arg("scaled_mm"), nb::arg("scaled_elsewhere"), nb::arg("byte"),
              nb::arg("gather"), nb::arg("gather_options"), nb::arg("scatter"), nb::arg("scatter_options"), nb::arg("reduce"),
-             nb::arg("reduce_options"));
+             nb::arg("reduce_options"), nb::arg("exchange"), nb::arg("exchange_options"), nb::arg("async_options"));
     nb::class_<PlainSteps>(m, "PlainSteps", "GEMMs and collectives of equal parts over whole matrices, one after the other.")
         .def(nb::init<nb::object, nb::list, nb::list, int64_t>(), nb::arg("torch"), nb::arg("buffers"), nb::arg("steps"),
              nb::arg("world"))

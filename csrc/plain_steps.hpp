@@ -33,7 +33,7 @@ nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle
 struct TorchCalls {
     std::shared_ptr<LayoutReader> reader;
     nb::object mm, scaled_mm, scaled_elsewhere, byte;
-    nb::object gather, gather_options, scatter, scatter_options, reduce, reduce_options;
+    nb::object gather, gather_options, scatter, scatter_options, reduce, reduce_options, exchange, exchange_options, async_options;
 };
 
 // The collectives of a call of CPU ranks on one host. Their data travel with the rendezvous before each collective
@@ -78,7 +78,12 @@ struct CpuCall {
 class PlainSteps {
   public:
     // buffers: the names of all buffers, inputs first. steps: (kind, the buffer that it writes, the buffers that it
-    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers.
+    //     reads, dtype). For the kind "called", a function replaces the dtype; it is called with the buffers. Three kinds
+    //     exchange rows of experts:
+    //     "exchange_counts" exchanges the numbers of rows for each expert, [ranks * experts].
+    //     "exchange_there" sends rows to the ranks of their experts. It reads the rows, and their numbers (`Numbers` in
+    //     weft/runtime/unfused/sizes.py). A function in place of the dtype is called with the other buffers during the exchange.
+    //     "exchange_back" sends rows back. It reads the rows, their numbers, and the number of rows of the result.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
     // Runs all steps. buffers: one per name. The caller sets the inputs; the steps set the other buffers. on_cpu: null
@@ -88,9 +93,11 @@ class PlainSteps {
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;
     size_t place(nb::handle name) const;
     size_t size() const { return names_.size(); }
+    // Returns true if a step may run Python code.
+    bool calls_functions() const { return calls_functions_; }
 
   private:
-    enum Kind { mm, gather, scatter, reduce, scaled, scaled_fast, called };
+    enum Kind { mm, gather, scatter, reduce, scaled, scaled_fast, called, exchange_counts, exchange_there, exchange_back };
     struct Step {
         Kind kind;
         size_t out;
@@ -101,13 +108,17 @@ class PlainSteps {
     nb::object new_matrix(nb::handle like, int64_t rows, int64_t cols) const;
     void run_on_cpu(const Step &step, size_t number, std::vector<nb::object> &buffers, const CpuCall &call) const;
     nb::object scaled_product(const Step &step, const std::vector<nb::object> &buffers) const;
+    nb::object call_with_buffers(const Step &step, const std::vector<nb::object> &buffers, size_t first) const;
+    nb::object exchanged(const Step &step, const std::vector<nb::object> &buffers, nb::handle group, nb::object &work) const;
 
     nb::object torch_;
     const TorchCalls &calls_;
     std::vector<nb::object> names_;
     std::vector<Step> steps_;
     int64_t world_;
-    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait"), contiguous_ = interned("contiguous");
+    bool calls_functions_ = false;
+    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait"), contiguous_ = interned("contiguous"),
+               host_ = interned("host");
     nb::object dtype_keyword_ = nb::make_tuple("dtype"), elsewhere_keywords_ = nb::make_tuple("fast", "out");
 };
 

@@ -75,13 +75,14 @@ class KnownCall {
           ignores_autocast_(nb::cast<bool>(of.attr("ignores_autocast"))), notes_(nb::cast<bool>(of.attr("notes"))),
           on_gpu_(nb::cast<std::string>(kind_) == "cuda"), lock_(counts_->running), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
-        if (any_rows_ && native_[0] && steps_) any_size_.emplace(of);
+        if (native_[0] && nb::cast<bool>(of.attr("passes"))) any_size_.emplace(of);
         if (!inputs.is_none()) inputs_.emplace(inputs);
         if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: pass the inputs, which the steps read");
         if (steps_)
             for (nb::handle name : results) results_.push_back(steps_->place(name));
     }
 
+    bool is_native() const { return native_[0]; }
     // Makes the call, and returns its result; nothing if the call must take the slow path. rows: the number of rows, for calls
     // that allow any number of rows.
     nb::object repeat(const Given &given, int64_t rows) {
@@ -99,7 +100,7 @@ class KnownCall {
             return result.is(Py_NotImplemented) ? nb::object() : result;
         }
         const bool native = native_[capturing];
-        const bool enters_python = !native || turns_ || counts_->has_layers;
+        const bool enters_python = !native || turns_ || counts_->has_layers || (steps_ && steps_->calls_functions());
         if (enters_python && is_true(call(surroundings_.looks_at_frames))) return {};
         const nb::handle captured = capturing ? Py_True : Py_False;
         if (native) {
@@ -387,7 +388,8 @@ void register_replay(nb::module_ &m) {
                 nb::object result = self.repeat({positional, named}, -1);
                 return result.is_valid() ? result : nb::none();
             },
-            nb::arg("positional"), nb::arg("named"));
+            nb::arg("positional"), nb::arg("named"))
+        .def_prop_ro("is_native", &KnownCall::is_native);
     nb::class_<UnknownCall>(m, "UnknownCall", "A call that has not been recorded.")
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);

@@ -392,6 +392,9 @@ class TorchCalls:
         scatter_options: object,
         reduce: Callable[..., Any],
         reduce_options: object,
+        exchange: Callable[..., Any],
+        exchange_options: object,
+        async_options: object,
     ) -> None: ...
 
 class PlainSteps:
@@ -400,13 +403,68 @@ class PlainSteps:
     Args:
         buffers: the names of all buffers, inputs first.
         steps: (kind, the buffer that the step writes, the buffers that it reads, dtype) of each step. A step of kind
-            "called" has a function in place of the dtype, and calls it with the buffers that it reads.
+            "called" has a function in place of the dtype, and calls it with the buffers that it reads. Steps of kind
+            "exchange_counts", "exchange_there" and "exchange_back" exchange rows of experts (csrc/plain_steps.hpp).
         world: the number of ranks.
     """
 
     def __init__(self, torch: TorchCalls, buffers: list[str], steps: list[Any], world: int) -> None: ...
     def run(self, inputs: dict[str, Any], group: object) -> dict[str, Any]:
         """Run all steps. Return all buffers by name."""
+
+# csrc/expert_steps.cpp
+def one_gemm_each(experts: int, rows: float, k: int, n: int, item_bytes: int) -> bool:
+    """Return the result of `weft.schedule.kernels.LibraryGroupedMatmul.is_one_per_expert`."""
+
+def is_aligned(shape: Sequence[int], strides: Sequence[int], address: int, item_bytes: int) -> bool:
+    """True if rows or columns of a matrix, or of matrices, are contiguous and begin at multiples of 16 bytes."""
+
+class KnownNumbers:
+    """Finds the numbers of rows of an exchange that the CPU knows.
+
+    Args:
+        known: the dict `weft.runtime.unfused.sizes.KNOWN`.
+        read: a function that reads the tables received and splits, if the CPU does not know them.
+    """
+
+    def __init__(self, known: dict[int, Any], read: Callable[[Any, Any], object]) -> None: ...
+    def __call__(self, received: object, splits: object) -> Any:
+        """Return the `Numbers` of these tables."""
+
+class ExpertOrders:
+    """Finds the permutations of the rows of an exchange on a GPU.
+
+    Args:
+        stream: torch's function that returns the current stream of a device.
+        orders: a function that computes the permutations, if they are not known on this stream. It is called with (received,
+            splits, numbers).
+    """
+
+    def __init__(self, torch: TorchCalls, stream: object, orders: Callable[..., object]) -> None: ...
+    def __call__(self, received: object, splits: object, numbers: object) -> Any:
+        """Return the `weft.runtime.unfused.permutation.Orders` of the exchange; None on CPU."""
+
+class OrderedRows:
+    """Sorts rows by expert, or back to the order of arrival.
+
+    Args:
+        name: the name of the permutation in `Orders`.
+        select: a function that is called with rows on a GPU and the permutation.
+        elsewhere: a function that sorts rows on other devices, called with the arguments of `__call__`.
+    """
+
+    def __init__(
+        self, orders: ExpertOrders, name: str, select: Callable[..., object], elsewhere: Callable[..., object]
+    ) -> None: ...
+    def __call__(self, rows: object, received: object, splits: object, numbers: object) -> Any:
+        """Return the sorted rows."""
+
+class ExpertGemms:
+    """The GEMMs of all experts of this rank, over rows in the order of experts. grouped: torch's grouped GEMM."""
+
+    def __init__(self, torch: TorchCalls, orders: ExpertOrders, grouped: Callable[..., Any]) -> None: ...
+    def __call__(self, h: object, w: object, received: object, splits: object, numbers: object) -> Any:
+        """Return the products of the rows of all experts. Further rows of h are ignored."""
 
 # csrc/replay.cpp
 class Recipe:
@@ -464,6 +522,9 @@ class KnownCall:
         usual: bool,
         captured: bool,
     ) -> None: ...
+    @property
+    def is_native(self) -> bool:
+        """True if native code makes the call outside of captures."""
     def repeat(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Make the call with other arguments. Return None if the call must take the slow path.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from schedule_ranks import device, executor_of
 from support.all_to_all_matmul_reference import random_splits
 from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
 
+import weft
 from weft import symm
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates
+from weft.operator.replay import AnyRows
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.timeline import Timeline
 
@@ -144,3 +147,29 @@ def never_calls(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> tuple
     error = run_alone(group, executor, case)
     first = int(case.tensors["splits"][0].sum())
     return error, bool(case.out[first:].isnan().all())
+
+
+def native(group: dist.ProcessGroup, experts: int) -> None:
+    """Make many unfused calls of other sizes, a dispatch and then its combine. After the first calls, Python runs none of them.
+    The dispatch has the bits of a call that Python runs.
+    """
+    rank, world = group.rank(), group.size()
+    options: dict[str, Any] = {"group": group, "capacity": 300, "schedule": "serial"}
+    for number in range(40):
+        p = MatmulAllToAll(world, experts, (90 + 5 * number, 290 - number), 72, 64, "bf16", most=300)
+        case = Case(p, rank, number, room=number % 2)
+        t = case.tensors
+        splits = t["splits"].flatten()
+        sent = torch.randn(p.rows[rank], p.k, dtype=torch.bfloat16, device=device()), t["w"], splits
+        in_python = weft.all_to_all_matmul(*sent, return_received=True, timeline=Timeline(), **options)
+        with mock.patch.object(AnyRows, "run", _in_python if number > 4 else AnyRows.run):
+            for _ in range(2):
+                found = weft.all_to_all_matmul(*sent, return_received=True, **options)
+                y = weft.matmul_all_to_all(t["h"], t["w"], found[1], splits, **options)
+        assert all(torch.equal(one, other) for one, other in zip(found, in_python, strict=True))
+        case.out[: len(y)] = y
+        case.check(f"call {number}")
+
+
+def _in_python(*_: Any) -> Any:
+    raise AssertionError("Python runs the call")

@@ -127,6 +127,11 @@ def test_sizes_that_the_cpu_reads_in_the_dispatch_are_known(
         assert not any(known.values())
 
 
+@pytest.mark.parametrize("experts", [1, 2, 5])
+def test_unfused_calls_after_a_dispatch_are_native(pair: Pool, experts: int) -> None:
+    pair.run(returning_ranks.native, experts, timeout_s=60)
+
+
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "h", "weights"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
 def test_gradients(pair: Pool, exact: bool, wanted: tuple[bool, bool]) -> None:

@@ -1,13 +1,16 @@
-"""Unfused combines of experts that native code makes on the CPU ranks of a host (`csrc/combine_steps.cpp`).
+"""Unfused combines of experts in native code: on the CPU ranks of a host (`csrc/combine_steps.cpp`), and the steps of GPU ranks
+(`csrc/expert_steps.cpp`), which gloo runs here.
 
 1. Results of new sizes, with 1 to 3 experts a rank and a late rank, in one round and in several. They have the bits of the slow
    path, and no call takes it.
 2. Arguments that the slow path must refuse, on one rank or on all. The group stays usable.
 3. A rank that dies, does not arrive, or is stopped: a named error by the deadline.
+4. The steps of GPU ranks: results of combines and dispatches, the numbers of rows that the CPU knows, and changed tables.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -25,6 +28,8 @@ from test_native_cpu_calls import native_only
 import weft
 from weft.launch import Pool
 from weft.runtime.meeting import DATA_BYTES
+from weft.runtime.unfused.native_experts import combine_steps, dispatch_steps
+from weft.runtime.unfused.sizes import Sizes, remember
 
 K = 8
 
@@ -206,3 +211,42 @@ def test_a_rank_that_dies_or_stops_is_named(sent: signal.Signals) -> None:
         assert "rank 1" in first[1]
         assert second[0] == "PoisonedGroupError"
     assert ("PeerLostError" if sent == signal.SIGKILL else "DeadlineError") in kinds
+
+
+def by_steps(group: dist.ProcessGroup, experts: int) -> None:
+    own, rank, world = own_group(group), group.rank(), group.size()
+    there, steps = dispatch_steps(experts, world), combine_steps(experts, world)
+    assert there is not None
+    assert steps is not None
+    for number in range(6):
+        case, generator = drawn(world, experts, 6, number, (0, 0, 2, 3, 20)), torch.Generator().manual_seed(number)
+        h, w, received, splits = case.of(rank)
+        h = torch.cat((h, torch.full((number % 3, K), torch.nan)))
+        inputs = {"h": h, "w": w, "received": received, "splits": splits, "rows": int(splits.sum())}
+        known, found = Sizes(splits, received), []
+        assert known.host.came == case.counts[:, rank].sum(1).tolist()
+        for prepare in (
+            lambda: None,
+            functools.partial(remember, known),
+            functools.partial((splits if number % 2 else received).add_, 0),  # a new version
+        ):
+            prepare()
+            made = steps.run(inputs, own)
+            torch.testing.assert_close(made["y"].double(), case.wanted(rank), rtol=1e-4, atol=1e-4)
+            found.append(made["numbers"] is known.numbers)
+        assert found == [False, True, False]
+        cells = {cell: torch.randn(len(rows), K, generator=generator) for cell, rows in case.cells.items()}
+        tokens = torch.cat([cells[rank, target, e] for target in range(world) for e in range(experts)])
+        sent = there.run({"tokens": tokens, "w": w, "splits": splits}, own)
+        assert torch.equal(sent["received"], case.counts[:, rank])
+        wanted = [cells[source, rank, e].double() @ w[e].double() for e in range(experts) for source in range(world)]
+        torch.testing.assert_close(sent["y"].double(), torch.cat(wanted), rtol=1e-4, atol=1e-4)
+        back = steps.run({**inputs, "received": sent["received"]}, own)
+        assert back["numbers"] is sent["numbers"]
+        torch.testing.assert_close(back["y"].double(), case.wanted(rank), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("experts", [1, 3])
+def test_the_steps_of_gpu_ranks(pool: Pool, experts: int, ranks: int) -> None:
+    pool.run(by_steps, experts, ranks=ranks, timeout_s=60)

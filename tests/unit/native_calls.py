@@ -61,16 +61,24 @@ class Torch:
         self._note("reduce")
         xs[0].mul_(WORLD)
 
-    def mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def exchange(
+        self, group: Group, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int], options: str
+    ) -> Work:  # fmt: skip
+        """Each rank sends its rows for rank 0 first, so this rank receives the same first rows from every rank."""
+        self._note("exchange")
+        out.copy_(torch.cat([x[:rows] for rows in received]))
+        return Work()
+
+    def mm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         self._note("mm")
-        return torch.mm(a, b)
+        return torch.mm(a, b, out=out)
 
     def calls(self) -> _core.TorchCalls:
         assert READER is not None
         return _core.TorchCalls(
             reader=READER, mm=self.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
             gather=self.gather, gather_options="g", scatter=self.scatter, scatter_options="s", reduce=self.reduce,
-            reduce_options="r",
+            reduce_options="r", exchange=self.exchange, exchange_options="e", async_options="a",
         )  # fmt: skip
 
 
@@ -101,6 +109,10 @@ class Recorded:
 
     kind, chosen, what, fingerprint, any_rows, differentiated, notes = "cuda", "serial", "op", 7, False, False, False
     ignores_autocast = False
+
+    @property
+    def passes(self) -> bool:
+        return self.any_rows
 
     def __init__(self, group: Group, **changes: Any) -> None:
         self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()

@@ -42,7 +42,7 @@ def test_a_total_is_known_while_only_autograd_holds_its_tensor() -> None:
 
 
 def test_values_of_freed_tensors_are_dropped() -> None:
-    before = len(sizes._totals._found), len(sizes._known._found)
+    before = len(sizes._totals.found), len(sizes._known.found)
     for number in range(100):
         splits, received = torch.tensor([number, 4]), torch.tensor([[number], [5]])
         remember_total(splits, number)
@@ -51,7 +51,7 @@ def test_values_of_freed_tensors_are_dropped() -> None:
         assert sizes_of(splits, received).host.sent == [number, 4]
     del splits, received
     gc.collect()
-    assert (len(sizes._totals._found), len(sizes._known._found)) == before
+    assert (len(sizes._totals.found), len(sizes._known.found)) == before
 
 
 def test_sizes_are_read_again_for_another_splits_or_changed_tables() -> None:

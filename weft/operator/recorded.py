@@ -66,7 +66,7 @@ class Recorded:
     and calls its methods.
     """
 
-    any_rows = differentiated = notes = ignores_autocast = False
+    any_rows = passes = differentiated = notes = ignores_autocast = False
     fingerprint, what = 0, ""
 
     def __init__(self, seen: Seen) -> None:
@@ -204,7 +204,7 @@ class Passing(RecordedOnCpu):
     this number of rows.
     """
 
-    any_rows = True
+    any_rows = passes = True
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
         prepared, inputs, first = seen.prepared, seen.inputs or {}, arguments[0][0]

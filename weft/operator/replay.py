@@ -34,7 +34,7 @@ from torch.compiler import is_dynamo_compiling
 from weft import _core, env, plan
 from weft.operator.across import table_weights
 from weft.operator.derivatives import require_kept
-from weft.operator.recipes import Arguments, Given, UnlikeError
+from weft.operator.recipes import Arguments, Given, Place, UnlikeError
 from weft.operator.recorded import SURROUNDINGS, Passing, RecordedOnCpu, Seen, native_call
 from weft.operator.spec import Operator
 from weft.operator.together import interrupted, together
@@ -111,7 +111,7 @@ class _Known:
             self._bound(self.families, _FAMILIES)
             self.families[family] = known
             self._remember(group, family)
-        if not passes and (known is None or seen.prepared.device.type != "cpu"):
+        if not passes and (known is None or not (known.is_native or seen.prepared.device.type == "cpu")):
             self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
@@ -322,33 +322,50 @@ class AnyRows(Replay):
                 self._inputs = _core.Recipe(("dict", buffers))
         written = self._averaged(results.returned(returned, views=False), call)
         self._returned = _core.Recipe(written)
-        combine = self._combine(seen)
-        if combine is None:
+        steps, inputs = self._combine(seen, given) if self.kind == "cpu" else self._steps(seen, given, arguments)
+        if steps is None:
             return native_call(self, None, given, {}, written, [False, False])
-        inputs = "list", [given.written(tensor) for tensor in call[:4]]
         return _core.KnownCall(
-            self, SURROUNDINGS, inputs, combine, self.prepared.results, written, usual=True, captured=False
+            self, SURROUNDINGS, ("list", inputs), steps, self.prepared.results, written, usual=True, captured=False
         )
 
-    def _combine(self, seen: Seen) -> _core.CombineSteps | None:
-        """Return the native form of an unfused combine of experts; None for other calls."""
+    def _steps(
+        self, seen: Seen, given: Given, arguments: Arguments
+    ) -> tuple[_core.PlainSteps | None, list[Place]]:  # fmt: skip
+        """Return the native steps of an unfused call on GPUs, and the recipes of their inputs. Return (None, []) if Python makes
+        the call.
+        """
+        world, call = self.prepared.p.world_size, seen.call
+        if world == 1 or self._converts or seen.apply is not None or self.chosen.usual is not None:
+            return None, []
+        native = self.op.steps_on_gpu(call, world)
+        if native is None or not arguments[1].keys() >= set(native.named):
+            return None, []
+        inputs = [given.written(tensor) for tensor in native.tensors]
+        return native.steps, inputs + [("named", name) for name in native.named]
+
+    def _combine(self, seen: Seen, given: Given) -> tuple[_core.CombineSteps | None, list[Place]]:
+        """Return the native form of an unfused combine of experts on CPU, and the recipes of its inputs. Return (None, []) for
+        other calls.
+        """
         prepared, call, comm = self.prepared, seen.call, self.prepared.comm
-        if not (self.op.is_combine and self.kind == "cpu" and seen.apply is None and self.chosen.usual is None):
-            return None
+        if not (self.op.is_combine and seen.apply is None and self.chosen.usual is None):
+            return None, []
         if TORCH is None or comm is None or not comm.all_mapped or comm.world_size == 1:
-            return None
+            return None, []
         _, w, received, splits, rows, *_ = call
         if received.dtype != torch.int64 or splits.dtype != torch.int64:
-            return None
+            return None, []
         if not experts_on_one_host.has_room(prepared.turn(None), splits):
-            return None
+            return None, []
         self._across = prepared.across(seen.recorded)
         self.set_up_turns([self._across.topic.compared])
         of_received, of_splits = table_weights(comm.world_size, w.shape[0], comm.rank)
-        return _core.CombineSteps(
+        steps = _core.CombineSteps(
             torch=TORCH, rank=comm.rank, world=comm.world_size, rows=-1 if rows is None else rows,
             of_received=of_received, of_splits=of_splits,
         )  # fmt: skip
+        return steps, [given.written(tensor) for tensor in call[:4]]
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
         return self._across.topic

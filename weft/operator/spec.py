@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
 
+from weft import _core
 from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
 from weft.operator.select import Chosen
@@ -56,6 +57,17 @@ _SCHEMA: dict[Any, str] = {
     list[str] | None: "str[]?",
 }
 _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
+
+
+class NativeSteps(NamedTuple):
+    """An unfused call as steps of native code, for any number of rows.
+
+    tensors: the first inputs of the steps. named: the keyword arguments of the public function that are the next inputs.
+    """
+
+    steps: _core.PlainSteps
+    tensors: Sequence[torch.Tensor]
+    named: Sequence[str] = ()
 
 
 class Operator(ABC, Generic[C]):
@@ -288,6 +300,13 @@ class Operator(ABC, Generic[C]):
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
         """Return the results, computed by torch's collectives and GEMMs. Return None to run the steps of the serial
         schedule instead.
+        """
+        return None
+
+    def steps_on_gpu(self, call: C, world: int) -> NativeSteps | None:
+        """Return an unfused call of GPU ranks, without gradients, as steps of native code. Return None if Python makes the call.
+
+        Operators that run the steps of the serial schedule do not override this method.
         """
         return None
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_flag, check_tensor, checked_count
+from weft.arguments import check_tensor, checked_count
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, overlapped, within
@@ -21,10 +21,11 @@ from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided, warn_of_copy
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
-from weft.operator.spec import Across, Operator
+from weft.operator.spec import Across, NativeSteps, Operator
 from weft.ops.all_to_all_matmul_gradients import all_rows, dual_of, gradients_of_experts, send_again
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.grouped_matmul import grad_of_weights
+from weft.runtime.unfused.native_experts import dispatch_steps
 from weft.runtime.unfused.sizes import Sizes, remember, remember_total, sizes_of
 from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
@@ -130,7 +131,6 @@ def all_to_all_matmul(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
-        check_flag("return_received", return_received)
         counts = checked_count("max_rows", max_rows), checked_count("capacity", capacity)
         return _Call(tokens, w_experts, splits, *counts, False)
 
@@ -186,7 +186,7 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- the call and its problem ---
 
     def size(self, call: _Call) -> int:
-        return call.tokens.shape[0] if call.tokens.dim() else 0  # weft has not checked the shape yet
+        return call.tokens.shape[0]
 
     def key(self, call: _Call) -> Hashable:
         tokens, w, splits, max_rows, capacity, return_x = call
@@ -328,6 +328,13 @@ class _AllToAllMatmul(Operator[_Call]):
         y, sizes, x = experts.dispatched(tokens, w, call.splits, group, call.max_rows, turn, return_x=call.return_x)
         remember(sizes)
         return [y, sizes.received, *([] if x is None else [x])]
+
+    def steps_on_gpu(self, call: _Call, world: int) -> NativeSteps | None:
+        tokens, w, splits, max_rows, _, return_x = call
+        if max_rows is not None or return_x or not tokens.is_contiguous():
+            return None
+        steps = dispatch_steps(w.shape[0], world) if strided(w, "w_experts", self.name) is w else None
+        return None if steps is None else NativeSteps(steps, (tokens, w, splits))
 
 
 def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:

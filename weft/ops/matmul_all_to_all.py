@@ -20,12 +20,13 @@ from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
-from weft.operator.spec import Across, Operator
+from weft.operator.spec import Across, NativeSteps, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.all_to_all_matmul import check_capacity, check_experts, expert_weights, rounded_up
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
+from weft.runtime.unfused.native_experts import combine_steps
 from weft.runtime.unfused.permutation import in_expert_order
 from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
 from weft.runtime.unfused.turn import Turn
@@ -369,6 +370,12 @@ class _MatmulAllToAll(Operator[_Call]):
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts", self.name)
         sizes = sizes_of(call.splits, call.received)
         return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn, most=p.most)]
+
+    def steps_on_gpu(self, call: _Call, world: int) -> NativeSteps | None:
+        if not call.h.is_contiguous() or strided(call.w, "w_experts", self.name) is not call.w:
+            return None
+        steps = combine_steps(call.w.shape[0], world)
+        return None if steps is None else NativeSteps(steps, call[:4], [self.of_size])
 
     def begun(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> Begun | None:
         h, sizes = contiguous(call.h, "h", self.name), Sizes(call.splits, call.received)

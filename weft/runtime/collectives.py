@@ -46,12 +46,12 @@ def _at_once(options: Any) -> Any:
     return options
 
 
-GATHER, SCATTER, REDUCE, _EXCHANGE = (
+GATHER, SCATTER, REDUCE, EXCHANGE = (
     _at_once(options())
     for options in (c10d.AllgatherOptions, c10d.ReduceScatterOptions, c10d.AllreduceOptions, c10d.AllToAllOptions)
 )  # reductions are sums by default
-_EXCHANGE_ASYNC = c10d.AllToAllOptions()
-_EXCHANGE_ASYNC.asyncOp = True
+EXCHANGE_ASYNC = c10d.AllToAllOptions()
+EXCHANGE_ASYNC.asyncOp = True
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
@@ -90,8 +90,8 @@ def all_to_all_single(
     if async_op and (not x.is_cuda or group in COALESCING):
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     if async_op:
-        return exchange_now(group, out, x, received or [], sent or [], _EXCHANGE_ASYNC)
-    return _finished(exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
+        return exchange_now(group, out, x, received or [], sent or [], EXCHANGE_ASYNC)
+    return _finished(exchange_now(group, out, x, received or [], sent or [], EXCHANGE))
 
 
 def exchange_both_ways(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from weft import _core
 from weft.schedule.expr import Index
 
 SliceTransport: TypeAlias = Literal["direct", "put"]
@@ -38,9 +39,6 @@ class TileKernel:
     kind: ClassVar[str]
     unit_per_tile: ClassVar[bool] = False
     """True if the kernel computes each tile of the step on one compute unit, and does not cut the tile into smaller tiles."""
-    divides_tiles: ClassVar[bool] = False
-    """True if the kernel has one program for each compute unit, and divides the tiles between them in advance. Each step is then a
-    launch of its own. A program for which no unit is free computes its tiles later."""
     least_part: ClassVar[int] = 0
     """The smallest part of K that a compute unit computes if several units share a tile. With 0, units never share a tile."""
 
@@ -58,7 +56,7 @@ class TileKernel:
 
         before: the kernel of the preceding step in the lane, signals aside; None if the preceding step has no tile kernel.
         """
-        return type(before) is type(self) and not self.divides_tiles
+        return type(before) is type(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,6 @@ class GroupedMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "grouped_matmul"
-    divides_tiles: ClassVar[bool] = True
     counts: str
     tokens: str
     inbox: str
@@ -109,7 +106,6 @@ class SortedMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "sorted_matmul"
-    divides_tiles: ClassVar[bool] = True
     counts: str
     x: str
     weights: str
@@ -140,7 +136,6 @@ class ReturningMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "returning_matmul"
-    divides_tiles: ClassVar[bool] = True
     counts: str
     h: str
     weights: str
@@ -191,7 +186,6 @@ class TrackedMatmul(TileKernel):
 
     kind: ClassVar[str] = "tracked_matmul"
     unit_per_tile: ClassVar[bool] = True
-    divides_tiles: ClassVar[bool] = True
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
     """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory
@@ -201,9 +195,8 @@ class TrackedMatmul(TileKernel):
     rows: int = 128
     cols: int = 256
 
-
-_MOST_GEMMS = 8
-_LONG_FLOP, _LONG_BYTES = 1e10, 32 << 20  # such a GEMM takes more than about 12 us on an H100
+    def continues(self, before: TileKernel | None) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +216,7 @@ class LibraryGroupedMatmul(TileKernel):
         rows: the number of rows of all experts.
         itemsize: bytes of an element.
         """
-        if experts == 1:
-            return True
-        return experts <= _MOST_GEMMS and (2 * rows * k * n >= experts * _LONG_FLOP or k * n * itemsize >= _LONG_BYTES)
+        return _core.one_gemm_each(experts, rows, k, n, itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     serial          the steps of a serial schedule as torch calls
     collectives     collectives of a matrix, for the methods `unfused` and `gradients` of an operator's spec
     experts         exchanges of tokens for expert parallelism; its helpers are `grouped_matmul`, `permutation` and `sizes`
+    native_experts  the same on GPUs, as steps of native code
     unpack          a copy that puts the matrices of all ranks side by side, and its inverse
     turn            the rendezvous, deadlines and timelines of these calls
 

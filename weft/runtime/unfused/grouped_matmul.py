@@ -5,14 +5,17 @@ by expert.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from weft import _core
 from weft.runtime.unfused.permutation import ends_of
 from weft.runtime.unfused.sizes import Sizes
 from weft.schedule.kernels import LibraryGroupedMatmul
 
-_ALIGNMENT = 16  # bytes: alignment of addresses and strides that torch's grouped GEMM needs
+GROUPED_MM: Any = getattr(torch, "_grouped_mm", None) or torch.nn.functional.grouped_mm
+"""torch's grouped GEMM. The first function is native, and the second calls it."""
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
@@ -26,9 +29,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
         len(of_experts), sum(of_experts), w.shape[1], w.shape[2], w.itemsize
     )
     if not one_each and _has_grouped_gemm(x, w):
-        return torch.nn.functional.grouped_mm(
-            x, w, offs=ends_of(sizes).clamp(max=x.shape[0]) if cut else ends_of(sizes)
-        )
+        return GROUPED_MM(x, w, offs=ends_of(sizes).clamp(max=x.shape[0]) if cut else ends_of(sizes))
     y = x.new_empty(x.shape[0], w.shape[2])
     for _ in multiply(x, w, sizes.host.of_experts, y):
         pass
@@ -62,7 +63,7 @@ def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, size
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Return x_e.T @ grad_y_e for each expert e, [experts, K, N], where x_e and grad_y_e are the expert's rows."""
     if _has_grouped_gemm(x, grad_y):
-        result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=ends_of(sizes))
+        result = GROUPED_MM(x.t(), grad_y, offs=ends_of(sizes))
         # For an expert without rows, Hopper's kernel writes zeros, but Blackwell's kernel writes nothing.
         for expert, count in enumerate(sizes.host.of_experts):
             if count == 0:
@@ -94,8 +95,4 @@ def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def _is_aligned(t: torch.Tensor) -> bool:
     """True if rows or columns are contiguous and begin at multiples of 16 bytes."""
-    (rows, cols), (row, col) = t.shape[-2:], t.stride()[-2:]
-    if not ((col == 1 and row >= cols) or (row == 1 and col >= rows)):
-        return False
-    begins = [t.data_ptr(), *(stride * t.element_size() for stride in (*t.stride()[:-2], col if row == 1 else row))]
-    return all(begin % _ALIGNMENT == 0 for begin in begins)
+    return _core.is_aligned(t.shape, t.stride(), t.data_ptr(), t.element_size())

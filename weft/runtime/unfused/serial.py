@@ -19,10 +19,13 @@ from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.collectives import (
     COALESCING,
+    EXCHANGE,
+    EXCHANGE_ASYNC,
     GATHER,
     REDUCE,
     SCATTER,
     all_gather_single,
+    exchange_now,
     gather_now,
     reduce_now,
     scatter_now,
@@ -44,7 +47,8 @@ if READER is not None:
     TORCH = _core.TorchCalls(
         reader=READER, mm=torch.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
         gather=gather_now, gather_options=GATHER, scatter=scatter_now, scatter_options=SCATTER, reduce=reduce_now,
-        reduce_options=REDUCE,
+        reduce_options=REDUCE, exchange=exchange_now, exchange_options=EXCHANGE,
+        async_options=EXCHANGE_ASYNC,
     )  # fmt: skip
 
 

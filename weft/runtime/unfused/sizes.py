@@ -30,9 +30,9 @@ class Sizes:
     received: the number of rows from each rank for each local expert, [ranks, experts].
     """
 
-    def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
+    def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: Numbers | None = None) -> None:
         self.splits, self.received = splits, received
-        self.numbers = numbers or _Numbers()
+        self.numbers = numbers or Numbers()
 
     @classmethod
     def of_read(cls, splits: torch.Tensor, received: torch.Tensor, counts: Sequence[int], rank: int) -> Sizes:
@@ -40,7 +40,7 @@ class Sizes:
 
         counts: the splits of all ranks, one rank after the other.
         """
-        return cls(splits, received, _Numbers(counts=counts, rank=rank))
+        return cls(splits, received, Numbers(counts=counts, rank=rank))
 
     @property
     def is_fetched(self) -> bool:
@@ -112,7 +112,7 @@ def _on_cpu(counts: Sequence[int], rank: int, world: int) -> OnCpu:
 
 
 @dataclass(slots=True)
-class _Numbers:
+class Numbers:
     """`splits` and `received` on the CPU. Several `Sizes` of the same tables share this object.
 
     copy, copied: both tables in one tensor, and the event after which the tensor is valid.
@@ -136,10 +136,11 @@ class _OfTensors(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}  # by id of the tensor; with its version
+        self.found: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
+        """Each value by the id of its tensor, with a reference to the tensor, and the tensor's version."""
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        found = self._found.get(id(tensor))
+        found = self.found.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
         return found[2]
@@ -149,15 +150,17 @@ class _OfTensors(Generic[T]):
         key = id(tensor)
 
         def forget(freed: weakref.ref[torch.Tensor]) -> None:
-            found = self._found.get(key)
+            found = self.found.get(key)
             if found is not None and found[0] is freed:  # not the value of a later tensor with the same id
-                del self._found[key]
+                del self.found[key]
 
-        self._found[key] = weakref.ref(tensor, forget), tensor._version, value
+        self.found[key] = weakref.ref(tensor, forget), tensor._version, value
 
 
-_known: _OfTensors[tuple[weakref.ref[torch.Tensor], int, _Numbers]] = _OfTensors()
+_known: _OfTensors[tuple[weakref.ref[torch.Tensor], int, Numbers]] = _OfTensors()
 """For each tensor `received` of a dispatch: the tensor of splits with its version counter, and the CPU's copy of both tensors."""
+KNOWN = _known.found
+"""The same as a dict that native code reads (`_core.KnownNumbers`)."""
 
 
 def remember(sizes: Sizes) -> None:
