@@ -7,16 +7,16 @@ non-negative), so that ranks may write them differently.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import env
-from weft.integers import integer, shown
+from weft.integers import integer, is_real, shown
 from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -73,17 +73,26 @@ def _needed_bytes(x: torch.Tensor) -> int:
     return int(last + 1) * x.itemsize
 
 
-def _look_at(name: str, x: Any) -> None:
+def not_dense(name: str, x: Any) -> str:
+    """Return an error text with its fix if `x` is not a dense tensor; otherwise ""."""
     if not isinstance(x, torch.Tensor):
         from_numpy = f"torch.from_numpy({name})" if type(x).__module__ == "numpy" else "a torch.Tensor"
-        raise ValueError(f"{name} is {kind(x)}: pass {from_numpy}")
+        return f"{name} is {kind(x)}: pass {from_numpy}"
+    if isinstance(x, UninitializedTensorMixin):
+        return f"{name} is {kind(x)}, which has no shape yet: run a forward of its module first"
+    if x.is_nested:
+        return f"{name} is a nested tensor: pass a dense tensor, such as {name}.to_padded_tensor(0)"
+    if x.layout is not torch.strided:
+        return f"{name} has layout {x.layout}: pass a dense tensor, such as {name}.to_dense()"
+    return ""
+
+
+def _look_at(name: str, x: Any) -> None:
+    if wrong := not_dense(name, x):
+        raise ValueError(wrong)
     for base in type(x).__mro__:
         if base.__name__ in _FIX:
             raise ValueError(f"{name} is {kind(x)}: {_FIX[base.__name__]}")
-    if x.is_nested:
-        raise ValueError(f"{name} is a nested tensor: pass a dense tensor, such as {name}.to_padded_tensor(0)")
-    if x.layout is not torch.strided:
-        raise ValueError(f"{name} has layout {x.layout}: pass a dense tensor, such as {name}.to_dense()")
     check_memory(name, x)
     # Other tensor classes may keep their values elsewhere. The classes that torch uses while it traces a call are
     # allowed.
@@ -96,21 +105,50 @@ def _look_at(name: str, x: Any) -> None:
 
 def listed(name: str, given: Any) -> Sequence[Any]:
     """Return a list or tuple unchanged, and another iterable as a list. Raise `ValueError` for a single tensor, a
-    string, a dict, a set, or a value that is not iterable.
+    string, bytes, a dict, a set, or a value that is not iterable.
     """
     if isinstance(given, list | tuple):
         return given
     if isinstance(given, torch.Tensor):
         raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors, [{name[:-1]}]")
-    if isinstance(given, str | Mapping | Set) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} is {kind(given)}: pass a list")
-    return list(given)
+    return list(iterated(name, given, "pass a list"))
+
+
+def iterated(name: str, given: Any, fix: str, *, with_value: bool = False) -> Iterable[Any]:
+    """Return `given`. Raise `ValueError` for text, a dict, a set, or a value that is not iterable, such as an array without
+    dimensions (which Python counts as an Iterable).
+
+    with_value: True to print the value in the error text.
+    """
+    refused = isinstance(given, str | bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable)
+    if refused or not getattr(given, "ndim", 1):
+        raise ValueError(f"{name}{f'={given!r}' if with_value else ''} is {kind(given)}: {fix}")
+    return given  # type: ignore[no-any-return]
 
 
 def check_flag(name: str, given: Any) -> None:
     if given is True or given is False:
         return
     raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
+
+
+def check_choice(name: str, given: Any, legal: Sequence[str]) -> None:
+    """Raise `ValueError` unless `given` is one of the strings `legal`."""
+    if not isinstance(given, str) or given not in legal:
+        raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
+
+
+def checked_device(given: Any) -> torch.device:
+    """Return `given` as a device. Raise `ValueError` for a device that torch does not know. This machine may lack the device."""
+    if not isinstance(given, str | int | torch.device) or isinstance(given, bool):
+        raise ValueError(f"device={given!r} is {kind(given)}: pass a torch.device, such as 'cuda' or 'cpu'")
+    try:
+        return torch.device(given)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device={given!r} is not a device ({reason}): pass a torch.device, such as 'cuda' or 'cpu'"
+        ) from None
 
 
 def check_reduction(name: str, given: Any) -> None:
@@ -167,9 +205,8 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
 
 def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
     """Return the argument `name` as a tuple of integers. Raise `ValueError` unless `given` is an iterable of integers."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
-    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer for each rank") for i, size in enumerate(given))
+    sizes = iterated(name, given, "pass a list with a number for each rank", with_value=True)
+    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer for each rank") for i, size in enumerate(sizes))
 
 
 def checked_count(name: str, count: Any) -> Any:
@@ -195,7 +232,8 @@ def checked_within(name: str, given: Any, least: int, most: int, allowed: str) -
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
-    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer") for i, size in enumerate(listed(name, given)))
+    sizes = iterated(name, given, "pass a list")
+    return tuple(checked_whole(f"{name}[{i}]", size, "pass an integer") for i, size in enumerate(sizes))
 
 
 def checked_deadline(deadline_s: Any) -> float | None:
@@ -203,14 +241,11 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if deadline_s is None:
         return None
     fix = "pass the number of seconds that a wait may take"
-    # numpy counts its time spans as integers.
-    is_number = isinstance(deadline_s, numbers.Real) and "timedelta" not in type(deadline_s).__name__
-    if not is_number or isinstance(deadline_s, bool):
+    if not is_real(deadline_s):
         raise ValueError(f"deadline_s={deadline_s!r} is {kind(deadline_s)}: {fix}")
-    seconds: Any = deadline_s  # mypy cannot compare `Real`
-    if not 0 < seconds <= env.MOST_S:
+    if not 0 < deadline_s <= env.MOST_S:
         raise ValueError(f"deadline_s={shown(deadline_s)} must be positive and at most {env.MOST_S:.0f}: {fix}")
-    return float(seconds)
+    return float(deadline_s)
 
 
 def checked_whole(name: str, given: Any, fix: str) -> Any:

@@ -1,4 +1,4 @@
-"""The rule for arguments that must be integers, for code with and without torch.
+"""The rules for arguments that must be integers or real numbers, for code with and without torch.
 
 An argument of the public functions may be an integer of numpy, or a tensor with one integer. Code that receives it
 computes with a Python int, which prints and serialises the same everywhere.
@@ -6,6 +6,7 @@ computes with a Python int, which prints and serialises the same everywhere.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from typing import Any
 
@@ -35,6 +36,11 @@ def _index(name: str, given: Any, fix: str) -> int:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{name}={given!r} has no value that can be read ({reason}): {fix}") from error
     raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
+
+
+def is_real(given: Any) -> bool:
+    """True for a real number of Python or numpy. False for booleans, and for time spans, which numpy counts as integers."""
+    return isinstance(given, numbers.Real) and not isinstance(given, bool) and "timedelta" not in type(given).__name__
 
 
 def convert(problem: Any, *names: str) -> None:

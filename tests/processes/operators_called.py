@@ -207,11 +207,13 @@ def leaves(found: Any) -> list[torch.Tensor]:
 
 def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
     """Return this rank's error for each argument that rank 1 passes, for a known shape. Good calls must work in
-    between.
+    between. End at the first call that is not refused, because the group may have failed.
     """
     call, found = OPERATORS[operator](group), []
     call()
     for name, value in bad:
         found.append(told(partial(call, **({name: value} if group.rank() == 1 else {}))))
+        if not found[-1].startswith("RefusedError: "):
+            break
         call()
     return found

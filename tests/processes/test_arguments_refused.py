@@ -194,8 +194,14 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("Bs", torch.ones(8, 3), "Bs is one tensor of shape (8, 3): pass a list of tensors, [B]"),
     ("Bs", {"w": torch.ones(8, 3)}, "Bs is a dict: pass a list"),
     ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
+    ("Bs", np.ones(()), "Bs is a ndarray: pass a list"),
     ("Bs", [], "Bs"),
+    ("rows", torch.tensor(4), "rows=tensor(4) is a Tensor: pass a list with a number for each rank"),
+    ("rows", {4: 0}, "rows={4: 0} is a dict: pass a list with a number for each rank"),
     ("return_A", "no", "return_A='no' is a str: pass True or False"),
+    # equal to True, and so found in the caches of calls
+    ("return_A", 1, "return_A=1 is an int: pass True or False"),
+    ("return_A", [], "return_A=[] is a list: pass True or False"),
     ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
@@ -226,15 +232,33 @@ SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
 PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
     ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
     ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
+    (
+        "w",
+        torch.nn.UninitializedParameter(requires_grad=False),
+        "w is a UninitializedParameter, which has no shape yet: run a forward of its module first",
+    ),
     ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
-ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmul"], GATHERS_REFUSE) | {
+ARGUMENTS_REFUSED = {
+    "all_gather_matmul": GATHERS_REFUSE,
+    "all_gather_scaled_matmul": [
+        *GATHERS_REFUSE,
+        ("result_scales", 3, "result_scales is an int: pass a list"),
+        ("use_fast_accum", [0], "use_fast_accum[0]=0 is an int: pass True or False"),
+        ("out_dtypes", [[]], "out_dtypes has []: use one of torch.bfloat16"),
+    ],
+    "all_to_all_matmul": [
+        ("tokens", torch.tensor(1.0), "tokens has shape (): pass [T, K]"),
+        ("return_received", None, "return_received=None is a NoneType: pass True or False"),
+        ("max_rows", True, "max_rows=True is a bool: pass an integer from 0 to 2**40"),
+    ],
     "matmul_reduce_scatter": SCATTERS_REFUSE,
     "scaled_matmul_reduce_scatter": [
         ("orig_scatter_dim", "0", f"orig_scatter_dim='0' is a str: {NO_DIMENSION}"),
         ("orig_scatter_dim", None, f"orig_scatter_dim=None is a NoneType: {NO_DIMENSION}"),
         ("scatter_dim_after_maybe_reshape", True, f"scatter_dim_after_maybe_reshape=True is a bool: {NO_DIMENSION}"),
         ("output_shape", 4, "output_shape is an int: pass a list"),
+        ("output_shape", np.array(4), "output_shape is a ndarray: pass a list"),
         (
             "output_shape",
             [],
@@ -261,6 +285,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("op", None, 'op=None: use "sum" or "avg"'),
         ("op", "avg", 'op="avg" does not support bias, residual and norm'),
         ("eps", None, f"eps=None {NO_EPS}"),
+        ("eps", np.timedelta64(5, "s"), f"eps=np.timedelta64(5,'s') {NO_EPS}"),
         ("eps", True, f"eps=True {NO_EPS}"),
         ("eps", math.nan, f"eps=nan {NO_EPS}"),
         ("eps", math.inf, f"eps=inf {NO_EPS}"),

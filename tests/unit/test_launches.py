@@ -15,7 +15,7 @@ from weft.builders.matmul_all_to_all import combine_by_expert
 from weft.builders.problem import described
 from weft.runtime.cuda.context import rank_schedule
 from weft.schedule import RANK, Buffer, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
-from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
+from weft.schedule.kernels import PooledBags, SortedMatmul, TileKernel, TrackedMatmul
 from weft.schedule.launches import Launch, crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
 from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Tiles
 from weft.schedule.verify.issue_order import issue_order
@@ -97,7 +97,7 @@ def test_sets_open_a_launch_only_on_a_rank_with_one_lane() -> None:
     assert grouped(SET, WAIT, Compute("relu", Y.part(), (X.part(),)), alone=True) == ["s", "w", "c"]
 
 
-@pytest.mark.parametrize("kernel", [TrackedMatmul(), PooledBags()])
+@pytest.mark.parametrize("kernel", [TrackedMatmul(), SortedMatmul("counts", "x", "w", "y", 2, 0, 2), PooledBags()])
 def test_tiles_go_on_only_where_that_is_assumed(kernel: TileKernel) -> None:
     body = Compute("relu", Y.part(rows=(Expr("t"), 1)), (X.part(rows=(Expr("t"), 1)),))
     tiles = Tiles(kernel, "t", 4, (body,))

@@ -14,7 +14,7 @@ from support.sim_toys import TOY, applicable, gpu
 
 from weft.builders import AllToAllMatmul, named
 from weft.plan.predict import predict
-from weft.schedule import Compute, Draft
+from weft.schedule import Compute, Draft, Region
 from weft.sim import simulate
 from weft.sim.costs import cost
 from weft.sim.lower import lower
@@ -45,6 +45,22 @@ def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
     once = 2 * (rows * k + experts * k * n)
     found = cost_of_tiles(gpu("h200", 2), 2, [(segment, operands, experts * sources)], once)
     assert found.latency_us + found.work_us == pytest.approx(1e3 * ms, rel=0.15)
+
+
+def test_grouped_matmuls_wait_for_their_last_stores_in_a_peers_memory() -> None:
+    """The last bytes are late, as with a cuBLAS GEMM. If the GEMM is short, the stores take longest."""
+    model = replace(gpu("h200", 2), stored_late_bytes=1e6, stored_end_us=2.0)
+    region = Region("y", 0, 0, 0, 0)
+    step = Compute("matmul", region, (region, region))
+
+    def work_us(rows: int, k: int, at: int) -> float:
+        shapes = ((rows, k, 0), (k, 4096, 0), (rows, 4096, at))
+        operands = tuple(Operand(m, n, "bf16", at, True) for m, n, at in shapes)
+        return cost_of_tiles(model, 2, [(step, operands, 4)], 0).work_us
+
+    rate = model.put_bytes_per_us[-1][1]
+    assert work_us(1024, 8192, 1) == pytest.approx(work_us(1024, 8192, 0) + 1e6 / rate + 2)
+    assert work_us(1024, 64, 1) == pytest.approx(4 * 1024 * 4096 * 2 / rate)
 
 
 def test_a_kernel_reads_weights_from_memory_once_whatever_the_number_of_sources() -> None:

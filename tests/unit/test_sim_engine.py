@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 from support.sim_toys import SWITCH, TOY, applicable, gpu, puts
@@ -10,7 +11,8 @@ from support.sim_toys import SWITCH, TOY, applicable, gpu, puts
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, mesh
-from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Buffer, Collective, Compute, Copy, Draft, Expr, Schedule, Set, Wait, lookup
+from weft.schedule.kernels import TileKernel
 from weft.sim import NULL, simulate
 
 # -- copies
@@ -188,6 +190,44 @@ def test_a_copying_kernel_that_comes_later_waits_until_a_matmul_gives_its_units_
     ends = [s.end_us for s in timeline if s.rank == 0 and s.name.startswith("copy")]
     assert ends == pytest.approx([COPY_US, second_begins_us + COPY_US], rel=1e-6)
     assert max(s.end_us for s in timeline) == pytest.approx(2 * MATMUL_US + 2 * COPY_US / 4, rel=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class _Divided(TileKernel):
+    kind: ClassVar[str] = "divided"
+    divides_tiles: ClassVar[bool] = True
+
+
+def _tiles_and_copy(rows: int) -> Schedule:
+    """Return a schedule with a GEMM of 16 tiles, and a concurrent put of `rows` rows by kernel; without the put if rows is 0."""
+    d, tile = Draft("tiles", 2), Expr("tile")
+    a, b, y = (
+        d.buffer(name, 512, 512, "fp16", role) for name, role in (("a", "input"), ("b", "input"), ("y", "output"))
+    )
+    gemm = Compute("matmul", y.part(rows=(tile * 32, 32)), (a.part(rows=(tile * 32, 32)), b.part()))
+    d.lane("compute").tiles(_Divided(), "tile", 16, gemm)
+    if rows:
+        x, box = d.buffer("x", rows, 120, "fp16", "input"), d.buffer("box", rows, 120, "fp16", "symmetric")
+        d.lane("copy", "copy").copy(x.part(), box.part(at=(RANK + 1) % 2), "kernel")
+    return d.schedule()
+
+
+@pytest.mark.parametrize(("units", "stalls"), [(16, True), (8, False)])
+def test_the_last_programs_of_a_grouped_gemm_wait_for_units_or_for_its_first_programs(units: int, stalls: bool) -> None:
+    """The GEMM has programs for 92 of 100 units. A copy that holds 16 units delays it by the copy's time, but at most by the
+    GEMM's own time. A copy on the other 8 units does not delay it.
+    """
+    model = replace(TOY, compute_units=100, kernel_copy_units=units, put_bytes_per_us=((units, 100.0),))
+    model = replace(model, matmul_flops_per_us={"fp16": 2 * 512**3 / MATMUL_US}, tile=(32, 32))
+
+    def end_us(rows: int) -> float:
+        spans = simulate(_tiles_and_copy(rows), model).timeline
+        return max(s.end_us for s in spans if s.rank == 0 and s.name.startswith("divided"))
+
+    alone_us, copy_us = end_us(0), 128 * 240 / 100
+    assert copy_us < alone_us / 2
+    assert end_us(128) == pytest.approx(alone_us + copy_us * stalls, rel=0.02)
+    assert end_us(64 * 128) == pytest.approx((1 + stalls) * alone_us, rel=0.2)
 
 
 def test_copying_kernels_beside_matmuls_are_as_slow_as_they_were_measured() -> None:

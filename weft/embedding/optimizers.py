@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from weft.arguments import checked_within
+from weft.arguments import check_choice, checked_within
+from weft.integers import is_real
 
 StateShape: TypeAlias = Literal["row", "element"]
 
@@ -90,8 +91,7 @@ class EmbeddingOptimizer:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in (legal := get_args(choices)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, legal))}")
+            check_choice(name, getattr(self, name), get_args(choices))
         object.__setattr__(self, "seed", checked_within("seed", self.seed, 0, 2**63 - 1, "from 0 to 2**63 - 1"))
         if self.clip_value is not None and self.clip_norm is not None:
             raise ValueError(f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass only one of them")
@@ -99,7 +99,7 @@ class EmbeddingOptimizer:
             value = getattr(self, field.name)
             if field.name in ("seed", *_CHOICES) or (field.name.startswith("clip") and value is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+            if not is_real(value) or not abs(value) < math.inf:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value!r} must be a finite number")
             if value > LARGEST or 0 < value < SMALLEST:
                 raise ValueError(

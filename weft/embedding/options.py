@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from weft.arguments import checked_within
+from weft.arguments import check_choice, checked_within
 from weft.schedule.kernels import SliceOrder, SliceTransport
 
 Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
@@ -33,8 +33,7 @@ class EmbeddingOptions:
             ("bounds_check", self.bounds_check, get_args(BoundsCheck)),
             ("output_dtype", self.output_dtype, get_args(OutputDtype)),
         ):
-            if given not in legal:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
+            check_choice(name, given, legal)
         if not isinstance(self.hash, bool):
             raise ValueError(f"hash={self.hash!r} must be True or False")
         if self.slice_size is not None:

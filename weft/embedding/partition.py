@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-from weft.arguments import checked_shape, checked_whole
+from weft.arguments import checked_shape, checked_whole, iterated
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot, check_tables
 from weft.words import counted
@@ -285,16 +285,18 @@ def partition_tables(
     tables, rows_read: as for `weft.place_tables`.
     hash: as in `Partition`.
     """
-    values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
+    fix = "pass a list with one sharding or rank per table, in order, or a dict by table name"
+    is_by_name = isinstance(placement, Mapping)
+    values: Any = placement if is_by_name else dict(enumerate(iterated("placement", placement, fix, with_value=True)))
     for name, value in values.items():
         if not isinstance(value, TableSharding):
             checked_whole(
                 f"placement of table {name!r}", value, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"
             )
-    ranks: Any = dict.fromkeys(values, 0) if isinstance(placement, Mapping) else [0] * len(values)
+    ranks: Any = dict.fromkeys(values, 0) if is_by_name else [0] * len(values)
     alone = place_tables(tables, 1, rows_read=rows_read, placement=ranks)  # checks names and rows_read
     shardings = []
     for number, table in enumerate(alone.tables):
-        value = values[table.name if isinstance(placement, Mapping) else number]
+        value = values[table.name if is_by_name else number]
         shardings.append(value if isinstance(value, TableSharding) else TableWise(value))
     return Partition(alone.tables, tuple(shardings), world_size, alone.rows_read, hash)

@@ -13,12 +13,12 @@ between ranks, so that more tables of a rank are adjacent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from weft.arguments import checked_whole, checked_within
+from weft.arguments import checked_whole, checked_within, iterated
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
 from weft.words import counted
 
@@ -51,14 +51,13 @@ def place_tables(
     below 1. Raises `ValueError` also if `rows_read` or `placement` lacks a table, names an unknown table, or has a
     negative number of rows or an invalid rank.
     """
-    tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
+    tables = tuple(EmbeddingBagConfig.of(table) for table in listed_tables(tables))
     check_tables(tables)
     world_size = checked_within("world_size", world_size, 1, 2**31 - 1, "at least 1")
-    rows = None if rows_read is None else tuple(float(r) for r in _per_table("rows_read", rows_read, tables))
-    if rows is not None:
-        for table, value in zip(tables, rows, strict=True):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"table {table.name!r}: rows_read={value} must be a number of rows, 0 or more")
+    rows = None
+    if rows_read is not None:
+        given = zip(tables, _per_table("rows_read", rows_read, tables), strict=True)
+        rows = tuple(_checked_rows(table, value) for table, value in given)
     if placement is not None:
         fix = f"pass a rank, an integer from 0 to {world_size - 1}"
         placed = [
@@ -78,21 +77,37 @@ def place_tables(
     return EmbeddingSharding(tables, tuple(int(rank) for rank in ranks), world_size, rows)
 
 
+def listed_tables(tables: Any) -> list[Any]:
+    """Return the argument `tables` as a list. Raise `ValueError` for a value that is not iterable, such as one table."""
+    return list(iterated("tables", tables, "pass a list of table configs, such as weft.EmbeddingBagConfig"))
+
+
+def _checked_rows(table: EmbeddingBagConfig, given: Any) -> float:
+    """Return the entry of `rows_read` for a table as a float. Raise `ValueError` unless it is a number of at least 0."""
+    try:
+        rows = math.nan if isinstance(given, str) else float(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's tensors raise RuntimeError
+        rows = math.nan
+    if not (math.isfinite(rows) and rows >= 0):
+        raise ValueError(f"table {table.name!r}: rows_read={given!r} must be a number of rows, 0 or more")
+    return rows
+
+
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
     """Return `given` as a tuple with an entry for each table, in table order. Raise `ValueError` if it does not match
     the tables.
 
     what: the argument's name, for error texts.
     """
-    if isinstance(given, str) or not isinstance(given, Sized) or not isinstance(given, Iterable):
-        raise ValueError(f"{what}={given!r}: give a list with one entry per table, in order, or a dict by table name")
     if not isinstance(given, Mapping):
-        if len(given) != len(tables):
+        fix = "give a list with one entry per table, in order, or a dict by table name"
+        values = tuple(iterated(what, given, fix, with_value=True))
+        if len(values) != len(tables):
             raise ValueError(
-                f"{what} has {counted(len(given), 'entry', 'entries')} for {counted(len(tables), 'table')}: give one per "
+                f"{what} has {counted(len(values), 'entry', 'entries')} for {counted(len(tables), 'table')}: give one per "
                 "table, in order"
             )
-        return tuple(given)
+        return values
     names = [table.name for table in tables]
     if unknown := [name for name in given if name not in set(names)]:
         raise ValueError(f"{what} names {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")

@@ -82,14 +82,16 @@ def _anchor(device: torch.device) -> torch.Tensor:
         return torch.empty(0, device=device, requires_grad=True)
 
 
-def check_module_options(optimizer: Any, sparse: Any, gradients: Any, deterministic: Any = True) -> None:
+def check_module_options(
+    optimizer: Any, sparse: Any, gradients: Any, deterministic: Any = True, dedup: Any = False
+) -> None:
     """Raise `ValueError` for invalid or contradictory options of a module."""
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise ValueError(
             f"optimizer is {kind(optimizer)}: pass an optimizer of weft, such as weft.SGD(lr=...) or weft.RowwiseAdagrad(lr=...). "
             "To use an optimizer of torch, pass None, and give it the parameters"
         )
-    for name, value in (("sparse", sparse), ("deterministic", deterministic)):
+    for name, value in (("sparse", sparse), ("deterministic", deterministic), ("dedup", dedup)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")
     if sparse and optimizer is not None:
@@ -97,5 +99,5 @@ def check_module_options(optimizer: Any, sparse: Any, gradients: Any, determinis
             "sparse=True with an optimizer: an optimizer in backward leaves no gradient, so pass "
             "sparse=False, or optimizer=None"
         )
-    if gradients not in ("mean", "sum"):
+    if not isinstance(gradients, str) or gradients not in ("mean", "sum"):
         raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")

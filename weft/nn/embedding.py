@@ -164,7 +164,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
         try:
             self.deadline_s = checked_deadline(deadline_s)
             max_ids, batch_size = checked_input_options(input, is_weighted, max_ids, batch_size)
-            check_module_options(optimizer, sparse, gradients, deterministic)
+            check_module_options(optimizer, sparse, gradients, deterministic, dedup)
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
@@ -191,7 +191,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
 
     def __new__(cls, *arguments: Any, placement: Any = None, dedup: bool = False, **options: Any) -> Any:
-        other = cls._of_rows if dedup else cls._of_parts if is_cut(placement) else None
+        other = cls._of_rows if dedup is True else cls._of_parts if is_cut(placement) else None
         return super().__new__(other or cls)
 
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation

@@ -27,7 +27,7 @@ from weft.embedding.jagged import JaggedTensor
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions
 from weft.embedding.partition import Partition, TablePart, TableSharding, partition_tables
-from weft.embedding.placement import place_tables
+from weft.embedding.placement import listed_tables, place_tables
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingBagConfig
 from weft.embedding.training import check_module_options
@@ -124,13 +124,11 @@ class ShardedEmbeddingCollection(PartitionedTables):
         partition, refusal = None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            check_module_options(optimizer, sparse, gradients)
+            check_module_options(optimizer, sparse, gradients, dedup=dedup)
             EmbeddingOptions(bounds_check=bounds_check, hash=hash)
-            if not isinstance(dedup, bool):
-                raise ValueError(f"dedup={dedup!r} must be True or False")
             max_ids = checked_max_ids(max_ids)
             device = device_for(group, device)
-            configs = [config_of(table) for table in tables]
+            configs = [config_of(table) for table in listed_tables(tables)]
             if placement is None:
                 placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
             partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.arguments import checked_count
+from weft.arguments import check_flag, checked_count, not_dense
 from weft.nn.expert_rows import Routing, can_fuse
 from weft.nn.fused_experts import fused_experts
-from weft.nn.layer_arguments import check_dtype, checked_size
+from weft.nn.layer_arguments import check_activation, check_device, check_dtype, checked_size
+from weft.operator.derivatives import require_kept
 from weft.operator.layers import (
     activated,
     compare_options,
@@ -39,7 +41,6 @@ from weft.operator.layers import (
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
 from weft.symm.groups import member_group
-from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -105,10 +106,13 @@ class ExpertParallelMLP(nn.Module):
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.num_experts = checked_size("num_experts", num_experts, self.world_size)
         self.hidden, self.intermediate = checked_size("hidden", hidden), checked_size("intermediate", intermediate)
+        check_flag("gated", gated)
+        check_activation(activation)
+        check_device(device)
         check_dtype(dtype)
         self.activation, self.gated = activation, gated
         self.max_rows, self.capacity = checked_count("max_rows", max_rows), checked_count("capacity", capacity)
-        self.schedules = schedules
+        self.schedules = _checked_schedules(schedules)
         local = self.num_experts // self.world_size
         rows = 2 * self.intermediate if gated else self.intermediate
         first = nn.Parameter(torch.empty(local, rows, self.hidden, device=device, dtype=dtype))
@@ -190,6 +194,8 @@ class ExpertParallelMLP(nn.Module):
         first = self.get_parameter(self.first_name)
         require_alike(self, x, first, self.down_proj)
         require_plain_by(type(self).__name__, self.group_name, x, top_k_weights)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            require_kept(type(self).__name__, [top_k_weights])
         tokens = x.reshape(-1, x.shape[-1])
         fuses = self.gated and self.activation is F.silu and self.world_size > 1 and can_fuse(tokens, top_k_weights)
         routing = Routing.of(top_k_index, self.num_experts, fuses)
@@ -237,8 +243,8 @@ class ExpertParallelMLP(nn.Module):
 
     def _wrong_input(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> str:
         for name, given in (("x", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-            if not isinstance(given, torch.Tensor):
-                return f"{name} is {kind(given)}: pass a torch.Tensor"
+            if wrong := not_dense(name, given):
+                return wrong
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             return f"x has shape {tuple(x.shape)}: pass [..., {self.hidden}]"
         if wrong := wrong_device(x, self.down_proj):
@@ -269,6 +275,20 @@ class ExpertParallelMLP(nn.Module):
             f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, gated={self.gated}, "
             f"rank={self.rank} of {self.world_size}"
         )
+
+
+def _checked_schedules(given: Any) -> tuple[str | None, str | None]:
+    """Return the argument `schedules` as a pair. Raise `ValueError` unless it is a pair of names or None."""
+    if (
+        not isinstance(given, tuple | list)
+        or len(given) != 2
+        or not all(one is None or isinstance(one, str) for one in given)
+    ):
+        raise ValueError(
+            f"schedules={given!r}: pass a pair, the names of the schedules for all_to_all_matmul and for matmul_all_to_all; None "
+            "lets weft choose"
+        )
+    return given[0], given[1]
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:

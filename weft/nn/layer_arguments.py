@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from weft.arguments import checked_whole
+from weft.arguments import checked_device, checked_whole
 from weft.words import kind
 
 _MOST_DIMENSIONS = 64  # torch's operations accept no more
-_DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 def checked_size(name: str, given: Any, world: int | None = None) -> int:
@@ -34,8 +34,28 @@ def check_dtype(dtype: Any) -> None:
     fix = "pass torch.float32, torch.float16 or torch.bfloat16, or torch.float64 on CPU to check gradients"
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is {kind(dtype)}: {fix}")
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not supported: {fix}")
+
+
+def check_device(device: Any) -> None:
+    """Raise `ValueError` unless torch can allocate parameters on this device. None stands for torch's default device."""
+    if device is None or checked_device(device).type == "meta":
+        return
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # backends that torch knows but lacks raise errors of several types
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={device!r} cannot be used here ({reason}): pass 'cuda', 'cpu' or 'meta'") from error
+
+
+def check_activation(given: Any) -> None:
+    """Raise `ValueError` unless `given` can be called with a tensor. A class, such as nn.SiLU, would return a module."""
+    if isinstance(given, type) or not callable(given):
+        raise ValueError(
+            f"activation={given!r} is {kind(given)}: pass a function of one tensor, such as torch.nn.functional.silu, or a "
+            "module, such as torch.nn.SiLU()"
+        )
 
 
 def checked_sequence_dim(given: Any) -> int | None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
-from weft.arguments import checked_within
+from weft.arguments import checked_device, checked_within
 from weft.embedding.check import DEVICE_TYPES
 from weft.embedding.partition import Partition
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
@@ -37,10 +37,7 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
     """Return the device of this rank's tables. Raise `ValueError` for a device that is not supported."""
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not a device: {error}") from None
+    device = checked_device(device)
     if device.type not in (*DEVICE_TYPES, "meta"):
         raise ValueError(f"device={str(device)!r} is not supported: pass {' or '.join(DEVICE_TYPES)}")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -56,7 +53,7 @@ def checked_input_options(
     """Return `max_ids` and `batch_size`, each as an integer or None. Raise `ValueError` for invalid or contradictory options of a
     module's input.
     """
-    if input not in ("local_batch", "global_batch"):
+    if not isinstance(input, str) or input not in ("local_batch", "global_batch"):
         raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
     if not isinstance(is_weighted, bool):
         raise ValueError(f"is_weighted={is_weighted!r} must be True or False")

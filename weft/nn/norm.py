@@ -7,7 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from weft.arguments import check_flag, checked_shape, not_dense
+from weft.nn.layer_arguments import DTYPES, check_device, check_dtype, checked_size
 from weft.operator.layers import compare_options, given, replicated, tells_peers, wrong_device
+from weft.schedule.regions import checked_eps
 from weft.symm.groups import member_group
 
 
@@ -35,14 +38,25 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        several = isinstance(normalized_shape, tuple | list)
+        sizes = checked_shape("normalized_shape", normalized_shape) if several else [normalized_shape]
+        shape = [checked_size("normalized_shape", size) for size in sizes]
+        if not shape:
+            raise ValueError(
+                f"normalized_shape={normalized_shape!r} has no dimension: pass the size of the last dimension of x"
+            )
+        check_flag("elementwise_affine", elementwise_affine)
+        check_device(device)
+        check_dtype(dtype)
+        eps = None if eps is None else checked_eps(eps)
+        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.group_name = member_group(group).group_name
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x over the last dimensions, `normalized_shape`."""
         # Forward has no collective, so without this check and `tells_peers` only this rank would raise.
-        if self.weight is not None and (wrong := wrong_device(x, self.weight)):
+        if wrong := self._wrong_input(x):
             raise ValueError(f"RMSNorm: {wrong}")
         compare_options(
             "RMSNorm", self.group_name, x, is_collective=False, normalized_shape=self.normalized_shape, eps=self.eps,
@@ -50,3 +64,12 @@ class RMSNorm(nn.RMSNorm):
         )  # fmt: skip
         weight = None if self.weight is None else replicated(self.weight, self.group_name)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+    def _wrong_input(self, x: torch.Tensor) -> str:
+        """Return the error text for a bad x; "" for a valid x."""
+        if wrong := not_dense("x", x):
+            return wrong
+        shape, last = tuple(x.shape), tuple(self.normalized_shape)
+        if shape[-len(last) :] != last or x.dtype not in DTYPES:
+            return f"x is {x.dtype} {shape}: pass a floating-point tensor [..., {', '.join(map(str, last))}]"
+        return "" if self.weight is None else wrong_device(x, self.weight)

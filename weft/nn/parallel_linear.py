@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.nn.layer_arguments import check_dtype, checked_sequence_dim, checked_size
+from weft.arguments import check_flag, not_dense
+from weft.nn.layer_arguments import DTYPES, check_device, check_dtype, checked_sequence_dim, checked_size
 from weft.nn.norm import RMSNorm
 from weft.operator.layers import (
     as_autocast,
@@ -58,6 +59,8 @@ class ParallelLinear(nn.Module):
         # Store the name, not the group, because groups cannot be copied or pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.sequence_dim = checked_sequence_dim(sequence_dim)
+        check_flag("bias", bias)
+        check_device(device)
         check_dtype(dtype)
         sizes, world = {"out_features": out_features, "in_features": in_features}, self.world_size
         shape = [
@@ -116,8 +119,8 @@ class ParallelLinear(nn.Module):
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
         """Return the error text for a bad x; "" for a valid x."""
-        if not isinstance(x, torch.Tensor):
-            return f"x is {kind(x)}: pass a torch.Tensor"
+        if wrong := not_dense("x", x):
+            return wrong
         features, dim, shape = self.weight.shape[1], self.sequence_dim, tuple(x.shape)
         if dim is None:
             if len(shape) < 2 or shape[-1] != features or (three and len(shape) != 3):
@@ -268,7 +271,7 @@ class RowParallelLinear(ParallelLinear):
         require(of, wrong or ("" if norm is None else self._wrong_norm(norm, x.device)))
 
     def _wrong_norm(self, norm: nn.Module, device: torch.device) -> str:
-        if not callable(norm):
+        if isinstance(norm, type) or not callable(norm):
             return f"norm is {kind(norm)}: pass a module, such as nn.RMSNorm({self.out_features})"
         if self.sequence_dim is None and isinstance(norm, RMSNorm):
             return (
@@ -285,11 +288,11 @@ class RowParallelLinear(ParallelLinear):
 
 
 def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> str:
-    if not isinstance(residual, torch.Tensor):
-        return f"residual is {kind(residual)}: pass a torch.Tensor"
+    if wrong := not_dense("residual", residual):
+        return wrong
     if tuple(residual.shape) != shape:
         return f"residual has shape {tuple(residual.shape)}: pass the result's shape, {shape}"
-    if residual.device != device or not residual.is_floating_point():
+    if residual.device != device or residual.dtype not in DTYPES:
         return (
             f"residual is {residual.dtype} on {residual.device}: pass a floating-point tensor on {device}, where x is"
         )

@@ -71,7 +71,7 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
                 raise ValueError(
                     "batch_size supports only whole tables: do not pass it, or place each table on one rank by its number"
                 )
-            check_module_options(optimizer, sparse, gradients, deterministic)
+            check_module_options(optimizer, sparse, gradients, deterministic, dedup)
             device = device_for(group, device)
             partition = partition_tables(
                 tables, group.size(), placement=placement, rows_read=rows_read, hash=hash is True

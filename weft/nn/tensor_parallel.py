@@ -19,6 +19,7 @@ Sources: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.nn.layer_arguments import checked_sequence_dim, checked_size
+from weft.arguments import check_flag, checked_whole
+from weft.integers import is_real
+from weft.nn.layer_arguments import check_activation, check_device, checked_sequence_dim, checked_size
 from weft.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel, require
 from weft.operator.layers import activated, compare_options, given, tells_peers
 from weft.symm.groups import member_group
@@ -65,6 +68,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         hidden = checked_size("hidden", hidden)
         intermediate = checked_size("intermediate", intermediate, member_group(group).size())
+        check_activation(activation)
         self.activation = activation
 
         def column() -> ColumnParallelLinear:
@@ -135,6 +139,7 @@ class ParallelAttention(nn.Module):
         hidden, heads = checked_size("hidden", hidden), checked_size("heads", heads, world)
         kv_heads = checked_size("kv_heads", kv_heads, world)
         sequence_dim = checked_sequence_dim(sequence_dim)
+        check_flag("causal", causal)
         if heads % kv_heads:
             raise ValueError(
                 f"heads={heads} must be divisible by kv_heads={kv_heads}, because each key head is "
@@ -241,7 +246,7 @@ def _wrong_rotary(rotary: Any, batch: int, length: int, head_dim: int, device: t
     if any(isinstance(t, torch.Tensor) and t.is_complex() for t in parts):
         return f"rotary is complex, as Meta's freqs_cis: {fix}. The weights must have Hugging Face's layout"
     if len(parts) != 2 or not all(isinstance(t, torch.Tensor) for t in parts):
-        return f"rotary is {kind(rotary) if parts[0] is rotary else [kind(t) for t in parts]}: {fix}"
+        return f"rotary is {[kind(t) for t in parts] if isinstance(rotary, tuple | list) else kind(rotary)}: {fix}"
     for name, t in zip(("cos", "sin"), parts, strict=True):
         # A table for one position would silently broadcast over all positions.
         whole = 2 <= t.dim() <= 3 and t.shape[-2] == length and t.shape[-1] == head_dim
@@ -278,6 +283,15 @@ def rotary_embedding(
 
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
+    length = checked_whole("length", length, "pass the number of positions, an integer")
+    head_dim = checked_whole("head_dim", head_dim, "pass the size of a head, an integer")
+    if length < 0 or head_dim < 1:
+        raise ValueError(
+            f"length={length} must be at least 0 and head_dim={head_dim} at least 2: pass the sizes of the sequence"
+        )
+    if not is_real(base) or not 0 < base < math.inf:
+        raise ValueError(f"base={base!r} must be a finite number above 0: pass the model's rope_theta, such as 10000.0")
+    check_device(device)
     if head_dim % 2:
         raise ValueError(
             f"head_dim={head_dim} must be even, because rotary positions rotate the two halves of a "

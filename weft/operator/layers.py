@@ -26,6 +26,7 @@ from weft.runtime.unfused.collectives import all_reduce
 from weft.runtime.unfused.turn import turn_on
 from weft.symm.calls import calls_of
 from weft.symm.groups import group_of, size_of
+from weft.words import kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,9 +60,14 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
     """Return `of.activation(x)`, the activation function of the layer `of` applied to x. Raise `ValueError` if the activation
-    changes the shape or, outside of autocast, the dtype.
+    returns no tensor, or changes the shape or, outside of autocast, the dtype.
     """
     y: torch.Tensor = of.activation(x)
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(
+            f"{type(of).__name__}: activation returns {kind(y)}: pass a function that returns a tensor, such as "
+            "torch.nn.functional.silu"
+        )
     if y.shape != x.shape:
         raise ValueError(
             f"{type(of).__name__}: activation changes the shape {tuple(x.shape)} to {tuple(y.shape)}: pass a "

@@ -112,6 +112,7 @@ def all_gather_matmul(
         check_tensor("A_shard", A_shard)
         weights = Bs if type(Bs) is list else list(listed("Bs", Bs))
         check_tensors("Bs", weights)
+        check_flag("return_A", return_A)
         dim = checked_dimension(A_shard, gather_dim)
         sizes = rows_of_ranks(rows, A_shard, dim, group)
         return _Call(flattened(A_shard, dim), weights, return_A, sizes, outer_of(A_shard, dim))
@@ -164,7 +165,6 @@ class _AllGatherMatmul(Operator[_Call]):
         fp8 = "; for fp8 use weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
         dtype = name_of_dtype("A_shard", x, fp8)
         check_weights(x, Bs)
-        check_flag("return_A", call.return_x)
         rows = tuple(call.rows or (x.shape[0],) * world)
         return AllGatherMatmul(world, rows, tuple(B.shape[1] for B in Bs), x.shape[1], dtype, call.return_x)
 

@@ -154,9 +154,11 @@ def _call(
     sizes = rows_of_ranks(rows, A_shard, dim, group)
     by_row, scale = _scale_of_rows(A_scale, A_shard, dim, rows, group)
     dtypes = [torch.bfloat16] * len(Bs) if out_dtypes is None else listed("out_dtypes", out_dtypes)
-    out = [_OUT.get(dtype or FP8, "") for dtype in dtypes]
     fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
-    _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, result_scales, dtypes, fast)
+    of_results = [None] * len(Bs) if result_scales is None else listed("result_scales", result_scales)
+    _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, of_results, dtypes, fast)
+    check_flag("return_A", return_A)
+    out = [_OUT[FP8 if dtype is None else dtype] for dtype in dtypes]
     scales = [scale_of(B, scale, by_row) for B, scale in zip(Bs, B_scales, strict=True)]
     x, outer = flattened(A_shard, dim), outer_of(A_shard, dim)
     return _Call(x, list(Bs), scale, scales, list(biases), out, list(fast), by_row, return_A, sizes, outer)
@@ -194,22 +196,24 @@ def _scale_of_rows(
 
 def _check_rest(
     tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
-    result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
+    result_scales: Sequence[torch.Tensor | None], out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for lists of the wrong length, `result_scales`, unsupported `out_dtypes`, and inputs that
-    require gradients.
+    """Raise `ValueError` for lists of the wrong length, `result_scales`, unsupported `out_dtypes`, flags that are no booleans,
+    and inputs that require gradients.
     """
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": fast}).items():
-        if given is not None and len(given) != count:
+        if len(given) != count:
             raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
-    if any(scale is not None for scale in result_scales or ()):
+    for i, flag in enumerate(fast):
+        check_flag(f"use_fast_accum[{i}]", flag)
+    if any(scale is not None for scale in result_scales):
         raise ValueError(
             "result_scales are not supported: pass None for each result, and multiply B_scales by the scales. You can "
             "also multiply results that are not fp8 after the call"
         )
     for dtype in out_dtypes:
-        if dtype is not None and dtype not in _OUT:
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _OUT):
             raise ValueError(f"out_dtypes has {dtype}: use one of {', '.join(map(str, _OUT))}")
     refuse_gradients(tensors)
 
@@ -237,9 +241,6 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         if x.dtype != FP8:
             raise ValueError(f"A_shard is {x.dtype}: use {FP8}, or weft.all_gather_matmul for other dtypes")
         check_weights(x, call.Bs)
-        check_flag("return_A", call.return_x)
-        for i, fast in enumerate(call.fast):
-            check_flag(f"use_fast_accum[{i}]", fast)
         check_on(x.device, "A_scale", call.scale, torch.float32)
         for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)

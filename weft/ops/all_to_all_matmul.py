@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_count
+from weft.arguments import check_flag, check_tensor, checked_count
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, overlapped, within
@@ -131,6 +131,7 @@ def all_to_all_matmul(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
+        check_flag("return_received", return_received)
         counts = checked_count("max_rows", max_rows), checked_count("capacity", capacity)
         return _Call(tokens, w_experts, splits, *counts, False)
 
@@ -186,7 +187,7 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- the call and its problem ---
 
     def size(self, call: _Call) -> int:
-        return call.tokens.shape[0]
+        return call.tokens.shape[0] if call.tokens.dim() else 0  # weft has not checked the shape yet
 
     def key(self, call: _Call) -> Hashable:
         tokens, w, splits, max_rows, capacity, return_x = call

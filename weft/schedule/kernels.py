@@ -39,6 +39,9 @@ class TileKernel:
     kind: ClassVar[str]
     unit_per_tile: ClassVar[bool] = False
     """True if the kernel computes each tile of the step on one compute unit, and does not cut the tile into smaller tiles."""
+    divides_tiles: ClassVar[bool] = False
+    """True if the kernel has one program for each compute unit, and divides the tiles between them in advance. Each step is then a
+    launch of its own. A program for which no unit is free computes its tiles later."""
     least_part: ClassVar[int] = 0
     """The smallest part of K that a compute unit computes if several units share a tile. With 0, units never share a tile."""
 
@@ -56,7 +59,7 @@ class TileKernel:
 
         before: the kernel of the preceding step in the lane, signals aside; None if the preceding step has no tile kernel.
         """
-        return type(before) is type(self)
+        return type(before) is type(self) and not self.divides_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class GroupedMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "grouped_matmul"
+    divides_tiles: ClassVar[bool] = True
     counts: str
     tokens: str
     inbox: str
@@ -106,6 +110,7 @@ class SortedMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "sorted_matmul"
+    divides_tiles: ClassVar[bool] = True
     counts: str
     x: str
     weights: str
@@ -136,6 +141,7 @@ class ReturningMatmul(TileKernel):
     """
 
     kind: ClassVar[str] = "returning_matmul"
+    divides_tiles: ClassVar[bool] = True
     counts: str
     h: str
     weights: str
@@ -186,6 +192,7 @@ class TrackedMatmul(TileKernel):
 
     kind: ClassVar[str] = "tracked_matmul"
     unit_per_tile: ClassVar[bool] = True
+    divides_tiles: ClassVar[bool] = True
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
     """The smallest K for which the planner may select this kernel. For a smaller K, storing a tile in a peer's memory
@@ -194,9 +201,6 @@ class TrackedMatmul(TileKernel):
     """
     rows: int = 128
     cols: int = 256
-
-    def continues(self, before: TileKernel | None) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from weft.integers import is_real
 from weft.schedule.expr import RANK, Expr, Index
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8, "fp8": 1, "int64": 8, "int32": 4}
@@ -94,7 +94,7 @@ def checked_eps(eps: Any) -> float:
     """Return the eps of a norm as a float. Raise `ValueError` unless it is finite and at least 0."""
     if type(eps) is float and 0 <= eps < math.inf:
         return eps
-    if isinstance(eps, numbers.Real) and not isinstance(eps, bool):
+    if is_real(eps):
         with contextlib.suppress(OverflowError):  # integers beyond the range of float
             if 0 <= float(eps) < math.inf:
                 return float(eps)

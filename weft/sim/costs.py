@@ -288,9 +288,7 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
         alone_us += out.bytes / model.hbm_bytes_per_us
     busy_us = found.units_busy * found.time_us
     if out.at:
-        rate = stored_per_us(model, links, out)
-        late_us = min(out.bytes, model.stored_late_bytes) / rate + model.stored_end_us
-        alone_us = max(alone_us + late_us, out.bytes / rate)
+        alone_us = with_late_stores(model, alone_us, out.bytes, stored_per_us(model, links, out))
     matmul = kernel_cost(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
     return matmul._replace(fills=model.matmul_keeps * found.units_busy)
 
@@ -312,6 +310,15 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
     ]
     both = merged_cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
     return both._replace(fills=matmul.fills)
+
+
+def with_late_stores(model: Model, us: float, count: int, rate: float) -> float:
+    """Return the time of a GEMM that stores `count` bytes of its result in peers' memory, at `rate` bytes/us.
+
+    us: the GEMM's time with a local result. It hides the stores, except for the last ones (`Model.stored_late_bytes`).
+    """
+    late_us = min(count, model.stored_late_bytes) / rate + model.stored_end_us
+    return max(us + late_us, count / rate)
 
 
 def stored_per_us(model: Model, links: Links, out: Operand) -> float:

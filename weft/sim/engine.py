@@ -8,6 +8,10 @@ of steps, and arrivals of signals. Speeds change only at these events, and only 
 Copy kernels and collectives hold compute units, and begin when enough units are free. A running cuBLAS GEMM keeps its
 units until it ends. A GEMM gets the units that running copies and collectives do not hold.
 
+A grouped GEMM divides its tiles in advance between its programs, one for each unit (`TileKernel.divides_tiles`). If copies or
+collectives hold units when it begins, its last programs begin when enough of these units are free, but at the latest when its
+first programs have ended. It then takes its full time from there on: each program has the same work.
+
 Signals are counters that only grow. A `Set` step, or a tile with a `Set`, increments a counter by 1; this is called a
 set. Each run has the same number of sets of a counter, `sets_per_run`. In run e = 1, 2, ..., a wait ends when its
 counter has reached this value:
@@ -95,6 +99,7 @@ def replayed(program: LoweredSchedule, runs: int = 1) -> Simulated:
     return _Engine(program, (0.0,) * program.schedule.world_size, None, runs).run()
 
 
+_ROUNDING = 1e-9  # sums of fractions of the compute units may be wrong by this much
 _KNOWN_SPEEDS = 1 << 20
 """The capacity of the cache {concurrent steps: speeds}. A limit is needed because long runs of different ranks keep
 adding entries.
@@ -116,7 +121,19 @@ class _Meeting:
 
 
 class _Lane:
-    __slots__ = ("issued", "joined", "meeting", "next", "number", "program", "pulses", "rank", "since", "tasks")
+    __slots__ = (
+        "issued",
+        "joined",
+        "meeting",
+        "next",
+        "number",
+        "program",
+        "pulses",
+        "rank",
+        "since",
+        "stalls",
+        "tasks",
+    )
 
     def __init__(self, number: int, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
         self.number, self.program, self.rank, self.issued = number, program, rank, issued
@@ -125,16 +142,21 @@ class _Lane:
         self.since = 0.0  # start time of the current task
         self.pulses = 0  # pulses of the current task so far
         self.meeting: _Meeting | None = None  # the collective that it runs
+        self.stalls = 0  # number of times that it began or ended to wait for units for the last programs of a GEMM
 
 
 class _Rank:
-    __slots__ = ("ends", "filled", "lanes", "late", "number", "open", "run", "start", "without_units")
+    __slots__ = (
+        "ends", "filled", "held", "lanes", "late", "number", "open", "run", "stalled", "start", "without_units",
+    )  # fmt: skip
 
     def __init__(self, number: int, late: float) -> None:
         self.number, self.late = number, late
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
         self.filled = 0.0  # the fraction of compute units that running GEMMs keep
+        self.held = 0.0  # the fraction of compute units that copies by kernel and collectives hold
+        self.stalled: list[_Lane] = []  # lanes with GEMMs whose last programs wait for compute units
         self.without_units: list[_Lane] = []  # lanes whose kernels wait for compute units, first come first served
         self.ends: list[float] = []
 
@@ -143,8 +165,9 @@ _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
 """An event: (time, sequence number, lane, works, counter, times). Events at the same time run in the order
 of their sequence numbers.
 
-With a lane: the lane begins the work of its step if `works`, otherwise it goes to its next step. Without a lane: `counter` is
-incremented by `times`."""
+With a lane: the lane begins the work of its step if `works`, otherwise it goes to its next step. If the step has waited for
+compute units for its last programs, `counter` is the lane's `stalls` at the time. Without a lane: `counter` is incremented by
+`times`."""
 
 
 class _Engine:
@@ -159,6 +182,7 @@ class _Engine:
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
         self.fluid = Fluid(*program.scarce, PULSES, _KNOWN_SPEEDS)
         self.links = program.links
+        self.holds = [sum(amount for _, amount in load.hold) for load in program.loads]
         self.lanes: list[_Lane] = []
         for number, lane in enumerate(program.lanes):
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
@@ -207,10 +231,12 @@ class _Engine:
             _, _, waiting, works, counter, times = heapq.heappop(timed)
             if waiting is None:
                 self._raise(counter, times)
-            elif works:
-                self._work(waiting)
-            else:
+            elif not works:
                 self._advance(waiting)
+            elif (
+                counter < 0 or counter == waiting.stalls
+            ):  # otherwise the wait for units has ended before its latest end
+                self._work(waiting, counter)
 
     def _handle_progress(self, due: list[tuple[int, bool]]) -> None:
         """Handle lanes whose step has ended or has reached a pulse: a point in a kernel's work after which its tiles
@@ -273,6 +299,7 @@ class _Engine:
 
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.pulses = 0
+        lane.rank.held += self.holds[task.load]
         if task.joins:
             # Match collectives of different ranks by their index among the lane's collectives, because the number of
             # tasks before a collective may differ between ranks.
@@ -317,12 +344,23 @@ class _Engine:
                 "of the collective, or the bandwidth of the links"
             )
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self, lane: _Lane, stall: int = -1) -> None:
+        """Begin the work of the lane's step as soon as it has its compute units.
+
+        stall: the lane's `stalls` if its last programs have waited for units, otherwise -1.
+        """
         task, rank = lane.tasks[lane.next], lane.rank
         assert isinstance(task, Work)
         if task.holds and rank.filled and rank.filled + task.holds > 1:
             rank.without_units.append(lane)
             return
+        if task.programs and stall < 0 and not self._fits(rank, task):
+            lane.stalls += 1
+            rank.stalled.append(lane)
+            self._plan(self.now + task.work_us, lane, works=True, counter=lane.stalls)
+            return
+        if stall >= 0 and lane in rank.stalled:
+            rank.stalled.remove(lane)
         rank.filled += task.fills
         self._handle_progress(
             self.fluid.begin(self.now, lane.number, task.load, task.work_us, sum(1 << part - 1 for part in task.pulses))
@@ -344,6 +382,8 @@ class _Engine:
             self._pulse(lane)
         if task.fills:
             self._free(lane.rank, task.fills)
+        if held := self.holds[task.load]:
+            self._release(lane.rank, held)
         if lane.meeting:
             self._leave(lane, lane.meeting)
         self._note(lane)
@@ -358,6 +398,23 @@ class _Engine:
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:
             self._plan(self.now, lane, works=True)
+
+    def _fits(self, rank: _Rank, task: Work) -> bool:
+        """Return True if all programs of a GEMM have compute units, although copies and collectives hold some."""
+        return rank.held <= _ROUNDING or rank.held + task.programs <= 1 + _ROUNDING
+
+    def _release(self, rank: _Rank, units: float) -> None:
+        """Release compute units that a copy or collective held, as a fraction of the rank's units. GEMMs whose last programs now
+        have units begin.
+        """
+        rank.held -= units
+        for lane in list(rank.stalled):
+            task = lane.tasks[lane.next]
+            assert isinstance(task, Work)
+            if self._fits(rank, task):
+                rank.stalled.remove(lane)
+                lane.stalls += 1
+                self._plan(self.now, lane, works=True, counter=lane.stalls)
 
     def _note(self, lane: _Lane) -> None:
         self.events.append((lane.program, lane.next, lane.rank.run, lane.since, self.now))

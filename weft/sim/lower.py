@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TypeAlias, cast
 
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
-from weft.schedule.steps import COPY_UNITS
+from weft.schedule.steps import COPY_UNITS, SPARED_UNITS
 from weft.sim.costs import kept_cost
 from weft.sim.distances import distances
 from weft.sim.lowered import Await, LaneProgram, LoweredSchedule, Raise, Raising, Task, Work, pulses
@@ -331,7 +331,10 @@ class _Lowering:
         all_tiles = self._tile_costs[key]
         load = self._load(all_tiles, rank)
         latency_us = 0.0 if item.carried else all_tiles.latency_us
-        return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
+        units = self.model.compute_units
+        programs = max(1, units - SPARED_UNITS) / units if step.kernel.divides_tiles else 0.0
+        work = Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
+        return work._replace(programs=programs)
 
     def _work(self, item: NumberedStep, rank: int) -> Work:
         kind, operands, distance = self._kinds_found.get(item.same) or self._kind_of(item, rank)

@@ -71,6 +71,7 @@ class Work(NamedTuple):
     holds: float = 0.0  # the fraction of the rank's compute units that must be free before it begins
     fills: float = 0.0  # the fraction of the compute units that it keeps until it ends
     least_us: float = 0.0  # for a collective: a lower bound for any algorithm, from the links' bandwidth
+    programs: float = 0.0  # if its programs divide its tiles in advance: the fraction of the units that they need
 
 
 class Raise(NamedTuple):
@@ -142,7 +143,9 @@ class LoweredSchedule:
         lanes = []
         for lane in self.lanes:
             kept = [
-                (task._replace(work_us=0.0, load=idle, fills=0.0), origin) if _computes(task) else (task, origin)
+                (task._replace(work_us=0.0, load=idle, fills=0.0, programs=0.0), origin)
+                if _computes(task)
+                else (task, origin)
                 for task, origin in zip(lane.tasks, lane.origins, strict=True)
                 if not _computes(task) or task.raises
             ]

@@ -22,7 +22,7 @@ from weft.schedule.kernels import (
     ReturningMatmul,
     TileKernel,
 )
-from weft.sim.costs import blended, cost, kernel_cost, pooling_cost, stored_per_us
+from weft.sim.costs import blended, cost, kernel_cost, pooling_cost, stored_per_us, with_late_stores
 from weft.sim.model import Model
 from weft.sim.uses import COMPUTE, HBM, Cost, Links, Operand, ResourcePlace, Use, What, merged_cost
 
@@ -163,6 +163,10 @@ def cost_of_tiles(
         us = max(us, loaded / model.grouped_loads_bytes_per_us)
     if what == "matmul" or pools:
         us = max(us, blended(taken[HBM], taken.get(COMPUTE, 0.0)))
+    far = [(o[-1], times) for step, o, times in parts if step.multiplies and o[-1].at and not of_kernel.whole]
+    if far:
+        rate = min(stored_per_us(model, links, out) for out, _ in far)
+        us = with_late_stores(model, us, sum(times * out.bytes for out, times in far), rate)
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     first_us = _FIRST_TILE_US if of_kernel.whole else model.matmul_start_us if what == "matmul" else 0.0
     start_us = model.launch_us + first_us + (model.first_bag_us if pools else 0.0)

@@ -33,7 +33,7 @@ from weft.schedule.kernels import (
     TileKernel,
     TrackedMatmul,
 )
-from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind, substitute, variables_of
+from weft.schedule.steps import SPARED_UNITS, of_kind, substitute, variables_of
 
 _PADDED = 1.25
 """If a tensor has at most this number of times the expected rows, cuBLAS multiplies all of them (`OnlyExpertCall`)."""
@@ -107,7 +107,7 @@ def _grouped_matmul(kernel: GroupedMatmul | SortedMatmul | ReturningMatmul, step
     # other GEMMs leave multiprocessors free for them.
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != lane.name)
     beside = sending and (not lane.is_last(step) or isinstance(kernel, ReturningMatmul))
-    spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
+    spare = SPARED_UNITS if beside else 0
     rows = sum(expected) / max(1, len(expected))
     return GroupedMatmulCall(context, lane.regions, kernel, rows, spare, lane.scratch, lane.partials_at)
 

@@ -20,7 +20,7 @@ from weft.schedule.steps.base import (
 )
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
-from weft.schedule.steps.copies import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, CopyBy
+from weft.schedule.steps.copies import COPY_UNITS, DYNAMIC_COPY_UNITS, SPARED_UNITS, Copy, CopyBy
 from weft.schedule.steps.loops import For, Tiles, flattened, iterations, map_steps, of_kind, unrolled, walk
 from weft.schedule.steps.reads import Read, ReadBy
 from weft.schedule.steps.sends import Send
@@ -47,6 +47,7 @@ __all__ = [
     "OPS",
     "PLAIN_MATMULS",
     "SCALED_MATMULS",
+    "SPARED_UNITS",
     "Agree",
     "Awaited",
     "Buffer",

@@ -17,6 +17,10 @@ DYNAMIC_COPY_UNITS = 16
 """The number of compute units for copies by kernel of dynamic size, for all copy lanes together. These copies run
 concurrently with GEMMs. 16 units reach 80% of the bandwidth of a GPU's links, and a GEMM on all units soon frees 16 of them.
 """
+SPARED_UNITS = DYNAMIC_COPY_UNITS // 2
+"""The number of compute units that a grouped GEMM leaves free if such copies may run concurrently. On GPUs, two of their
+programs fit on a compute unit.
+"""
 
 
 @dataclass(frozen=True, slots=True)
