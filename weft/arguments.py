@@ -132,6 +132,12 @@ def check_flag(name: str, given: Any) -> None:
     raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
 
 
+def check_type(name: str, given: Any, wanted: type, fix: str) -> None:
+    """Raise `ValueError` unless `given` is an instance of `wanted`."""
+    if not isinstance(given, wanted):
+        raise ValueError(f"{name} is {kind(given)}: {fix}")
+
+
 def check_choice(name: str, given: Any, legal: Sequence[str]) -> None:
     """Raise `ValueError` unless `given` is one of the strings `legal`."""
     if not isinstance(given, str) or given not in legal:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numbers
 import operator
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from weft.words import kind
@@ -44,11 +46,25 @@ def is_real(given: Any) -> bool:
 
 
 def convert(problem: Any, *names: str) -> None:
-    """Convert fields of a frozen dataclass to int, or to (nested) tuples of int. Raise `ValueError` unless they are integers."""
+    """Convert fields of a frozen dataclass to int, or to (nested) tuples of int if the annotation says so. Raise `ValueError`
+    unless they are integers, or lists of integers.
+    """
+    form: type = type(problem)
+    tuples = _tuples_of(form)
     for name in names:
         given = getattr(problem, name)
-        if type(given) is not int:
+        if name in tuples:
+            if not isinstance(given, list | tuple):
+                raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list of sizes")
             object.__setattr__(problem, name, _converted(name, given))
+        elif type(given) is not int:
+            object.__setattr__(problem, name, integer(name, given, "pass a size, an integer"))
+
+
+@cache
+def _tuples_of(form: type) -> frozenset[str]:
+    """Return the names of the fields of a dataclass that are tuples. Annotations are strings."""
+    return frozenset(field.name for field in fields(form) if str(field.type).startswith("tuple"))
 
 
 def _converted(name: str, given: Any) -> Any:

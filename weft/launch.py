@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import PoisonedGroupError, WeftError
+from weft.integers import integer
+from weft.words import kind
 
 PRELOADED = ["torch", "torch.distributed", "numpy", "weft._core"]
 
@@ -81,8 +83,12 @@ class Pool:
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
-        if world_size < 1:
-            raise ValueError(f"world_size={world_size} must be at least 1")
+        world_size = integer("world_size", world_size, "pass the number of processes, an integer")
+        threads = integer("threads", threads, "pass the number of torch threads of each process, an integer")
+        if world_size < 1 or threads < 1:
+            raise ValueError(f"world_size={world_size} and threads={threads} must be at least 1")
+        if not isinstance(backend, str):
+            raise ValueError(f"backend={backend!r} is {kind(backend)}: pass 'gloo' or 'nccl'")
         if "nccl" in backend:
             import torch  # here, because this module is imported where torch is not needed
 

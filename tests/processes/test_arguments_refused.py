@@ -292,6 +292,12 @@ ARGUMENTS_REFUSED = {
         ("eps", 10**400, f"eps=1{'0' * 400} {NO_EPS}"),
         *PRODUCTS_REFUSE,
     ],
+    "embedding_all_to_all": [
+        ("transport", [], "transport=[] must be one of 'auto', 'serial', "),
+        ("hash", 1, "hash=1 must be True or False"),
+        ("outputs", [2], "outputs=[2] is a list: pass an integer, between 1 and 255"),
+        ("output_dtype", {}, "output_dtype={} must be one of 'table', 'fp16', 'bf16'"),
+    ],
 }
 
 

@@ -147,6 +147,43 @@ def test_layers_refuse_bad_arguments_of_a_call_on_every_rank(pool: Pool, name: s
             assert words in text
 
 
+def other_states(group: dist.ProcessGroup) -> list[str]:
+    """Load state dicts of other models, and return the errors."""
+    linear, experts = LAYERS["RowParallelLinear"](group=group), LAYERS["ExpertParallelMLP"](group=group)
+
+    def parts(layer: nn.Module, **whole: torch.Tensor) -> str:
+        return told(lambda: layers.local_state_dict(layer, whole))
+
+    one_by_one = {
+        f"{i}.{name}.weight": torch.ones((HIDDEN, 16) if name == "down_proj" else (16, HIDDEN))
+        for i in range(5)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    return [
+        parts(linear, weight=torch.ones(HIDDEN, 1)),
+        parts(linear, bias=torch.ones(3)),
+        parts(experts, gate_up_proj=torch.ones(8, 32, HIDDEN), down_proj=torch.ones(8, HIDDEN, 16)),
+        parts(experts, gate_up_proj=torch.ones(4, 32, HIDDEN)),
+        parts(experts, **one_by_one),
+    ]
+
+
+def test_state_dicts_of_other_models_are_refused(pool: Pool) -> None:
+    """Without the check, each rank would take its part of the first experts of a larger model."""
+    for found in pool.run(other_states, ranks=2, timeout_s=60):
+        assert found[0].startswith(
+            "ValueError: weight has shape (8, 1), but the whole layer has (8, 16): pass the state"
+        )
+        assert found[1].startswith("ValueError: bias has shape (3,), but the whole layer has (8,): pass the state dict")
+        assert found[2].startswith(
+            "ValueError: gate_up_proj has shape (8, 32, 8): pass the weights of all num_experts=4"
+        )
+        assert found[3].startswith("ValueError: down_proj is missing: pass the weights of all num_experts=4 experts")
+        assert found[4].startswith(
+            "ValueError: the state dict has expert 4, but the module has num_experts=4: pass the"
+        )
+
+
 def returns_a_number(group: dist.ProcessGroup) -> list[str]:
     """Let the activation return a number. Return the errors of this call and of a good call after it."""
     layer, x = layers.ParallelMLP(HIDDEN, 16, group=group, activation=len), torch.ones(2, 4, HIDDEN)

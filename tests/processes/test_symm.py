@@ -136,7 +136,21 @@ def bad_arguments(group):
             error_of(lambda: region.tensor(0, (17,), torch.float32)),
             error_of(lambda: region.tensor(0, (1,), torch.float32, 2)),
             error_of(lambda: symm.communicator(None, "cpu")),
+            # An odd type must not reach the allocation, which would make the group fail.
+            error_of(lambda: symm.Signal(1.0, group=group)),
+            error_of(lambda: signal.set(-1, peer=0)),
+            error_of(lambda: signal.add(0.5, peer=0)),
+            error_of(lambda: signal.read(0.0)),
+            error_of(lambda: signal.wait("1")),
+            error_of(lambda: signal.set(1, peer=None)),
+            error_of(lambda: symm.SymmetricBuffer(None, torch.float32, group=group)),
+            error_of(lambda: symm.SymmetricBuffer((2.0,), torch.float32, group=group)),
+            error_of(lambda: symm.SymmetricBuffer((2,), "float32", group=group)),
+            error_of(lambda: symm.communicator(group, "gpu")),
+            error_of(lambda: symm.communicator(torch.ones(2), "cpu")),
         ]
+        signal.set(1, peer=group.rank())
+        signal.wait(1)
         region.close()
     return errors
 
@@ -146,7 +160,27 @@ def test_bad_arguments_say_what_and_how_to_fix(pool: Pool) -> None:
         assert {kind for kind, _ in errors} == {"ValueError"}
         for (_, text), part in zip(
             errors,
-            ["rank=2", "index=2", "index=-1", "count=0", "(-1,)", "byte 68", "offset_bytes=2", "pass dist.group"],
+            [
+                "rank=2",
+                "index=2",
+                "index=-1",
+                "count=0",
+                "(-1,)",
+                "byte 68",
+                "offset_bytes=2",
+                "pass dist.group",
+                "count=1.0 is a float",
+                "value=-1 must be from 0",
+                "amount=0.5 is a float",
+                "index=0.0 is a float",
+                "value='1' is a str",
+                "rank=None is a NoneType",
+                "shape is a NoneType: pass a list",
+                "shape[0]=2.0 is a float: pass an integer",
+                "dtype='float32' is a str: pass a torch.dtype",
+                "device='gpu' is not a device",
+                "group=tensor([1., 1.]) must be a torch.distributed.ProcessGroup",
+            ],
             strict=True,
         ):
             assert part in text

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.arguments import check_tensor, checked_within
+
 _MULTIPLIERS = (
     0xBF58476D1CE4E5B9 - 2**64,
     0x94D049BB133111EB - 2**64,
@@ -24,8 +26,8 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the row of each id, in [0, rows), as int64. ids: int32 or int64, of any shape, on any device."""
-    if not 1 <= rows < 2**62:
-        raise ValueError(f"rows={rows} must be between 1 and 2**62 - 1")
+    rows = checked_within("rows", rows, 1, 2**62 - 1, "between 1 and 2**62 - 1")
+    check_tensor("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids are {ids.dtype}: pass int32 or int64")
     return rows_of_hashes(ids, rows)

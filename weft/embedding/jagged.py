@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.arguments import check_tensor
+from weft.arguments import MOST_ROWS, check_tensor, checked_shape, checked_within, iterated
 from weft.words import counted, kind
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -112,6 +112,8 @@ class KeyedJaggedTensor:
                     f"B of samples, so pass {len(self._keys)} * B lengths, or {len(self._keys)} * B + 1 offsets"
                 )
             stride = bags // len(self._keys)
+        elif type(stride) is not int:
+            stride = checked_within("stride", stride, 0, MOST_ROWS, "a number of samples, 0 or more")
         if bags != stride * len(self._keys):
             raise ValueError(
                 f"stride={stride} and {counted(len(self._keys), 'key')} mean "
@@ -275,14 +277,18 @@ class KeyedTensor:
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
-        if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
+        self._keys, self._length_per_key = _names(keys), list(checked_shape("length_per_key", length_per_key))
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"values is {kind(values)}: pass a tensor [B, columns of all keys]")
+        columns = values.shape[-1] if values.dim() else -1
+        if len(self._keys) != len(self._length_per_key) or columns != sum(self._length_per_key):
             raise ValueError(
-                f"{counted(len(keys), 'key')} with {counted(len(length_per_key), 'length')} summing to "
-                f"{sum(length_per_key)} do not match values of shape {tuple(values.shape)}: pass one length per "
+                f"{counted(len(self._keys), 'key')} with {counted(len(self._length_per_key), 'length')} summing to "
+                f"{sum(self._length_per_key)} do not match values of shape {tuple(values.shape)}: pass one length per "
                 "key, with a sum equal to the number of columns"
             )
-        self._keys, self._length_per_key, self._values = _names(keys), list(length_per_key), values
-        for key, length in zip(keys, length_per_key, strict=True):
+        self._values = values
+        for key, length in zip(self._keys, self._length_per_key, strict=True):
             if length < 0:
                 raise ValueError(f"key {key!r} has length {length}: pass the number of its columns, at least 0")
 
@@ -453,7 +459,7 @@ def _answer(features: Any, method: str) -> Any:
 
 def _names(keys: Sequence[str]) -> list[str]:
     """Return the keys as a list. Raise an error unless all keys are strings, and all are different."""
-    names = list(keys)
+    names = list(iterated("keys", keys, "pass a list with the names of the features"))
     for key in names:
         if not isinstance(key, str):
             raise TypeError(f"key {key!r} in keys={names} is {kind(key)}: pass the name of a feature, a string")

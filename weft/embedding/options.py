@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, get_args
 
 from weft.arguments import check_choice, checked_within
 from weft.schedule.kernels import SliceOrder, SliceTransport
@@ -42,6 +43,14 @@ class EmbeddingOptions:
         buffers = "between 1 and 255: it is the number of result buffers of each rank"
         object.__setattr__(self, "outputs", checked_within("outputs", self.outputs, 1, 255, buffers))
 
+    @classmethod
+    def of(cls, *given: Any) -> EmbeddingOptions:
+        """Return the options with these values, from a cache. Raise `ValueError` for an invalid value of any type."""
+        try:
+            return _known(*given)
+        except TypeError:  # a value that cannot be hashed
+            return cls(*given)
+
     @property
     def refuses_bad_ids(self) -> bool:
         """True if calls raise for an id out of range before anything is written. With `hash`, no id is out of range."""
@@ -56,3 +65,8 @@ class EmbeddingOptions:
     def reports_bad_ids(self) -> bool:
         """True if a call tells the user of ids out of range, by an error or a warning."""
         return self.checks_ids and self.bounds_check != "ignore"
+
+
+@lru_cache(maxsize=256, typed=True)  # typed, because 1 is refused where True is valid
+def _known(*given: Any) -> EmbeddingOptions:
+    return EmbeddingOptions(*given)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weft.arguments import checked_whole, checked_within, iterated
-from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables, listed_tables
 from weft.words import counted
 
 # A contiguous split is used if its slowest rank has at most this factor times the lower bound of any split, or is no
@@ -75,11 +75,6 @@ def place_tables(
     contiguous = _contiguous(costs, world_size, limit=max(slowest, CONTIGUOUS_SLACK * floor) * (1 + 1e-9))
     ranks = _deal_equals_in_order(ranks, costs, memory) if contiguous is None else contiguous
     return EmbeddingSharding(tables, tuple(int(rank) for rank in ranks), world_size, rows)
-
-
-def listed_tables(tables: Any) -> list[Any]:
-    """Return the argument `tables` as a list. Raise `ValueError` for a value that is not iterable, such as one table."""
-    return list(iterated("tables", tables, "pass a list of table configs, such as weft.EmbeddingBagConfig"))
 
 
 def _checked_rows(table: EmbeddingBagConfig, given: Any) -> float:

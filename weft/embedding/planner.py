@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from weft.arguments import iterated
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.partition import ColumnWise, DataParallel, Partition, RowWise, TableSharding, TableWise
 from weft.embedding.placement import place_tables
@@ -128,6 +129,7 @@ def plan_tables(
     kinds that would fit.
     """
     alone = place_tables(tables, 1, rows_read=rows_read)
+    kinds = tuple(iterated("kinds", kinds, f"pass a list of {', '.join(map(repr, get_args(Kind)))}"))
     if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
         raise ValueError(f"kinds has {unknown[0]!r}: choose from {', '.join(map(repr, get_args(Kind)))}")
     for name, number in (

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import torch
 
-from weft.arguments import checked_shape, checked_within
-from weft.words import counted
+from weft.arguments import checked_shape, checked_within, iterated
+from weft.words import counted, kind
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = tuple(DTYPE_NAMES)
@@ -67,7 +67,8 @@ class EmbeddingBagConfig:
             object.__setattr__(self, what, size)
         if isinstance(self.feature_names, str):
             raise ValueError(f"{at}: feature_names={self.feature_names!r} is a string: write [{self.feature_names!r}]")
-        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        names = iterated(f"{at}: feature_names", self.feature_names, "pass a list with the names of the input features")
+        object.__setattr__(self, "feature_names", tuple(names))
         if not self.feature_names:
             raise ValueError(f"{at} has no feature: name the input features that use this table in feature_names")
         for feature, count in Counter(self.feature_names).items():
@@ -75,10 +76,10 @@ class EmbeddingBagConfig:
                 raise ValueError(f"{at}: feature {feature!r} must be a non-empty string")
             if count > 1:
                 raise ValueError(f"{at}: feature {feature!r} is named {count} times: name it once")
-        if self.pooling not in ("sum", "mean"):
+        if not isinstance(self.pooling, str) or self.pooling not in ("sum", "mean"):
             raise ValueError(f"{at}: pooling={self.pooling!r} must be 'sum' or 'mean'")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"{at}: dtype={self.dtype} must be one of {', '.join(map(str, DTYPES))}")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
+            raise ValueError(f"{at}: dtype={self.dtype!r} must be one of {', '.join(map(str, DTYPES))}")
         self._check_first_values(at)
 
     def _check_first_values(self, at: str) -> None:
@@ -217,7 +218,7 @@ class EmbeddingSharding:
     rows_read: tuple[float, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "tables", tuple(listed_tables(self.tables)))
         object.__setattr__(self, "rank_of_table", checked_shape("rank_of_table", self.rank_of_table))
         check_tables(self.tables)
         object.__setattr__(
@@ -392,10 +393,18 @@ def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]
     return tuple(runs)
 
 
+def listed_tables(tables: Any) -> list[Any]:
+    """Return the argument `tables` as a list. Raise `ValueError` for a value that is not iterable, such as one table."""
+    return list(iterated("tables", tables, "pass a list of table configs, such as weft.EmbeddingBagConfig"))
+
+
 def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
     """Raise `ValueError` unless there is at least one table, names are unique, and all tables have one dtype."""
     if not tables:
         raise ValueError("no tables: pass at least one EmbeddingBagConfig")
+    for table in tables:
+        if not isinstance(table, EmbeddingBagConfig):
+            raise ValueError(f"tables has {table!r}, which is {kind(table)}: pass weft.EmbeddingBagConfig")
     for name, count in Counter(table.name for table in tables).items():
         if count > 1:
             raise ValueError(f"duplicate table name {name!r} ({count} tables): give each table its own name")

@@ -27,6 +27,7 @@ from weft.errors import UnreadableError
 from weft.hw.derived import derived
 from weft.hw.keys import implausible, limits_of, unknown
 from weft.hw.quantity import BANDWIDTHS, BYTES, RATES, SOURCES, TIMES, UNITS, Quantity
+from weft.words import kind
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ def load_machine(name: str | Path) -> Machine:
     missing.
     Raise `UnreadableError` if the file is not TOML, or exceeds the limits of `weft.reading`.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(
+            f"name={name!r} is {kind(name)}: pass one of {', '.join(known_machines())}, or the path of a TOML file"
+        )
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 
 

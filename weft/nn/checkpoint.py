@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.arguments import check_tensor
+from weft.arguments import check_tensor, check_type
 from weft.embedding.update import FusedUpdate
 from weft.nn.fused_optimizer import FusedOptimizer
 
@@ -49,6 +49,7 @@ class FusedOptimizers:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_type("model", model, nn.Module, "pass a torch.nn.Module")
         if isinstance(model, DistributedDataParallel):
             model = cast(nn.Module, model.module)
         self._modules = {

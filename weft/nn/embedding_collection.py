@@ -27,9 +27,9 @@ from weft.embedding.jagged import JaggedTensor
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions
 from weft.embedding.partition import Partition, TablePart, TableSharding, partition_tables
-from weft.embedding.placement import listed_tables, place_tables
+from weft.embedding.placement import place_tables
 from weft.embedding.plan import EmbeddingPlan
-from weft.embedding.tables import EmbeddingBagConfig
+from weft.embedding.tables import EmbeddingBagConfig, listed_tables
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import BackwardError

@@ -160,12 +160,22 @@ class ExpertParallelMLP(nn.Module):
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)
         if self.first_name in whole:
-            return {name: whole[name][mine.start : mine.stop] for name in (self.first_name, "down_proj")}
+            parameters = {name: whole.get(name) for name in (self.first_name, "down_proj")}
+            for name, w in parameters.items():
+                if w is None or w.shape[:1] != (self.num_experts,):
+                    shape = "is missing" if w is None else f"has shape {tuple(w.shape)}"
+                    raise ValueError(f"{name} {shape}: pass the weights of all num_experts={self.num_experts} experts")
+            return {name: w[mine.start : mine.stop] for name, w in parameters.items() if w is not None}
         found = {
             (int(match[1]), _WHICH.get(match[2], match[2])): weight
             for name, weight in whole.items()
             if (match := _ONE_BY_ONE.fullmatch(name))
         }
+        if (last := max((i for i, _ in found), default=0)) >= self.num_experts:
+            raise ValueError(
+                f"the state dict has expert {last}, but the module has num_experts={self.num_experts}: pass the parameters of the "
+                "module's experts, or construct the module with the number of experts of the state dict"
+            )
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
         if missing:

@@ -27,7 +27,7 @@ def rank_in(group: Any) -> int:
     """Return this rank's number in `group`. Raise `ValueError` if this rank is not in the group."""
     if group is None:
         raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the group: construct the collection only on the ranks of the group")
     require_member(group)
     return dist.get_rank(group)

@@ -104,7 +104,16 @@ class ParallelLinear(nn.Module):
                 fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's parts of parameters of an `nn.Linear`, as views. whole: the parameters, by name."""
+        """Return this rank's parts of parameters of an `nn.Linear`, as views. whole: the parameters, by name.
+
+        Raise `ValueError` for a parameter of another shape.
+        """
+        for name, shape in (("weight", (self.out_features, self.in_features)), ("bias", (self.out_features,))):
+            if name in whole and tuple(whole[name].shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(whole[name].shape)}, but the whole layer has {shape}: pass the state dict of an "
+                    "unsharded layer of the same sizes"
+                )
         divided = {"weight"} if self.divided else {"weight", "bias"}
         parts = {name: whole[name].chunk(self.world_size, self.divided)[self.rank] for name in divided & whole.keys()}
         return {**whole, **parts}

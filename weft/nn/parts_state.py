@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from weft.arguments import check_type
 from weft.embedding.partition import DataParallel, Partition, TablePart
 from weft.nn.sharded_tensors import layout, sharded_tensor
 
@@ -73,6 +74,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_type("model", model, nn.Module, "pass a torch.nn.Module")
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from weft.arguments import check_type
+
 
 def mark_table(weight: Any) -> None:
     """Mark the parameter of a table, so that DDP and `ignore_tables` find it."""
@@ -29,6 +31,7 @@ def ignore_tables(model: nn.Module) -> set[nn.Parameter]:
     FSDP would shard the tables again. `DistributedDataParallel` needs no call of this function: it ignores these
     tables, because each rank has different tables. The function also marks the names of the tables in `model` for DDP.
     """
+    check_type("model", model, nn.Module, "pass a torch.nn.Module")
     found = _tables(model)
     before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     mark: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model

@@ -19,7 +19,7 @@ Sources: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Mo
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -289,7 +289,7 @@ def rotary_embedding(
         raise ValueError(
             f"length={length} must be at least 0 and head_dim={head_dim} at least 2: pass the sizes of the sequence"
         )
-    if not is_real(base) or not 0 < base < math.inf:
+    if not is_real(base) or not 0 < base <= sys.float_info.max:
         raise ValueError(f"base={base!r} must be a finite number above 0: pass the model's rope_theta, such as 10000.0")
     check_device(device)
     if head_dim % 2:
@@ -297,7 +297,7 @@ def rotary_embedding(
             f"head_dim={head_dim} must be even, because rotary positions rotate the two halves of a "
             "head against each other"
         )
-    rates = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    rates = float(base) ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), rates).repeat(1, 2)
     return angles.cos(), angles.sin()
 

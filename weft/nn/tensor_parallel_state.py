@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from weft.arguments import check_type
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.parallel_linear import ParallelLinear
 from weft.symm.groups import group_of
@@ -20,6 +21,8 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
     Layers of `weft.nn` get this rank's part. Other entries are unchanged. The tensors are views, except that experts
     with separate entries are copied into one tensor.
     """
+    check_type("model", model, nn.Module, "pass a torch.nn.Module")
+    check_type("whole", whole, Mapping, "pass a state dict, {name: tensor}")
     found = dict(whole)
     for prefix, module in model.named_modules():
         if isinstance(module, ParallelLinear):
@@ -55,6 +58,9 @@ def distributed_state_dict(
 
     Raises `ValueError` for parameters that FSDP2 has sharded too.
     """
+    check_type("model", model, nn.Module, "pass a torch.nn.Module")
+    if state is not None:
+        check_type("state", state, Mapping, "pass a state dict, {name: tensor}")
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard  # the import takes half a second
 

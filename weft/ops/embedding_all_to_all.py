@@ -160,9 +160,10 @@ def embedding_all_to_all(
             )
         if not isinstance(weights, (list, Sequence, torch.Tensor)):
             raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
-        plan: Form = (
-            _written(sharding), transport, order, slice_size, bounds_check, hash, outputs, output_dtype,
-        )  # fmt: skip
+        options = transport, order, slice_size, bounds_check, hash, outputs, output_dtype
+        if not torch.compiler.is_compiling():
+            EmbeddingOptions.of(*options)
+        plan: Form = _written(sharding), *options
         if isinstance(update, FusedUpdate):
             update.require_tables(weights)
         training = training_of(update, sparse, requires_grad, device_of(weights, features, group))

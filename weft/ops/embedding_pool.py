@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from weft.arguments import listed
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, as_jagged
 from weft.embedding.check import check_contents, check_jagged
 from weft.embedding.options import BoundsCheck, EmbeddingOptions
 from weft.embedding.plan import EmbeddingPlan
+from weft.embedding.tables import listed_tables
 from weft.runtime.embedding_unfused import pool_alone
 
 
@@ -42,13 +44,15 @@ def embedding_pool(
 
     Raises `ValueError` for bad arguments, and `TypeError` for features of another type.
     """
+    weights = listed("weights", weights)
     if torch.is_grad_enabled() and any(getattr(weight, "requires_grad", False) for weight in weights):
         raise ValueError(
             "embedding_pool has no backward yet, but a weight requires a gradient: call it under torch.no_grad(), or call "
             "weight.requires_grad_(False)"
         )
     jagged = as_jagged(features)
-    plan = _plan(tuple(EmbeddingBagConfig.of(table) for table in tables), bounds_check, hash)
+    options = EmbeddingOptions.of("direct", "remote_first", None, bounds_check, hash)
+    plan = _plan(tuple(EmbeddingBagConfig.of(table) for table in listed_tables(tables)), options)
     checked = check_jagged(jagged, plan.sharding, 0, None, weights)
     check_contents(jagged, plan.sharding, 0, checked, plan.options)
     shape = (checked.global_batch, plan.sharding.total_dim)
@@ -60,6 +64,5 @@ def embedding_pool(
 
 
 @lru_cache(maxsize=64)
-def _plan(tables: tuple[EmbeddingBagConfig, ...], bounds_check: BoundsCheck, hash: bool) -> EmbeddingPlan:
-    sharding = EmbeddingSharding(tables, (0,) * len(tables), 1)
-    return EmbeddingPlan(sharding, EmbeddingOptions("direct", bounds_check=bounds_check, hash=hash))
+def _plan(tables: tuple[EmbeddingBagConfig, ...], options: EmbeddingOptions) -> EmbeddingPlan:
+    return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), options)

@@ -61,6 +61,7 @@ from functools import lru_cache
 from weft.hw import Machine
 from weft.hw.derived import GIVEN
 from weft.hw.topology import Wiring, known_topologies, load_topology, unlimited
+from weft.integers import integer
 from weft.schedule import ITEM_BYTES
 from weft.sim.model import Model
 
@@ -74,6 +75,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
 
     Raise `KeyError` with all keys that the machine file lacks, and `ValueError` with a key whose unit is wrong.
     """
+    world_size = integer("world_size", world_size, "pass the number of GPUs, an integer")
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if not machine.topology:

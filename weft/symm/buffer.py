@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from weft import _core
+from weft.arguments import MOST_ROWS, checked_shape, checked_within
+from weft.integers import integer
 from weft.symm.communicator import Communicator, communicator
 from weft.symm.memory import Region
+from weft.words import kind
 
 
 class _Handle:
@@ -52,10 +55,12 @@ class SymmetricBuffer(_Handle):
         group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
     ):
-        self.shape = torch.Size(shape)
+        self.shape = torch.Size(checked_shape("shape", shape))
         self.dtype = dtype
         if any(n < 0 for n in self.shape):
             raise ValueError(f"shape={tuple(shape)} must not have negative sizes")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is {kind(dtype)}: pass a torch.dtype, such as torch.float32")
         self.comm: Communicator = communicator(group, device)
         self._region = self.comm.allocate(self.shape.numel() * dtype.itemsize, what=repr(self))
 
@@ -79,25 +84,23 @@ class Signal(_Handle):
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
-        if count < 1:
-            raise ValueError(f"count={count} must be at least 1")
-        self.count = count
+        self.count = checked_within("count", count, 1, MOST_ROWS, "at least 1, and at most 2**40")
         self.comm: Communicator = communicator(group, device)
         if self.comm.device.type != "cpu":
             raise ValueError(
                 f"device={device}: a Signal is for CPU processes, so pass device='cpu'. On GPUs, set signals in a schedule"
             )
-        self._region = self.comm.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
+        self._region = self.comm.allocate(self.count * _core.COUNTER_BYTES, what=f"Signal(count={self.count})")
 
     def set(self, value: int, *, peer: int, index: int = 0) -> None:
         """Set counter `index` of rank `peer` to `value`, and wake waiting threads."""
         self.comm.check()
-        _core.signal_set(self._address(peer, index), value)
+        _core.signal_set(self._address(peer, index), _checked_value("value", value))
 
     def add(self, amount: int, *, peer: int, index: int = 0) -> None:
         """Add `amount` atomically to counter `index` of rank `peer`, and wake waiting threads."""
         self.comm.check()
-        _core.signal_add(self._address(peer, index), amount)
+        _core.signal_add(self._address(peer, index), _checked_value("amount", amount))
 
     def read(self, index: int = 0) -> int:
         """Return the current value of this rank's counter `index`."""
@@ -113,9 +116,14 @@ class Signal(_Handle):
         group fails meanwhile. After any of these errors the group is unusable.
         """
         address = self._address(self.comm.rank, index)
-        return self.comm.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)
+        return self.comm.wait(
+            address, _checked_value("value", value), name=f"signal {index}", peer=peer, deadline_s=deadline_s
+        )
 
     def _address(self, rank: int, index: int) -> int:
-        if not 0 <= index < self.count:
-            raise ValueError(f"index={index} must be between 0 and {self.count - 1}")
-        return self._region.address(rank) + index * _core.COUNTER_BYTES
+        index = checked_within("index", index, 0, self.count - 1, f"between 0 and {self.count - 1}")
+        return self._region.address(integer("rank", rank, "pass the number of a rank")) + index * _core.COUNTER_BYTES
+
+
+def _checked_value(name: str, given: int) -> int:
+    return checked_within(name, given, 0, 2**63 - 1, "from 0 to 2**63 - 1")

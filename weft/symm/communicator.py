@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _core, env
+from weft.arguments import checked_device
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import bootstrap, cpu, failures
 from weft.symm.at_exit import close_at_exit
@@ -390,8 +391,7 @@ def communicator(
       found that the rank has ended. Also if the process that served the group's store has died.
     - `WeftError` if this rank has no free file descriptor or thread.
     """
-    if not isinstance(device, torch.device):
-        device = torch.device(device)
+    device = checked_device(device)
     if device.index is None and device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     store = store_of(group)

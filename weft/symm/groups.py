@@ -31,7 +31,7 @@ def store_of(group: Any) -> dist.Store:
         raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
     if group is None:
         raise ValueError(NO_GROUP)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup")

@@ -44,6 +44,7 @@ from weft.integers import convert, integer
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import CopyBy
+from weft.words import kind
 
 Sender: TypeAlias = Literal["store", "dma"]
 """The sender of a chunk. "store": the GEMM stores it in the peer's memory (remote_map). "dma": a copy engine (dma_map)."""
@@ -113,6 +114,10 @@ class OutputMap:
         convert(self, "rows", "chunks")
         if self.chunks < 1 or self.rows < 0:
             raise ValueError(f"rows={self.rows}, chunks={self.chunks}: give at least 0 rows and 1 chunk")
+        if self.order is not None and not isinstance(self.order, list | tuple):
+            raise ValueError(
+                f"order={self.order!r} is {kind(self.order)}: pass a list with the position of each chunk, or None"
+            )
         if self.order is not None and len(self.order) != self.chunks:
             raise ValueError(
                 f"order has {len(self.order)} entries but chunks={self.chunks}: give each chunk exactly one entry"
