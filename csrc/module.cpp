@@ -11,6 +11,7 @@ void register_group_calls(nb::module_ &m);
 void register_plain_steps(nb::module_ &m);
 void register_combine_steps(nb::module_ &m);
 void register_expert_steps(nb::module_ &m);
+void register_known_run(nb::module_ &m);
 void register_replay(nb::module_ &m);
 void register_pooled_call(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
@@ -38,6 +39,7 @@ NB_MODULE(_core, m) {
     register_plain_steps(m);
     register_combine_steps(m);
     register_expert_steps(m);
+    register_known_run(m);
     register_replay(m);
     register_pooled_call(m);
     register_embedding_all_to_all(m);

@@ -1,8 +1,9 @@
 // Calls that repeat an earlier call: found by their arguments, checked, counted, run and ended in one native call.
 //
 // weft/operator/replay.py records calls, and defines which calls repeat. An unfused call enters no frame of the
-// interpreter: torch's functions are called through Python's C API. Overlapped calls, calls with gradients, waits of CPU
-// ranks that take long, and errors enter Python.
+// interpreter: torch's functions are called through Python's C API. Overlapped calls on GPUs enter it only to check the
+// executor's memory, and to order the run after earlier runs. Other overlapped calls, calls with gradients, waits of CPU ranks
+// that take long, and errors enter Python.
 //
 // The GIL is held, except inside torch functions, which may release it. Then another thread may make calls, and may
 // remove recorded calls. Therefore a call owns or references all that it needs, and the lock `running` keeps a second
@@ -19,6 +20,7 @@
 
 #include "combine_steps.hpp"
 #include "group_calls.hpp"
+#include "known_run.hpp"
 #include "layouts.hpp"
 #include "plain_steps.hpp"
 #include "python.hpp"
@@ -33,7 +35,7 @@ namespace {
 // The names that native code looks up in Python objects.
 struct Names {
     nb::object acquire = interned("acquire"), called = interned("called"), called_at = interned("called_at"),
-               calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
+               calls = interned("calls"), check = interned("check"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
                is_ready = interned("is_ready"), note = interned("note"), in_python = interned("in_python"),
                refused = interned("refused"), release = interned("release"), run = interned("run"), takes = interned("takes");
 };
@@ -70,10 +72,11 @@ class KnownCall {
           counts_(nb::cast<CallCounts *>(counts_object_)), digest_(nb::cast<CallDigest *>(digest_object_)),
           health_(nb::cast<const Health *>(health_object_)), steps_(nb::isinstance<PlainSteps>(steps) ? nb::cast<const PlainSteps *>(steps) : nullptr),
           combine_(nb::isinstance<CombineSteps>(steps) ? nb::cast<const CombineSteps *>(steps) : nullptr),
+          run_(nb::isinstance<KnownRun>(steps) ? nb::cast<const KnownRun *>(steps) : nullptr),
           fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
           differentiated_(nb::cast<bool>(of.attr("differentiated"))),
           ignores_autocast_(nb::cast<bool>(of.attr("ignores_autocast"))), notes_(nb::cast<bool>(of.attr("notes"))),
-          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), lock_(counts_->running), native_{usual && (steps_ || combine_), captured && steps_}, returned_(returned) {
+          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), lock_(counts_->running), native_{usual && (steps_ || combine_ || run_), captured && steps_}, returned_(returned) {
         if (!on_gpu_ && native_[0]) turns_.emplace(of, *counts_, *health_);
         if (native_[0] && nb::cast<bool>(of.attr("passes"))) any_size_.emplace(of);
         if (!inputs.is_none()) inputs_.emplace(inputs);
@@ -100,10 +103,10 @@ class KnownCall {
             return result.is(Py_NotImplemented) ? nb::object() : result;
         }
         const bool native = native_[capturing];
-        const bool enters_python = !native || turns_ || counts_->has_layers || (steps_ && steps_->calls_functions());
+        const bool enters_python = !native || run_ || turns_ || counts_->has_layers || (steps_ && steps_->calls_functions());
         if (enters_python && is_true(call(surroundings_.looks_at_frames))) return {};
         const nb::handle captured = capturing ? Py_True : Py_False;
-        if (native) {
+        if (native && !run_) {
             if (PyDict_Size(surroundings_.coalescing.ptr()) > 0 && contains(surroundings_.coalescing, group)) return {};
         } else if (!is_true(call_method(of_, names.is_ready, captured))) {
             return {};
@@ -139,6 +142,11 @@ class KnownCall {
                     nb::list made;
                     made.append(combine_->run(*combined, inputs, {*turns_, fingerprint, given}));
                     results = made;
+                } else if (native && run_) {
+                    inputs_->make_each(given, inputs);
+                    results = run_->run(inputs);
+                    // After a failure, enqueued work gives no valid result.
+                    if (health_->failed.load(std::memory_order_acquire)) call_method(of_, names.check);
                 } else if (native) {
                     results = run(given, group, fingerprint);
                 } else {
@@ -254,6 +262,7 @@ class KnownCall {
     const Health *health_;
     const PlainSteps *steps_;
     const CombineSteps *combine_;
+    const KnownRun *run_;
     uint64_t fingerprint_;
     bool any_rows_, differentiated_, ignores_autocast_, notes_, on_gpu_, came_back_ = false;
     Running lock_;    // of `counts_`, unless a test has replaced it

@@ -484,6 +484,17 @@ class CombineSteps:
         self, *, torch: TorchCalls, rank: int, world: int, rows: int, of_received: object, of_splits: object
     ) -> None: ...
 
+# csrc/known_run.cpp
+class KnownRun:
+    """A run of a compiled schedule on a GPU. of: its items, and what they need (`weft.runtime.cuda.issue`)."""
+
+    def __init__(self, of: dict[str, Any]) -> None: ...
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Issue a run on the current stream. Return the operator's results."""
+    def let_go(self) -> None:
+        """Drop all references to the executor's memory. `run` then raises `RuntimeError`."""
+
+# csrc/replay.cpp
 class Surroundings:
     """The process state that known calls check. groups: all live groups. coalescing: groups whose collectives torch coalesces."""
 
@@ -515,7 +526,7 @@ class KnownCall:
         of: object,
         surroundings: Surroundings,
         inputs: tuple[Any, ...] | None,
-        steps: PlainSteps | CombineSteps | None,
+        steps: PlainSteps | CombineSteps | KnownRun | None,
         results: list[str],
         returned: tuple[Any, ...],
         *,

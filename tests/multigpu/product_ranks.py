@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.graphs import capture
 from support.on_ranks import close, late
+from support.operators.suite import CALLS
 
 from weft import symm
 from weft.builders import Problem, named
 from weft.operator.calls import operator_named
+from weft.operator.replay import Replay
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.unfused import STRAIGHT
 from weft.runtime.unfused.serial import Unfused
@@ -77,3 +81,26 @@ def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
         given.check()
     made.check()
     made.close()
+
+
+def in_python(group: dist.ProcessGroup, operator: str, case: Any, many: int) -> int:
+    """Make `many` calls with fresh data. Return how many of them Python runs, after two calls that record the first."""
+    calls, count = [CALLS[operator](case, group, seed) for seed in range(many)], 0
+    usual = Replay.run
+
+    def run(*given: Any) -> list[torch.Tensor]:
+        nonlocal count
+        count += 1
+        return usual(*given)
+
+    for call in calls[:2]:
+        call.check(group, call(group))
+    with mock.patch.object(Replay, "run", run):
+        found = []
+        for call in calls:
+            if random.random() < 0.3:
+                late(random.random() * 0.002)
+            found.append(call(group))
+    for call, ys in zip(calls, found, strict=True):
+        call.check(group, ys)
+    return count

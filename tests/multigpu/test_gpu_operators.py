@@ -70,6 +70,12 @@ def test_gradients(pair: Pool, operator: str, case: Case, wanted: tuple[bool, ..
 
 
 @each("many", "case")
+def test_repeated_calls_are_native(pair: Pool, operator: str, case: Case) -> None:
+    """Python runs no repeated call of a GEMM operator, unfused or overlapped."""
+    assert pair.run(product_ranks.in_python, operator, case, 8, timeout_s=60) == [0, 0]
+
+
+@each("many", "case")
 def test_many_sizes_in_a_row(pair: Pool, operator: str, case: Case) -> None:
     pair.run(suite.many_sizes, operator, case, timeout_s=60)
 

@@ -122,6 +122,10 @@ class Recorded:
             failed(error, self.op.title, group, self.prepared.device, self._deadline_s, published)
             raise
 
+    def check(self) -> None:
+        """Raise the error of the group, if it has failed."""
+        self._comm.check()
+
     def refused(self, text: str) -> None:
         """Make the group fail, because a peer has refused the call that this rank has just made. text: the peer's reason."""
         self._comm.poison(text)

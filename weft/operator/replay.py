@@ -7,8 +7,9 @@ to peers (`weft.operator.together`).
 
 One native call (`csrc/replay.cpp`) makes a replay. A *recipe* tells native code how to make a value, such as an
 argument of torch's GEMM, from the arguments of the new call. Unfused calls run no Python function of weft: native code
-calls torch through Python's C API. On CPU native code also runs the rendezvous before each collective (`RecordedOnCpu`). For
-overlapped and differentiated calls, and after an error, native code calls the methods of `Replay`.
+calls torch through Python's C API. On CPU native code also runs the rendezvous before each collective (`RecordedOnCpu`). On
+GPUs it also issues overlapped calls with fixed sizes (`_core.KnownRun`). For other overlapped calls, differentiated calls, and
+after an error, native code calls the methods of `Replay`.
 
 All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Some calls are
 never replayed: calls that fill a timeline, copy an argument or a result, or run under a pinned schedule
@@ -207,6 +208,11 @@ class Replay(RecordedOnCpu):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
         written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.recorded)
         self._returned = _core.Recipe(written)
+        if self.kind != "cpu" and chosen.usual is not None and seen.apply is None and self._shapes is not None:
+            run = chosen.usual.known_run(inputs, made, prepared.results, seen.deadline_s)
+            if run is not None:
+                recipe = "list", [given.written(tensor) for tensor in inputs.values()]
+                return _core.KnownCall(self, SURROUNDINGS, recipe, run, [], written, usual=True, captured=False)
         is_native = None in executors and seen.apply is None and prepared.in_steps
         steps = prepared.steps() if is_native else None
         is_serial = [one is None and steps is not None and steps.plain is not None for one in executors]

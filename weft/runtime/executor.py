@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from weft import _core
 from weft.schedule import Schedule
 from weft.symm import Communicator
 from weft.timeline import Timeline
@@ -46,6 +47,17 @@ class Executor(ABC):
 
         Raises `ValueError` for a tensor with a wrong shape or dtype, before anything is written.
         """
+
+    def known_run(
+        self, inputs: dict[str, Any], outputs: dict[str, Any], results: Sequence[str], deadline_s: float | None
+    ) -> _core.KnownRun | None:
+        """Return an object with which native code makes further runs that differ from an earlier run only in the addresses of
+        tensors. Return None if Python must make them.
+
+        inputs, outputs: tensors like those of each run, by name. Native code gets the inputs in this order, and allocates the
+            outputs. results: the names of the outputs to return. deadline_s: as for `run`.
+        """
+        return None
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
         """Load the kernels that a run with tensors of these shapes and dtypes would launch, but launch none. Call it before

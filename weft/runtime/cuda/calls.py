@@ -6,7 +6,8 @@ and calls. Results are written into the step's destination, so torch allocates n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,26 @@ from weft.schedule.steps import of_kind
 
 ALIGNMENT = 256  # bytes; larger than any alignment on which cuBLAS bases its choice of kernels
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """A call of `function`, given a run's tensors. Native code makes it too (`_core.KnownRun`).
+
+    inputs: the positional arguments. constants: keyword arguments. out: the argument `out`, or None.
+    """
+
+    function: Callable[..., Any]
+    inputs: Sequence[RegionView]
+    out: RegionView | None
+    constants: Mapping[str, Any]
+
+    def __call__(self, tensors: Tensors) -> None:
+        given = [view(tensors) for view in self.inputs]
+        if self.out is None:
+            self.function(*given, **self.constants)
+        else:
+            self.function(*given, **self.constants, out=self.out(tensors))
 
 
 class Operation(NamedTuple):
@@ -53,8 +74,7 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
         return operation
 
     def aside(t: Tensors) -> None:
-        result = _like(out(t))
-        _computing(step, lambda _: result, inputs).call(t)
+        _computing(step, RegionView("", fixed=_like(out(t))), inputs).call(t)
 
     return operation._replace(aside=aside)
 
@@ -71,20 +91,17 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Operation:
     what, views = (step.op, step.accumulate), (out, *inputs)
     if step.op == "matmul":
-        a, b = inputs
         if step.accumulate:
-            return Operation(lambda t: void(out(t).addmm_(a(t), b(t))), what, views)
-        return Operation(lambda t: void(torch.mm(a(t), b(t), out=out(t))), what, views)
+            return Operation(TorchCall(torch.Tensor.addmm_, views, None, {}), what, views)
+        return Operation(TorchCall(torch.mm, inputs, out, {}), what, views)
     if step.op == "addmm":  # torch copies the addend into the output, and adds to it
         a, b, c = inputs
-        return Operation(lambda t: void(torch.addmm(c(t), a(t), b(t), out=out(t))), what, views)
+        return Operation(TorchCall(torch.addmm, (c, a, b), out, {}), what, views)
     if step.op in SCALED_MATMULS and not step.accumulate:
-        fast = step.op == "scaled_matmul_fast"
-        return Operation(lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t)))
+        return Operation(TorchCall(scaled_matmul, inputs, out, {"fast": step.op == "scaled_matmul_fast"}))
     if step.op not in ELEMENTWISE or step.accumulate:
         raise ScheduleError(f"streams cannot run {step}: use matmul, addmm or {', '.join(ELEMENTWISE)}")
-    op = ELEMENTWISE[step.op].into
-    return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
+    return Operation(TorchCall(ELEMENTWISE[step.op].into, inputs, out, {}))
 
 
 def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:

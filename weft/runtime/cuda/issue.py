@@ -11,13 +11,13 @@ The compiler (`weft.runtime.cuda.compile`) records native operations in the prog
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import _core
-from weft.runtime.cuda.calls import ALIGNMENT, Operation
+from weft.runtime.cuda.calls import ALIGNMENT, Operation, TorchCall
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.move import Stamps
 from weft.runtime.cuda.regions import Regions
@@ -127,6 +127,40 @@ class StreamItems:
                 torch.cuda.set_stream(main)
         if capturing:
             program.run(*self.joining, bases, streams)
+
+    def known_run(
+        self, inputs: Sequence[str], outputs: Tensors, results: Sequence[str], enter: Callable[[], None],
+        broke: Callable[[BaseException], None],
+    ) -> _core.KnownRun | None:  # fmt: skip
+        """Return the items as an object with which native code issues further runs. Return None if Python must issue an item.
+
+        inputs: the names of the inputs, in the order in which a run gets them.
+        outputs: tensors like the outputs, which native code allocates in each run. results: the outputs to return.
+        enter: a function that is called before the first item. broke: a function that raises an error again.
+        """
+        order = {name: number for number, name in enumerate([*inputs, *outputs])}
+        if self._rows_at or self.stamps is not None or not order.keys() >= {*self.names, *results}:
+            return None
+        items: list[tuple[Any, ...]] = []
+        for kind, what, where in self.items:
+            if kind == _NATIVE:
+                items.append(("program", what, where))
+            elif kind == _LAUNCH:
+                items.append(("launch", what, where))
+            elif kind == _CALL and where == 0 and isinstance(what, TorchCall):
+                views, out = [view.written(order) for view in what.inputs], what.out
+                items.append(
+                    ("call", what.function, views, None if out is None else out.written(order), {**what.constants})
+                )
+            else:
+                return None
+        return _core.KnownRun({
+            "items": items, "run_program": self.program.run, "bases": self.bases, "streams": self.streams,
+            "inputs": len(inputs), "outputs": [(tuple(out.shape), out.dtype) for out in outputs.values()],
+            "addressed": [order[name] for name in self.names], "results": [order[name] for name in results],
+            "empty": torch.empty, "device": self.device, "device_number": self.device.index,
+            "stream_of": torch._C._cuda_getCurrentRawStream, "enter": enter, "broke": broke,
+        })  # fmt: skip
 
     def warm_up(self, tensors: Tensors, first: bool = True) -> None:
         """Load all kernels. Run each call of torch and NCCL once, on its stream, with the current contents of memory. If

@@ -9,9 +9,9 @@ caller's tensors, addresses and numbers of rows, change between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,29 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.kernel_call import Count
 from weft.schedule import ITEM_BYTES, Region
 
-RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
-"""A function from a run's tensors, by name, to a region of one of them."""
+
+class RegionView:
+    """A function from a run's tensors, by name, to a region of one of them.
+
+    fixed: the region as a tensor, if it is in memory of the schedule. Otherwise the region is in the caller's tensor `name`: all
+        of it if `key` is None, or the part that the index `key` selects.
+    """
+
+    __slots__ = ("fixed", "key", "name")
+
+    def __init__(self, name: str, *, fixed: torch.Tensor | None = None, key: Any = None) -> None:
+        self.name, self.fixed, self.key = name, fixed, key
+
+    def __call__(self, tensors: Tensors) -> torch.Tensor:
+        if self.fixed is not None:
+            return self.fixed
+        return tensors[self.name] if self.key is None else tensors[self.name][self.key]
+
+    def written(self, order: Mapping[str, int]) -> tuple[Any, ...]:
+        """Return the view for native code (`_core.KnownRun`). order: the index of each tensor of the caller."""
+        if self.fixed is not None:
+            return "fixed", self.fixed
+        return ("whole", order[self.name]) if self.key is None else ("part", order[self.name], self.key)
 
 
 class Regions:
@@ -122,13 +143,10 @@ class Regions:
     def view(self, region: Region) -> RegionView:
         buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
-        if buffer.name in self._context.own:
-            fixed = self.own_part(region)
-            return lambda tensors: fixed
         name = buffer.name
+        if name in self._context.own:
+            return RegionView(name, fixed=self.own_part(region))
         if (rows, cols) == (buffer.rows, buffer.cols):
-            return lambda tensors: tensors[name]
-        if cols == buffer.cols:
-            part = slice(row, row + rows)
-            return lambda tensors: tensors[name][part]  # slicing is faster than `narrow`
-        return lambda tensors: tensors[name][row : row + rows, col : col + cols]
+            return RegionView(name)
+        part = slice(row, row + rows)  # slicing is faster than `narrow`
+        return RegionView(name, key=part if cols == buffer.cols else (part, slice(col, col + cols)))

@@ -24,13 +24,15 @@ for this.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from weft import env
+from weft import _core, env
 from weft.runtime.cuda.compile import compile_streams
 from weft.runtime.cuda.context import RankSchedule, Tensors, rank_schedule
 from weft.runtime.cuda.issue import StreamItems
@@ -78,6 +80,7 @@ class CudaSchedule(Executor):
         # Tile kernels are recorded for the strides of the caller's tensors. All other operations serve tensors of any strides.
         self._has_tiles = any(step.tile_kernel for _, step in mine.order)
         self._programs: dict[tuple[Any, ...], StreamItems] = {}
+        self._known_runs: weakref.WeakSet[_core.KnownRun] = weakref.WeakSet()
         comm._holders.add(self)
 
     def run(
@@ -125,11 +128,7 @@ class CudaSchedule(Executor):
             self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
         except BaseException as error:
-            if isinstance(error, dist.DistBackendError):
-                context.check()  # weft aborts its own NCCL communicator if the group fails
-            if not capturing:  # peers may have begun this run, and would pair a second attempt with their next run
-                self.comm.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
-            raise
+            self._broke(error, capturing)
         if timeline is not None:
             torch.cuda.synchronize(self.device)
             context.check()
@@ -138,6 +137,29 @@ class CudaSchedule(Executor):
             self.comm.check()  # after a failure, enqueued work gives no valid result
         made, context.run.made = context.run.made, {}
         return made
+
+    def _broke(self, error: BaseException, capturing: bool = False) -> NoReturn:
+        """Raise `error`, which has ended a run, and make the group fail."""
+        if isinstance(error, dist.DistBackendError):
+            self.context.check()  # weft aborts its own NCCL communicator if the group fails
+        if not capturing:  # peers may have begun this run, and would pair a second attempt with their next run
+            self.comm.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
+        raise error
+
+    def known_run(
+        self, inputs: Tensors, outputs: Tensors, results: Sequence[str], deadline_s: float | None
+    ) -> _core.KnownRun | None:
+        if self.schedule.contents:
+            return None
+        program = self._programs.get(self._key({**inputs, **outputs}, False))
+        if program is None:
+            return None
+        name, deadline_s = self.schedule.name, deadline_s or self._usual_deadline_s
+        enter = functools.partial(self.memory.enter, self, name, deadline_s, False)
+        run = program.known_run(list(inputs), outputs, results, enter, self._broke)
+        if run is not None:
+            self._known_runs.add(run)
+        return run
 
     @property
     def read(self) -> Mapping[str, Sequence[int]]:
@@ -176,6 +198,8 @@ class CudaSchedule(Executor):
         """Drop all references to the executor's memory. The executor cannot run any more."""
         self._programs.clear()
         self.context.own.clear()
+        for run in self._known_runs:
+            run.let_go()
 
     # --- before a run ---
 
@@ -219,8 +243,11 @@ class CudaSchedule(Executor):
     def _layout(self, tensors: Tensors) -> tuple[Any, ...]:
         return tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
 
+    def _key(self, tensors: Tensors, timed: bool) -> tuple[Any, ...]:
+        return (timed, *self._layout(tensors)) if self._has_tiles else (timed,)
+
     def _program(self, tensors: Tensors, timed: bool) -> StreamItems:
-        key = (timed, *self._layout(tensors)) if self._has_tiles else (timed,)
+        key = self._key(tensors, timed)
         program = self._programs.get(key)
         if program is None:
             torch.cuda.synchronize(self.device)
