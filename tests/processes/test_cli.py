@@ -185,6 +185,16 @@ def test_a_benchmark_that_nobody_reads_keeps_its_records_and_ends_quietly(tmp_pa
     assert {json.loads(line)["variant"] for line in file.read_text().splitlines()} == {"serial", "weft"}
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_is_closed_at_the_start_stops_no_command(closed: str, tmp_path: Path) -> None:
+    """A cron job or a daemon may start commands without these streams. The progress goes to stderr."""
+    record = tmp_path / "plan.json"
+    command = f'"{sys.executable}" -m weft.cli plan all_gather_matmul --shape 64,64,64 --hw h200 --json "{record}"'
+    found = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=300)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert record.exists()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("where", ["stdout", "json"])
 def test_a_full_disk_is_a_sentence(where: str) -> None:

@@ -36,8 +36,9 @@ app.add_typer(reproduce, name="reproduce")
 
 def main() -> None:
     """Run the `weft` command. Print expected errors as one line, without a traceback (`one_line`)."""
-    if sys.stdout is None:  # stdout was already closed when the process started
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # it was already closed when the process started
+            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115
     with one_line("weft"):
         app()
 
