@@ -184,6 +184,18 @@ def test_state_dicts_of_other_models_are_refused(pool: Pool) -> None:
         )
 
 
+def replicated_on_a_destroyed_group(group: dist.ProcessGroup) -> str:
+    own = dist.new_group([0, 1])
+    dist.destroy_process_group(own)
+    return told(lambda: layers.replicated(nn.Parameter(torch.ones(3)), own))
+
+
+def test_replicated_parameters_need_a_group_that_exists(pool: Pool) -> None:
+    """The forward of `replicated` does not communicate, so without a check the error would come in backward."""
+    for text in pool.run(replicated_on_a_destroyed_group, ranks=2, timeout_s=60):
+        assert "was destroyed: make a new one" in text
+
+
 def returns_a_number(group: dist.ProcessGroup) -> list[str]:
     """Let the activation return a number. Return the errors of this call and of a good call after it."""
     layer, x = layers.ParallelMLP(HIDDEN, 16, group=group, activation=len), torch.ones(2, 4, HIDDEN)

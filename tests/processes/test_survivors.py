@@ -194,7 +194,7 @@ def test_it_is_for_groups(pool: Pool) -> None:
     for none, text in pool.run(no_group, ranks=1):
         assert none[0] == text[0] == "ValueError"
         assert "pass dist.group.WORLD" in none[1]
-        assert "group='world' must be a torch.distributed.ProcessGroup" in text[1]
+        assert "group='world' is a str: pass a torch.distributed.ProcessGroup" in text[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -179,7 +179,7 @@ def test_bad_arguments_say_what_and_how_to_fix(pool: Pool) -> None:
                 "shape[0]=2.0 is a float: pass an integer",
                 "dtype='float32' is a str: pass a torch.dtype",
                 "device='gpu' is not a device",
-                "group=tensor([1., 1.]) must be a torch.distributed.ProcessGroup",
+                "group=tensor([1., 1.]) is a Tensor: pass a torch.distributed.ProcessGroup",
             ],
             strict=True,
         ):

@@ -25,7 +25,7 @@ from weft.runtime.opaque import never_left_out, opaque
 from weft.runtime.unfused.collectives import all_reduce
 from weft.runtime.unfused.turn import turn_on
 from weft.symm.calls import calls_of
-from weft.symm.groups import group_of, size_of
+from weft.symm.groups import group_of, member_group, size_of
 from weft.words import kind
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +44,11 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
     if size_of(group) == 1:
         return parameter
     require_plain_by("weft.nn.replicated", group, parameter)
-    return _Replicated.apply(parameter, group if isinstance(group, str) else group_of(group).group_name)
+    if isinstance(group, str):
+        return _Replicated.apply(parameter, group)
+    # A destroyed group still knows its size. Without this check, only backward would raise.
+    found = group_of(group) if torch.compiler.is_compiling() else member_group(group)
+    return _Replicated.apply(parameter, found.group_name)
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

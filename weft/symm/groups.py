@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from weft import forks
+from weft.words import kind
 
 NO_GROUP = (
     "group=None: pass dist.group.WORLD or your own group. (dist.new_group with use_local_synchronization=True returns None on "
@@ -34,7 +35,7 @@ def store_of(group: Any) -> dist.Store:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup")
+        raise ValueError(_no_group(group))
     if forks.is_the_parents(group):
         raise ValueError(forks.MAKE_ANOTHER)
     try:
@@ -73,14 +74,15 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this rank is not a member of the group: only its members may make this call")
-        if hasattr(group, "get_group"):
-            raise ValueError(
-                f"group={group!r} is a {type(group).__name__}: pass the group of one dimension, its get_group(dim)"
-            )
-        raise ValueError(
-            f"group={group!r} is not a process group that this rank belongs to: only its members may make this call"
-        )
+        raise ValueError(_no_group(group))
     return group
+
+
+def _no_group(group: Any) -> str:
+    """Return the error text for a value that is no process group."""
+    if hasattr(group, "get_group"):
+        return f"group={group!r} is a {type(group).__name__}: pass the group of one dimension, its get_group(dim)"
+    return f"group={group!r} is {kind(group)}: pass a torch.distributed.ProcessGroup"
 
 
 def member_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
