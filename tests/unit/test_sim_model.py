@@ -61,9 +61,25 @@ def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
 
 def test_tiles_of_three_quarters_fill_a_wave_that_halves_overfill() -> None:
     """There are 96 tiles of 128 x 192. With tiles of 128 x 256 there are 72, and with tiles of 128 x 128 two waves."""
-    start_us = gpu("h200", 2).matmul_start_us
-    found = gpu("h200", 2).matmul(768, 3072, 4096, "bf16")
-    assert found.units_busy * found.time_us == pytest.approx(96 / 132 * (found.time_us - start_us))
+    model = replace(gpu("h200", 2), tile_step=0)
+    found = model.matmul(768, 3072, 4096, "bf16")
+    assert found.units_busy * found.time_us == pytest.approx(96 / 132 * (found.time_us - model.matmul_start_us))
+
+
+def test_tiles_of_more_widths_fill_a_wave_that_other_tiles_overfill() -> None:
+    """Four tiles of 64 x 80 are a wave of four units. Without this width, four tiles of 64 x 96 are the fastest."""
+    model = replace(TILES, tile=(64, 128), tile_half=32.0)
+    times = [replace(model, tile_step=step).matmul(64, 320, 10, "fp16").time_us for step in (16, 0)]
+    slower = [(1 + 32 * (1 / 64 + 1 / width)) / (1 + 32 * (1 / 64 + 1 / 128)) for width in (80, 96)]
+    assert times == pytest.approx([2 * 64 * 80 * 10 * slower[0], 2 * 64 * 96 * 10 * slower[1]])
+
+
+def test_small_tiles_of_cublas_have_their_own_efficiency() -> None:
+    """The segments of a grouped GEMM, which weft's kernels multiply, keep the number for other tiles."""
+    model = gpu("h200", 2)
+    other = replace(model, library_tile_half=2 * (model.library_tile_half or 0.0))
+    assert other.matmul(64, 2048, 4096, "bf16").time_us > model.matmul(64, 2048, 4096, "bf16").time_us
+    assert other.segment(64, 2048, 4096, "bf16") == model.segment(64, 2048, 4096, "bf16")
 
 
 def test_a_matmul_that_reads_weights_mostly_reaches_less_than_copies_do() -> None:

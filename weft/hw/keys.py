@@ -26,6 +26,8 @@ _KEYS: dict[str, tuple[float, float, str]] = {
     "compute.tile_rows": (16, 1024, "1"),
     "compute.tile_cols": (16, 1024, "1"),
     "compute.tile_half": (0.01, 1000, "1"),
+    "compute.tile_step": (8, 1024, "1"),
+    "compute.library_tile_half": (0.01, 1000, "1"),
     "compute.tile_ramp": (0.01, 10_000, "1"),
     "compute.fp8_tile_ramp": (0.01, 10_000, "1"),
     "compute.tile_part": _US,

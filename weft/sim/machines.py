@@ -7,6 +7,8 @@ with similar names, such as `signal_local_us` for signal.local.
     compute.multiprocessors                 number of compute units
     compute.tile_rows, .tile_cols           size of the largest tile of a matmul
     compute.tile_half, .tile_ramp           constants of the formula for matmuls (`weft.sim.model`)
+    compute.tile_step (if known)            tiles of the library's matmuls have widths of any multiple of this number
+    compute.library_tile_half (if known)    the same as .tile_half, for the library's matmuls
     compute.fp8_tile_ramp (if known)        the same as .tile_ramp, for fp8
     compute.launch                          gap between two kernels of a lane
     compute.fp32_vector                     rate of elementwise kernels in fp32
@@ -101,6 +103,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile=(units("compute.tile_rows"), units("compute.tile_cols")),
         tile_half=number("compute.tile_half"),
         tile_ramp=number("compute.tile_ramp"),
+        tile_step=int(known(number, "compute.tile_step")),
+        library_tile_half=known(number, "compute.library_tile_half") or None,
         fp8_tile_ramp=known(number, "compute.fp8_tile_ramp") or None,
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         vector_flops_per_us=per_us("compute.fp32_vector"),

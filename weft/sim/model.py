@@ -12,7 +12,7 @@ the fastest tile and split.
     tiles         number of tiles of the result; all their parts together are `tiles s`
     ramp          time of a tile's prologue and epilogue, in units of k; for fp8 a number of its own (`Model.fp8_tile_ramp`)
     reduction(s)  time to add the s partial results of all tiles; 0 if s is 1
-    tile_half     a measured constant: the larger it is, the slower are small tiles
+    tile_half     a measured constant: the larger it is, the slower are small tiles. cuBLAS's tiles may have a number of their own
 
 A copy by copy engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Copies
 also slow down the kernels of the GPU whose memory they access, in proportion to the bytes, because copies use the GPU's
@@ -25,21 +25,19 @@ Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Den
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from weft.hw.topology import Wiring
 from weft.schedule import ITEM_BYTES
+from weft.sim.tile_shapes import all_ways, efficiency
 
 MatmulShape = tuple[int, int, int, str]
-_SPLITS = (1, 2, 4, 8)
-_SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
 """The bandwidth of all units together from the cache, divided by the memory bandwidth, if `unit_loads_bytes_per_us` is
 unknown.
@@ -108,6 +106,9 @@ class Model:
     signal_kernel_us: float  # the same for a set on a peer by a copy kernel
     host_step_us: float  # CPU time to issue a step, if the CPU is not ahead of the device
 
+    tile_step: int = 0
+    """cuBLAS's tiles may have any width that is a multiple of this number; 0: only fractions of the largest width."""
+    library_tile_half: float | None = None  # `tile_half` of cuBLAS's tiles; None: `tile_half`
     fp8_tile_ramp: float | None = None
     """The time of the prologue and epilogue of a tile of an fp8 GEMM, in units of k; None: `tile_ramp`.
 
@@ -202,9 +203,10 @@ class Model:
         traffic includes only the output, because reads are counted once for all segments
         (`weft.sim.tile_costs.cost_of_tiles`).
         """
-        rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
+        ways = all_ways(self.tile, self.tile_half)
+        rows, cols, _, shares = ways[:, ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
-        rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
+        rate = self._rate(dtype) * shares * self.grouped_efficiency / self.compute_units
         tile_us = 2 * rows * cols * (k + self._ramp(dtype)) / rate
         best = int((tiles * tile_us).argmin())
         us = float(self._grouped_rounds(tiles[best], k) * tile_us[best])
@@ -221,8 +223,8 @@ class Model:
         segments: the sizes of the experts' segments of rows, as pairs (number of rows, number of segments with this many rows).
         """
         rows, cols = _GROUPED_TILES
-        efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
-        rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
+        shares = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
+        rate = self._rate(dtype) * shares * self.grouped_efficiency / self.compute_units
         tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
         tile_us = 2 * rows * cols * (k + self._ramp(dtype)) / rate
         if self.grouped_loads_bytes_per_us:
@@ -373,10 +375,10 @@ class Model:
         shapes: m, n and k of each matmul, `[count, 3]`.
         """
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
-        rows, cols, split, efficiency = self._ways
+        rows, cols, split, shares = self._ways
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
         waves = np.ceil(tiles / self.compute_units)
-        rate = self._rate(dtype) * efficiency / self.compute_units
+        rate = self._rate(dtype) * shares / self.compute_units
         tile_us = 2 * rows * cols * (np.ceil(k / split) + self._ramp(dtype)) / rate
         us = waves * tile_us
         # A split of k writes partial sums in fp32 and reads them again.
@@ -407,14 +409,12 @@ class Model:
 
     @property
     def _ways(self) -> np.ndarray:
-        """The ways to compute a matmul, an array `[4, count]`: the tile's rows, the tile's columns, the number of parts
-        into which k is split, and the tile's efficiency.
-        """
-        return _all_ways(self.tile, self.tile_half)
+        """The ways in which cuBLAS computes a matmul (`weft.sim.tile_shapes.all_ways`)."""
+        return all_ways(self.tile, self.library_tile_half or self.tile_half, self.tile_step)
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
         """Return the efficiency of a tile relative to the largest tile."""
-        return _efficiency(self.tile, self.tile_half, rows, cols)
+        return efficiency(self.tile, self.tile_half, rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
         """Return the bytes that matmuls read and write. Tiles that run concurrently form a nearly square block, and
@@ -470,26 +470,3 @@ def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
     if count > sizes[-1]:
         return float(times[-1] * count / sizes[-1])
     return math.exp(np.interp(math.log(count), np.log(sizes), np.log(times)))
-
-
-@lru_cache(maxsize=64)
-def _all_ways(tile: tuple[int, int], half: float) -> np.ndarray:
-    ways = itertools.product(_tiles(*tile), _SPLITS)
-    return np.array([(r, c, split, _efficiency(tile, half, r, c)) for (r, c), split in ways]).T
-
-
-def _efficiency(tile: tuple[int, int], half: float, rows: int, cols: int) -> float:
-    return (1 + half * (1 / tile[0] + 1 / tile[1])) / (1 + half * (1 / rows + 1 / cols))
-
-
-def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return the shapes (rows, columns) of the tiles among which cuBLAS is assumed to choose. The height is `rows`, or
-    `rows` halved one or more times. The width is `cols`, `cols` halved one or more times, or three quarters of `cols`.
-    Each shape is also transposed.
-    """
-    heights, widths = _halves(rows), {*_halves(cols), max(cols * 3 // 4, _SMALLEST_TILE)}
-    return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
-
-
-def _halves(extent: int) -> list[int]:
-    return [extent, *_halves(extent // 2)] if extent >= 2 * _SMALLEST_TILE else [extent]
