@@ -42,7 +42,9 @@ def _index(name: str, given: Any, fix: str) -> int:
 
 def is_real(given: Any) -> bool:
     """True for a real number of Python or numpy. False for booleans, and for time spans, which numpy counts as integers."""
-    return isinstance(given, numbers.Real) and not isinstance(given, bool) and "timedelta" not in type(given).__name__
+    if isinstance(given, int | float):  # torch.compile can trace this, but not the rest
+        return not isinstance(given, bool)
+    return isinstance(given, numbers.Real) and "timedelta" not in type(given).__name__
 
 
 def convert(problem: Any, *names: str) -> None:

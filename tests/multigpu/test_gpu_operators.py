@@ -71,8 +71,9 @@ def test_gradients(pair: Pool, operator: str, case: Case, wanted: tuple[bool, ..
 
 @each("many", "case")
 def test_repeated_calls_are_native(pair: Pool, operator: str, case: Case) -> None:
-    """Python runs no repeated call of a GEMM operator, unfused or overlapped."""
-    assert pair.run(product_ranks.in_python, operator, case, 8, timeout_s=60) == [0, 0]
+    """Python runs no repeated call of a GEMM operator, unfused or overlapped, unless Triton must launch a kernel."""
+    wanted = 8 if "tracked" in (case.schedule or "") else 0
+    assert pair.run(product_ranks.in_python, operator, case, 8, timeout_s=60) == [wanted, wanted]
 
 
 @each("many", "case")

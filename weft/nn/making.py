@@ -17,7 +17,7 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.embedding_table import first_values
 from weft.nn.id_bound import checked_max_ids
-from weft.symm.groups import require_member
+from weft.symm.groups import is_not_a_member, require_member
 from weft.words import by_rank
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def rank_in(group: Any) -> int:
     """Return this rank's number in `group`. Raise `ValueError` if this rank is not in the group."""
     if group is None:
         raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if is_not_a_member(group):
         raise ValueError("this rank is not in the group: construct the collection only on the ranks of the group")
     require_member(group)
     return dist.get_rank(group)

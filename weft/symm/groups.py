@@ -21,6 +21,11 @@ NO_GROUP = (
 )
 
 
+def is_not_a_member(group: Any) -> bool:
+    """True for the value that torch returns in place of a group that this rank does not belong to. It may be a copy."""
+    return type(group) is type(dist.GroupMember.NON_GROUP_MEMBER) and bool(group == dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def require_member(group: Any) -> None:
     """Raise `ValueError` if this rank cannot make calls on `group`."""
     store_of(group)
@@ -32,7 +37,7 @@ def store_of(group: Any) -> dist.Store:
         raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
     if group is None:
         raise ValueError(NO_GROUP)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if is_not_a_member(group):
         raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(_no_group(group))
@@ -72,7 +77,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if group is None:
         raise ValueError(NO_GROUP)
     if not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        if is_not_a_member(group):
             raise ValueError("this rank is not a member of the group: only its members may make this call")
         raise ValueError(_no_group(group))
     return group
