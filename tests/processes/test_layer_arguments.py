@@ -213,6 +213,14 @@ def test_activations_must_return_a_tensor(pool: Pool) -> None:
 
 # --- modules with tables ---
 
+
+class Unprintable:
+    """A value whose text cannot be made, as if an error message of weft itself failed."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 NO_TABLES = "pass a list of table configs, such as weft.EmbeddingBagConfig"
 MODULES: list[tuple[str, Any, str]] = [
     ("tables", TABLES[0], f"tables is an EmbeddingBagConfig: {NO_TABLES}"),
@@ -224,6 +232,7 @@ MODULES: list[tuple[str, Any, str]] = [
     ("rows_read", [1, "2"], "table 'items': rows_read='2' must be a number of rows, 0 or more"),
     ("gradients", np.array(["sum", "mean"]), "must be 'mean' or 'sum'"),
     ("bounds_check", np.array(["none", "fatal"]), "must be one of 'fatal', 'warning', 'ignore', 'none'"),
+    ("gradients", Unprintable(), "no text"),
     ("dedup", "yes", "dedup='yes' must be True or False"),
     ("dedup", 0, "dedup=0 must be True or False"),
     ("dedup", np.ones(2), "dedup=array([1., 1.]) must be True or False"),

@@ -171,7 +171,7 @@ class ShardedEmbeddingBagCollection(PrefetchingTables):
             check_table_names(sharding.tables)
             # Check options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs, output_dtype)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # peers wait for this rank, so it must not raise alone
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
         said |= {"max_ids": max_ids, "batch_size": batch_size, "deterministic": deterministic, "dedup": dedup}

@@ -133,7 +133,7 @@ class ShardedEmbeddingCollection(PartitionedTables):
                 placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
             partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)
             self._check(partition)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # peers wait for this rank, so it must not raise alone
             refusal = error
         said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
         said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check, **self._said}

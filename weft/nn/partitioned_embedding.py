@@ -83,7 +83,7 @@ class PartitionedEmbeddingBagCollection(PartitionedTables, ShardedEmbeddingBagCo
                     f"output_dtype={self._options.output_dtype!r} supports only whole tables, because vectors of parts and of "
                     "data-parallel tables keep the tables' dtype: do not pass it, or place each table on one rank"
                 )
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # peers wait for this rank, so it must not raise alone
             refusal = error
         said: dict[str, Any] = {
             "input": input,
