@@ -4,6 +4,7 @@ argument, its value or type, and the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,19 @@ from torch import nn
 
 import weft
 from weft import nn as layers
-from weft.builders import AllGatherMatmul, AllToAllMatmul, MatmulReduceScatter
+from weft.builders import AllGatherMatmul, AllToAllMatmul, MatmulReduceScatter, candidates
 from weft.embedding import EmbeddingSharding, hash_ids, plan_tables
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.sim import model_of
+from weft.plan import choose
+from weft.sim import model_of, simulate
 
 TABLE = weft.EmbeddingBagConfig(8, 4, "t", ("f",))
 VALUES = torch.arange(2)
 NO_TABLES = "pass a list of table configs, such as weft.EmbeddingBagConfig"
 NO_MODULE = "pass a torch.nn.Module"
+PROBLEM, MODEL = AllGatherMatmul(2, (64, 64), (64,), 64, "bf16"), model_of(load_machine("h200"), 2)
+SERIAL = candidates(PROBLEM)[0].build()
 
 
 def config(**changed: Any) -> Callable[[], Any]:
@@ -72,6 +76,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "order of a map": (lambda: weft.OutputMap(8, 4, order=3), "order=3 is an int: pass a list with the position"),  # type: ignore[arg-type]
     "a machine": (lambda: load_machine(None), "name=None is a NoneType: pass one of a100, "),  # type: ignore[arg-type]
     "GPUs of a model": (lambda: model_of(load_machine("h200"), 2.5), "world_size=2.5 is a float: pass the number of GPUs"),  # type: ignore[arg-type]
+    "a schedule's name": (lambda: choose(PROBLEM, MODEL, pinned=3), "schedule=3 is an int: pass the name of a schedule"),  # type: ignore[arg-type]
+    "a mode to plan": (lambda: choose(PROBLEM, MODEL, mode=[]), "mode=[] is unknown: use one of queued, graph, single"),  # type: ignore[arg-type]
+    "a problem to plan": (lambda: choose("all_gather_matmul", MODEL), "problem is a str: pass a problem of weft.builders"),  # type: ignore[arg-type]
+    "a model to plan": (lambda: choose(PROBLEM, "h200"), "model is a str: pass weft.sim.model_of(...)"),  # type: ignore[arg-type]
+    "times to plan": (lambda: choose(PROBLEM, MODEL, measured=3), "measured is an int: pass a dict, {candidate: time"),  # type: ignore[arg-type]
+    "a mode to simulate": (lambda: simulate(SERIAL, MODEL, mode="x"), "mode='x' is unknown: use one of queued, graph"),  # type: ignore[arg-type]
+    "runs to simulate": (lambda: simulate(SERIAL, MODEL, runs=1.5), "runs=1.5 is a float: pass the number of consecutive"),  # type: ignore[arg-type]
+    "delays to simulate": (lambda: simulate(SERIAL, MODEL, late_us=[0.0, math.nan]), "late_us=(0.0, nan) must have 2 times"),
     "processes": (lambda: Pool("2"), "world_size='2' is a str: pass the number of processes, an integer"),  # type: ignore[arg-type]
     "threads": (lambda: Pool(2, threads=0), "world_size=2 and threads=0 must be at least 1"),
     "backend": (lambda: Pool(2, backend=None), "backend=None is a NoneType: pass 'gloo' or 'nccl'"),  # type: ignore[arg-type]

@@ -50,6 +50,9 @@ def test_what_is_no_name_is_refused_as_such() -> None:
     said = "schedule=3 is an int: pass the name of a schedule, a string such as 'serial', or None"
     with pytest.raises(ValueError, match=said):
         plan.pinned(3)
+    for empty in ("", []):
+        with pytest.raises(ValueError, match="pass the name of a schedule, a string such as 'serial', or None"):
+            plan.use(empty).__enter__()  # type: ignore[arg-type]
     with plan.use(3), pytest.raises(ValueError, match=said):  # type: ignore[arg-type]
         plan.choose(LARGE, H200)
 

@@ -16,10 +16,11 @@ from weft.builders.registry import cannot_do
 from weft.caller import warn
 from weft.plan import pin
 from weft.plan.heuristic import pick_here
-from weft.plan.predict import AT_LEAST, MODES, ROUGH, Progress, Row, least_us, predict, predicted_rows
+from weft.plan.predict import AT_LEAST, ROUGH, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Schedule
 from weft.sim import Mode, Model
-from weft.words import counted, in_us
+from weft.sim.engine import check_mode
+from weft.words import counted, in_us, kind
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
 """The margin by which a schedule must beat serial: a fraction of serial's time or a time in us, whichever is larger.
@@ -125,7 +126,16 @@ def choose(
     `ValueError` for an unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not
     support `problem`.
     """
-    pinned = pinned or pin.pinned()
+    for name, given, wanted in (("problem", problem, Problem), ("model", model, Model)):
+        if not isinstance(given, wanted):
+            made = (
+                "a problem of weft.builders, such as AllGatherMatmul" if wanted is Problem else "weft.sim.model_of(...)"
+            )
+            raise ValueError(f"{name} is {kind(given)}: pass {made}")
+    check_mode(mode)
+    if measured is not None and not isinstance(measured, Mapping):
+        raise ValueError(f"measured is {kind(measured)}: pass a dict, {{candidate: time in us}}, or None")
+    pinned = pin.pinned(pinned)
     if pinned == pin.HEURISTIC:
         pinned, _ = pick_here(problem, model.name)
     pinned = None if pinned == pin.AUTOTUNE else pinned
@@ -158,8 +168,7 @@ def decide(
     """Choose like `choose`, with the same arguments, but without the cache, without a warning, and independent of
     `weft.plan.use`.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
+    check_mode(mode)
     measured = measured or {}
     for name in measured:
         named(problem, name)

@@ -20,12 +20,13 @@ from weft.hw.topology import known_topologies, load_topology
 from weft.integers import integer
 from weft.plan import gemms
 from weft.plan.autotune import known_times
-from weft.plan.choose import MODES, Choice, decide
+from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Progress, Row
 from weft.plan.source import calibrated
 from weft.sim import Mode, Model
+from weft.sim.engine import check_mode
 from weft.sim.memory import require_memory
 from weft.sim.model import MatmulShape
 from weft.sim.orbits import MOST_RANKS
@@ -280,8 +281,7 @@ def problem_on_machine(
     most: the largest number of ranks to allow. More than `MOST_RANKS` ranks are possible only if all
         ranks do the same work, so that one rank can represent them in the simulation.
     """
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
+    check_mode(mode)
     ranks = _checked_ranks(ranks)
     if ranks > most:
         more = (

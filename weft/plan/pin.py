@@ -40,6 +40,8 @@ def use(schedule: str | None) -> Iterator[None]:
     if that schedule cannot run, a warning gives the reason, and the planner chooses. Operators raise `ValueError` if
     they have no schedule of this name. Embeddings support only "autotune"; pin their transport with `transport=`.
     """
+    if schedule is not None and not schedule:  # the fast path of repeated calls would take it for None
+        raise ValueError(f"schedule={schedule!r}: pass the name of a schedule, a string such as 'serial', or None")
     token = _pinned.set(schedule)
     try:
         yield

@@ -27,10 +27,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from weft._core import Fluid
 from weft.errors import ScheduleError, SimulationError
+from weft.integers import integer
 from weft.schedule import Schedule
 from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
@@ -41,13 +42,21 @@ from weft.sim.memory import require_memory
 from weft.sim.model import Model
 from weft.sim.result import Simulated, TaskRun
 
+Mode: TypeAlias = Literal["queued", "graph", "single"]
+
+
+def check_mode(mode: object) -> None:
+    """Raise `ValueError` unless `mode` is a `Mode`."""
+    if not isinstance(mode, str) or mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(get_args(Mode))}")
+
 
 def simulate(
     schedule: Schedule,
     model: Model,
     *,
     runs: int = 1,
-    mode: Literal["queued", "graph", "single"] = "queued",
+    mode: Mode = "queued",
     late_us: Sequence[float] = (),
     trusted: bool = False,
     most_us: float = math.inf,
@@ -69,15 +78,17 @@ def simulate(
     takes time (on a model other than NULL). Raise `SimulationError` if a collective ends before its links could have
     carried its bytes.
     """
+    runs = integer("runs", runs, "pass the number of consecutive runs, an integer")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1")
+    check_mode(mode)
     if model.world_size not in (0, schedule.world_size):
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.world_size} ranks, but the model has {model.world_size}: "
             f"pass a model of {schedule.world_size} ranks"
         )
     late = tuple(late_us) or (0.0,) * schedule.world_size
-    if len(late) != schedule.world_size or min(late) < 0:
+    if len(late) != schedule.world_size or not all(0 <= one < math.inf for one in late):
         raise ValueError(f"late_us={late} must have {schedule.world_size} times of at least 0, one for each rank")
     if not trusted:
         check_steps(schedule)

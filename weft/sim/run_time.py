@@ -15,16 +15,13 @@ The added costs are:
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
 
 from weft.schedule import Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import depends, of_kind, substitute, walk
-from weft.sim.engine import simulate
+from weft.sim.engine import Mode, simulate
 from weft.sim.model import Model
 from weft.sim.vectorised import values_of_ranks
-
-Mode: TypeAlias = Literal["queued", "graph", "single"]
 
 TORCH_CALLS = 5
 """The number of torch calls per dynamic step of an unfused run. On a machine with H100s, dispatches of 41 to 384
