@@ -86,8 +86,8 @@ def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
 
     So the planner uses fewer dynamic steps than are optimal for the GPU.
     """
-    p = replace(AllToAllMatmul.even(8192, 1536, 2048, 64, 2), exact=False)
-    slow_host = replace(H200, host_late_us=2 * H200.host_late_us)
+    p = replace(AllToAllMatmul.even(16384, 1024, 4096, 64, 2), exact=False)
+    slow_host = replace(H200, host_late_us=8 * H200.host_late_us)
     found = decide(p, slow_host, mode="queued")
     fastest = next(row for row in found.rows if row.us is not None)
     serial = found.row("serial")

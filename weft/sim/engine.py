@@ -8,9 +8,9 @@ of steps, and arrivals of signals. Speeds change only at these events, and only 
 Copy kernels and collectives hold compute units, and begin when enough units are free. A running cuBLAS GEMM keeps its
 units until it ends. A GEMM gets the units that running copies and collectives do not hold.
 
-A grouped GEMM divides its tiles in advance between its programs, one for each unit (`TileKernel.divides_tiles`). If copies or
-collectives hold units when it begins, its last programs begin when enough of these units are free, but at the latest when its
-first programs have ended. It then takes its full time from there on: each program has the same work.
+A grouped GEMM with short K divides its tiles in advance between its programs, one for each unit (`TileKernel.divides_tiles`).
+If copies or collectives hold units when it begins, its last programs begin when enough of these units are free, but at the
+latest when its first programs have ended. It then takes its full time from there on: each program has the same work.
 
 Signals are counters that only grow. A `Set` step, or a tile with a `Set`, increments a counter by 1; this is called a
 set. Each run has the same number of sets of a counter, `sets_per_run`. In run e = 1, 2, ..., a wait ends when its
