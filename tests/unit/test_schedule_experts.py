@@ -130,8 +130,9 @@ def test_ficco_adds_up_columns_of_tokens() -> None:
 @pytest.mark.parametrize("world", [2, slow(4), slow(8)])
 def test_every_candidate_of_the_combine_verifies_and_can_be_simulated(world: int) -> None:
     """No schedule is faster than its GEMMs. The GEMMs are long in this test, so overlapping is faster than serial, unless the
-    last tiles of a launch leave units idle. Then it is at most 40% slower: serial runs cuBLAS's GEMMs, which are faster
-    than weft's kernel, and the CPU knows its sizes.
+    last tiles of a launch leave units idle. On up to 4 ranks it is then at most 40% slower: serial runs cuBLAS's GEMMs, which
+    are faster than weft's kernel, and the CPU knows its sizes. On 8 ranks, with 4 chunks, each launch has 64 tiles for 132
+    units, so it is up to 80% slower.
     """
     p = MatmulAllToAll.even(16384, 4096, 4096, 4, world)
     found, model = applicable(p), model_of(load_machine("h200"), world)
@@ -143,7 +144,7 @@ def test_every_candidate_of_the_combine_verifies_and_can_be_simulated(world: int
     assert 2 * p.rows[0] * p.n * p.k / model.matmul_flops_per_us["bf16"] < min(ends.values())
     combined = [us for name, us in ends.items() if name.startswith("combine[")]
     assert min(combined) < ends["serial"]
-    assert max(combined) < 1.4 * ends["serial"]
+    assert max(combined) < (1.4 if world < 8 else 1.8) * ends["serial"]
 
 
 def any_splits(data: st.DataObject) -> None:
