@@ -94,7 +94,7 @@ def _errors(machine: str, op: str, mode: str) -> list[float]:
     ("op", "mode", "h100", "h200"),
     [
         ("all_gather_matmul", "queued", 0.07, 0.05),
-        ("all_gather_scaled_matmul", "queued", 0.08, 0.06),
+        ("all_gather_scaled_matmul", "queued", 0.08, 0.07),
         ("matmul_reduce_scatter", "queued", 0.08, 0.06),
         ("scaled_matmul_reduce_scatter", "queued", 0.08, 0.06),
         ("matmul_all_reduce", "queued", 0.08, 0.07),
@@ -157,7 +157,7 @@ def test_serial_takes_as_long_as_predicted_if_the_time_of_its_gemm_is_known(op: 
 
 @pytest.mark.parametrize(
     ("machine", "dtype", "most"),
-    [("h100", "bf16", 0.08), ("h100", "fp8", 0.10), ("h200", "bf16", 0.06), ("h200", "fp8", 0.07)],
+    [("h100", "bf16", 0.08), ("h100", "fp8", 0.10), ("h200", "bf16", 0.06), ("h200", "fp8", 0.08)],
 )
 def test_gemms_take_about_as_long_as_predicted(machine: str, dtype: str, most: float) -> None:
     """Limit the mean error of GEMMs alone. The rates of the H100's GEMMs were fitted to seven other seeds."""
