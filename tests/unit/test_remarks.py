@@ -40,10 +40,11 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     cells = [remarks.gain(_record(ms), base) for ms in (0.5, 0.97, 1.5)] + [remarks.gain(None, base)]
     assert cells == ["2.00x", "(1.03x)", "0.67x", ""]
     assert remarks.unclear(cells) == [
-        "Factors in parentheses (1 of 3) differ from 1 by less than twice their noise, or compare a schedule with itself."
+        "Factors in parentheses (1 of 3) differ from 1 by less than twice their noise, or are gains of a schedule over itself."
     ]
     assert remarks.unclear(["2.00x"]) == []
     assert remarks.gain(_record(0.5), base, same=True) == "(2.00x)", "nothing is faster than itself"
+    assert remarks.gain(_record(1.5), base, same=True) == "0.67x", "weft's own code may cost time"
 
 
 def _records(**ms: float) -> list[dict[str, Any]]:

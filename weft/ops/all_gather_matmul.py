@@ -56,7 +56,7 @@ def all_gather_matmul(
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
     but multiplies rows that have arrived while it transfers other rows. The planner chooses a schedule for the shape
-    and the machine. If no overlapping schedule is faster, the all-gather of NCCL (on CPU gloo) runs first, and then the
+    and the machine. If no overlapping schedule is faster, the all-gather of NCCL (on CPU weft or gloo) runs first, and then the
     GEMMs. All ranks of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     A_shard: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its

@@ -49,7 +49,7 @@ def matmul_all_gather(
         return all_gather(x @ w, gather_dim)
 
     but sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the all-gather of NCCL (on CPU gloo). All ranks
+    If no overlapping schedule is faster, the GEMM runs first, and then the all-gather of NCCL (on CPU weft or gloo). All ranks
     of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. The same shape on all ranks.

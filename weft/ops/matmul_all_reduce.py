@@ -71,7 +71,7 @@ def matmul_all_reduce(
     Each rank sends finished rows to the ranks that reduce them, while it computes other rows. These ranks send sums to
     all ranks while they reduce other rows. With few rows, as in decoding, every rank reduces all rows. The planner
     chooses a schedule for the shape and the machine. If no overlapping schedule is faster, the GEMM runs first, and
-    then the all-reduce of NCCL (on CPU gloo). All ranks of `group` must make the call. Autocast has no effect: GEMM and
+    then the all-reduce of NCCL (on CPU weft or gloo). All ranks of `group` must make the call. Autocast has no effect: GEMM and
     norm use the dtype of the inputs.
 
     x: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D, with any number of rows. The

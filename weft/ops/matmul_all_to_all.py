@@ -59,7 +59,7 @@ def matmul_all_to_all(
 
     but sends finished rows while it multiplies other rows, and never sorts rows. The planner chooses a schedule for the
     shape and the machine. If no overlapping schedule is faster, the GEMMs run first, and then the all-to-all of NCCL
-    (on CPU gloo). All ranks of `group` must make the call. Autocast has no effect.
+    (on CPU weft or gloo). All ranks of `group` must make the call. Autocast has no effect.
 
     For one GEMM followed by an all-to-all of equal parts, use one expert per rank: pass `w[None]`, and `received` [W,
     1] and `splits` [W] filled with `len(h) // W`.

@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
     but sends finished rows while it computes other rows. The planner chooses a schedule for the shape and the machine.
-    If no overlapping schedule is faster, the GEMM runs first, and then the reduce-scatter of NCCL (on CPU gloo). All
+    If no overlapping schedule is faster, the GEMM runs first, and then the reduce-scatter of NCCL (on CPU weft or gloo). All
     ranks of `group` must make the call. Autocast has no effect: inputs are multiplied in their own dtype.
 
     A: [..., K] in fp32, fp16 or bf16 (on CPU also fp64, for `gradcheck`), at least 2-D. Not a DTensor: pass its

@@ -22,7 +22,7 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """Return the speedup of record `one` over record `base`, such as "1.25x"; "" if either is None.
 
     The text is in parentheses if the difference is within twice its noise, or if both variants ran the same schedule
-    (`same`). Records without noise count as exact.
+    (`same`) and `one` was faster. Records without noise count as exact.
     """
     if not (one and base):
         return ""
@@ -30,7 +30,8 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
         harness.noise(r["p20_ms"], r["p50_ms"], r["p80_ms"], r["repetitions"]) for r in (one, base) if "p20_ms" in r
     ]
     factor = base["p50_ms"] / one["p50_ms"]
-    return times(factor, not same and (len(noises) < 2 or harness.is_clear(factor, *noises)))
+    is_clear = len(noises) < 2 or harness.is_clear(factor, *noises)
+    return times(factor, is_clear and not (same and factor > 1))
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
@@ -42,13 +43,14 @@ def unclear(cells: Sequence[str]) -> list[str]:
     if not in_them:
         return []
     return [
-        f"Factors in parentheses ({in_them} of {len(some)}) differ from 1 by less than twice their noise, or compare a schedule "
-        "with itself."
+        f"Factors in parentheses ({in_them} of {len(some)}) differ from 1 by less than twice their noise, or are gains of a "
+        "schedule over itself."
     ]
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return a remark on the time differences between variants that ran the same schedule: only noise can cause them.
+    """Return a remark on the time differences between variants that ran the same schedule: noise, and the time that weft's own
+    code adds.
 
     pairs: the two records of each pair of such variants.
     """
@@ -56,8 +58,8 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
     return [
-        f"As a measure of noise, {counted(len(off), 'pair')} of variants ran the same schedule. Their times differ by "
-        f"{median(off):.1%} in the median, and by {max(off):.1%} at most."
+        f"{counted(len(off), 'pair')} of variants ran the same schedule. Because of noise and of weft's own code, their times "
+        f"differ by {median(off):.1%} in the median, and by {max(off):.1%} at most."
     ]
 
 
