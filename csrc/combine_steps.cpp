@@ -92,9 +92,7 @@ nb::object CombineSteps::multiplied(const Call &call, const std::vector<nb::obje
     const size_t experts = size_t(call.w.shape[0]);
     std::vector<int64_t> counts(experts);
     for (size_t i = 0; i < call.received.size(); ++i) counts[i % experts] += call.received[i];
-    nb::object rows = tensors[0];
-    if (call.came != call.h.shape[0]) rows = call_method(rows, narrow_, zero_, zero_, number(call.came));
-    return multiply_each(calls_, rows, tensors[1], counts, call.came);
+    return multiply_each(calls_, tensors[0], tensors[1], counts, call.came);
 }
 
 nb::object CombineSteps::run(const Call &call, const std::vector<nb::object> &tensors, const CpuCall &on_cpu) const {

@@ -37,7 +37,7 @@ class CombineSteps {
     const TorchCalls &calls_;
     int64_t rank_, world_, rows_;
     nb::object of_received_, of_splits_;
-    nb::object new_empty_ = interned("new_empty"), narrow_ = interned("narrow"), zero_ = number(0);
+    nb::object new_empty_ = interned("new_empty");
 };
 
 }  // namespace weft

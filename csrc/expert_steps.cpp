@@ -107,14 +107,14 @@ nb::object ExpertGemms::of(nb::handle h, nb::handle w, nb::handle received, nb::
     const std::vector<int64_t> counts = numbers_of(host, of_experts);
     const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t(0));
     const TensorView given = calls_.reader->view(h), weights = calls_.reader->view(w);
-    nb::object used = nb::borrow(h);
-    if (rows != given.shape[0]) used = call_method(h, narrow_, zero_, zero_, number(rows));
     int64_t experts = 0;
     for (const int64_t count : counts) experts += count != 0;
-    const int64_t item_bytes = weights.dtype_bits / 8;
-    const bool can_group = is_on_gpu(given) && is_bf16(given) && rows > 0 && has_aligned_rows(given) && has_aligned_rows(weights);
-    if (!can_group || one_gemm_each(experts, double(rows), weights.shape[1], weights.shape[2], item_bytes))
-        return multiply_each(calls_, used, w, counts, rows);
+    const bool can_group = is_on_gpu(given) && is_bf16(given) && rows > 0;
+    if (!can_group || one_gemm_each(experts, double(rows), weights.shape[1], weights.shape[2], weights.dtype_bits / 8) ||
+        !has_aligned_rows(given) || !has_aligned_rows(weights))
+        return multiply_each(calls_, h, w, counts, rows);
+    nb::object used = nb::borrow(h);
+    if (rows != given.shape[0]) used = call_method(h, narrow_, zero_, zero_, number(rows));
     const nb::object orders = orders_.of(received, splits, numbers), ends = checked(PyObject_GetAttr(orders.ptr(), ends_.ptr()));
     PyObject *arguments[] = {nullptr, used.ptr(), w.ptr(), ends.ptr()};
     return checked(PyObject_Vectorcall(grouped_.ptr(), arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, with_ends_.ptr()));

@@ -1,4 +1,4 @@
-// Steps of unfused calls of experts: the numbers of rows that the CPU knows, and the GEMMs of experts, one for each expert.
+// Steps of unfused calls of experts: the numbers of rows that the CPU knows, the order of rows, and the GEMMs.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ bool one_gemm_each(int64_t experts, double rows, int64_t k, int64_t n, int64_t i
 bool is_aligned(const std::vector<int64_t> &shape, const std::vector<int64_t> &strides, uint64_t address, int64_t item_bytes);
 
 // Multiplies rows, which are sorted by expert, by the experts' weights [experts, K, N], with one GEMM for each expert that has rows.
-// Returns the products.
+// Returns the products. Further rows are ignored.
 // counts: the number of rows of each expert. came: their sum.
 nb::object multiply_each(const TorchCalls &calls, nb::handle rows, nb::handle w, const std::vector<int64_t> &counts, int64_t came);
 

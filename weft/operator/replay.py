@@ -197,8 +197,10 @@ class Replay(RecordedOnCpu):
         given, results = Given(arguments, seen.apply is None), Given((tuple(seen.results), {}), seen.apply is None)
         self._call = _core.Recipe(("call", op.form, [given.written(field) for field in seen.recorded]))
         self._inputs: _core.Recipe | None = None
+        buffers: dict[str, Place] = {}
         if self.kind != "cpu":
-            self._inputs = _core.Recipe(("dict", {name: given.written(tensor) for name, tensor in inputs.items()}))
+            buffers = {name: given.written(tensor) for name, tensor in inputs.items()}
+            self._inputs = _core.Recipe(("dict", buffers))
         if not given.all_used:
             raise UnlikeError  # the call depends on a tensor's contents
         executors = (chosen.usual, chosen.captured)
@@ -211,7 +213,7 @@ class Replay(RecordedOnCpu):
         if self.kind != "cpu" and chosen.usual is not None and seen.apply is None and self._shapes is not None:
             run = chosen.usual.known_run(inputs, made, prepared.results, seen.deadline_s)
             if run is not None:
-                recipe = "list", [given.written(tensor) for tensor in inputs.values()]
+                recipe = "list", list(buffers.values())
                 return _core.KnownCall(self, SURROUNDINGS, recipe, run, [], written, usual=True, captured=False)
         is_native = None in executors and seen.apply is None and prepared.in_steps
         steps = prepared.steps() if is_native else None
