@@ -186,6 +186,7 @@ def test_state_dicts_of_other_models_are_refused(pool: Pool) -> None:
 
 def replicated_on_a_destroyed_group(group: dist.ProcessGroup) -> str:
     own = dist.new_group([0, 1])
+    dist.barrier(group)  # gloo connects the pairs of `own` until both ranks have returned from new_group
     dist.destroy_process_group(own)
     return told(lambda: layers.replicated(nn.Parameter(torch.ones(3)), own))
 
