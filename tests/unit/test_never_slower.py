@@ -91,6 +91,7 @@ def test_its_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
         "usage: weft bench never-slower",
         "in at least four of these five",
         "weft bench never-slower --json never.jsonl",
+        "So no limit applies there, and the verdict only counts errors.",
         *MODES,
     ):
         assert part in said
@@ -245,6 +246,32 @@ def test_an_error_is_said_and_a_skip_does_no_harm(capsys: pytest.CaptureFixture[
     assert "skipped, matmul_all_reduce, graph: it waits (1)" in said
     assert "error, matmul_all_reduce 8x512x512, graph: ValueError: no" in said
     assert said.strip().endswith("Verdict: some limits are exceeded (1 shape measured): 1 row ended with an error")
+
+
+def test_no_limit_applies_on_cpu_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same rows exceed every limit on GPUs, and none on CPU ranks, whose summary names no limit."""
+
+    def rows(device: str) -> list[dict[str, Any]]:
+        queued = [_row(2.0, again=again, chosen="serial") for again in (False, True)]
+        single = [_row(2.0, mode="single", index=i, chosen=chosen) for i, chosen in ((1, "serial"), (2, "two_shot"))]
+        return [row | {"device": device} for row in (*queued, *single, _changing(1.5, 9.0))]
+
+    assert len(Verdict(rows("cuda")).failures) == 5
+    page.show(rows("cuda"))
+    assert "wanted: at most 10" in capsys.readouterr().out
+    verdict = Verdict(rows("cpu"))
+    assert len(verdict.below) == 1
+    assert verdict.failures == []
+    page.show(rows("cpu"))
+    said = capsys.readouterr().out
+    assert "single, serial: 0.50x of serial's speed (geometric mean)" in said
+    assert "wanted" not in said
+    assert "exceeded" not in said
+    assert said.strip().endswith(
+        "Verdict: no limit applies on CPU ranks, because their times vary with the machine's load (1 shape measured)"
+    )
+    wrong = _without_times(index=3, error="ValueError: no", device="cpu")
+    assert page.verdict_of(Verdict([*rows("cpu"), wrong])).endswith("(1 shape measured). 1 row ended with an error")
 
 
 # --- documents ---

@@ -66,8 +66,12 @@ def verdict_of(verdict: Verdict) -> str:
     if not (verdict.timed or verdict.changing):
         return "nothing was measured"
     measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
-    if failures := verdict.failures:
-        return f"some limits are exceeded ({measured} measured): {'; '.join(failures)}"
+    failures = "; ".join(verdict.failures)
+    if not verdict.limited:
+        none = f"no limit applies on CPU ranks, because their times vary with the machine's load ({measured} measured)"
+        return none + (f". {failures}" if failures else "")
+    if failures:
+        return f"some limits are exceeded ({measured} measured): {failures}"
     return f"all limits hold ({measured} measured): none is below {NEVER_BELOW}x of the baseline's speed"
 
 
@@ -88,10 +92,15 @@ def said(verdict: Verdict) -> list[str]:
         if verdict.overlapped_share is not None:
             lines.append(
                 f"ideal time below {GAINS_BELOW} of serial's time: {len(verdict.gaining)}. weft overlaps "
-                f"{verdict.overlapped_share:.0%} of these (wanted: {OVERLAPPED_SHARE:.0%})"
+                f"{verdict.overlapped_share:.0%} of these" + f" (wanted: {OVERLAPPED_SHARE:.0%})" * verdict.limited
             )
     for how, most in ADDED_US.items():
-        if (added := verdict.added_us(how)) is not None:
+        if not verdict.limited:
+            if single := verdict.single(how):
+                lines.append(
+                    f"single, {_HOW[how]}: {times(geomean([*map(speed, single)]))} of serial's speed (geometric mean)"
+                )
+        elif (added := verdict.added_us(how)) is not None:
             lines.append(
                 f"single, {_HOW[how]}: {added:+.1f} us relative to serial at the median (wanted: at most {most:.0f})"
             )
