@@ -82,7 +82,9 @@ def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tup
 def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
     answers = pair.run(absent, PROBLEM, {"transport": transport}, timeout_s=30)
     assert_error(
-        answers[0][0], "DeadlineError", match=r"rank 0: .*signal 'ready' of rank 1 in call 2 .*wanted 2, found 1"
+        answers[0][0],
+        "DeadlineError",
+        match=r"rank 0: .*signal 'ready' of rank 1 in .*wanted 2, found 1, in launch 2 of",
     )
     for _, again in answers:
         assert_over(again)
@@ -146,7 +148,7 @@ def stuck(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tupl
 )
 def test_a_rank_that_stores_nothing(pair: Pool, transport: str, said: str) -> None:
     answers = pair.run(stuck, PROBLEM, {"transport": transport}, timeout_s=30)
-    assert_error(answers[0][0], "DeadlineError", match=rf"rank 0: .*{said} in call 2 .*wanted 2, found 1")
+    assert_error(answers[0][0], "DeadlineError", match=rf"rank 0: .*{said} in .*wanted 2, found 1, in launch 2 of")
     for _, again in answers:
         assert_over(again)
 

@@ -243,8 +243,8 @@ def skips_a_backward(group: dist.ProcessGroup, rows: bool) -> tuple[str, bool]:
 def test_a_rank_that_omits_a_backward_of_data_parallel_tables_is_found(pool: Pool, rows: bool) -> None:
     for error, same in pool.run(skips_a_backward, rows, ranks=2, timeout_s=60):
         assert error.startswith("DisagreementError")
-        assert "backward of call 1 with gradients" in error
-        assert "backward of call 2 with gradients" in error
+        assert "backward of call 1 of this module with gradients" in error
+        assert "backward of call 2 of this module with gradients" in error
         assert same
 
 

@@ -137,7 +137,9 @@ def differ(group, apart):
 
 def test_ranks_whose_data_ride_and_do_not_disagree(pool: Pool) -> None:
     assert_errors(
-        pool.run(differ, "cargo", ranks=4, timeout_s=40), "DisagreementError", "ranks made different calls (call "
+        pool.run(differ, "cargo", ranks=4, timeout_s=40),
+        "DisagreementError",
+        "ranks made different calls at rendezvous ",
     )
 
 

@@ -62,7 +62,10 @@ def absent(group, builder):
 def test_a_rank_that_never_calls(pool: Pool, builder: str) -> None:
     answers = pool.run(absent, builder, ranks=3)
     errors = [answers[rank][0] for rank in (0, 2)]
-    missed = rf"rank [02] waited 0.5 s for schedule '{builder}' of number 1 \(call 2\) from rank 1 \(pid \d+\): wanted 2, found 1"
+    missed = (
+        rf"rank [02] waited 0.5 s for schedule '{builder}' of number 1 \(rendezvous 2\) from rank 1 \(pid \d+\): wanted 2, "
+        "found 1"
+    )
     assert_deadline(errors, missed)
     assert all(seconds < 20 for _, seconds, _ in answers)
     assert_over([answer[-1] for answer in answers])

@@ -138,4 +138,7 @@ def test_a_rank_that_is_a_call_behind_in_the_set_up(pool: Pool) -> None:
     for rank, ((first, _), (second, _)) in enumerate(found):
         assert first == ("DisagreementError" if rank == BAD_RANK else "DeadlineError")
         assert second == ("PoisonedGroupError" if rank == BAD_RANK else "DisagreementError")
-    assert "rank 0 at its call 2, rank 1 at its call 1, rank 2 at its call 2" in found[BAD_RANK][0][1]
+    assert (
+        "in different calls of weft's operators: call 2 of rank 0, call 1 of rank 1, call 2 of rank 2, counted on this group since "
+        "its first call or since the last call that a rank refused"
+    ) in found[BAD_RANK][0][1]

@@ -91,7 +91,10 @@ def test_compared_calls_that_differ_are_named() -> None:
     one.heard(1, CallLog(1, 3, said.append).note(7, "op, called at train.py:1"))
     one.heard(2, CallLog(2, 3, said.append).note(7, "backward of op, called at train.py:2"))
     (text,) = said
-    assert "call 7 of rank 0 is op, called at train.py:1, on rank 2 it is backward of op, called at train.py:2" in text
+    assert (
+        "call 7 of weft on this group, forward and backward counted, is op, called at train.py:1 on rank 0, and backward of op, "
+        "called at train.py:2 on rank 2"
+    ) in text
 
 
 def made(*fingerprints: int) -> MadeCalls:
@@ -119,7 +122,9 @@ def test_a_difference_is_found_at_any_later_call() -> None:
 def test_a_difference_is_found_behind_calls_that_agreed() -> None:
     here = made(1, 2, 3, 4)
     assert here.heard(1, made(1, 2).news()) == ""
-    assert "between call 3 and call 4 of this group" in here.heard(1, made(1, 2, 3, 5).news())
+    assert "between call 3 and call 4 of weft on this group, forward and backward counted: " in here.heard(
+        1, made(1, 2, 3, 5).news()
+    )
 
 
 def test_news_of_a_call_that_is_still_to_come_waits_for_it() -> None:

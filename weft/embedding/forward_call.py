@@ -70,7 +70,7 @@ class CallNumber(NamedTuple):
 
     def __str__(self) -> str:
         since = f" after {counted(self.refused, 'refused call')}" if self.refused else ""
-        return f"call {self.calls} with gradients{since}"
+        return f"call {self.calls} of this module with gradients{since}"
 
 
 @dataclass

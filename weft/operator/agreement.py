@@ -191,8 +191,8 @@ class GpuAgreement(Agreement):
                     _disagree(comm, f"ranks call {operator} differently: {shown(comm, details)()}")
                 more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
                 text = (
-                    f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
-                    f"{rank}, call {count}: {theirs}{more[1]}"
+                    f"ranks call {operator} differently. Rank 0, in call {calls[0][1]} of weft on this group, forward and backward "
+                    f"counted: {calls[0][2]}{more[0]}; rank {rank}, in call {count}: {theirs}{more[1]}"
                 )
                 _disagree(comm, text)
         if differ([noted.records for *_, noted in calls]):

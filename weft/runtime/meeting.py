@@ -61,10 +61,11 @@ _DIGEST = 16
 _KINDS_OF_CARGO = 16  # the most kinds of cargo for which a topic's bytes are kept
 _PIECE_BYTES = 32 * 1024  # bytes of details per message, which may have up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, but not the number in "fp32"
+_RENDEZVOUS = "each call, forward, backward or refused, has one or more rendezvous"
 _MISSED = (
     "Every rank must make this call, forward or backward, before the deadline, which deadline_s or "
-    "WEFT_DEADLINE_S sets. Check whether a missing rank raised an error before the call, or skipped the call. This "
-    "group has failed: make a new process group"
+    "WEFT_DEADLINE_S sets. Check whether a missing rank raised an error before the call, or skipped the call "
+    f"({_RENDEZVOUS}). This group has failed: make a new process group"
 )
 _PREFETCH = "numbers of the input distribution"  # the first collective of a batch, which `weft.nn.InputDist` names
 _ACCUMULATE = "the end of accumulate()"  # the call at the end of the context of a module with embedding tables
@@ -230,7 +231,7 @@ class Meeting:
             self._require_equal(payload, payloads, topic, NOTHING, topic.compared)
 
     def _named(self, text: str) -> str:
-        return f"{text} (call {self.calls})"
+        return f"{text} (rendezvous {self.calls})"
 
     def go_on(self, name: str, is_complete: bool, deadline_s: float) -> None:
         """Complete a later round of a collective that native code runs (`Exchange.go_on`). The caller holds the lock `publishing`.
@@ -263,7 +264,7 @@ class Meeting:
                 self.disagree(of_layers)
         if not _one_forward(payloads, mine[_FORWARD_AT:_LAYERS_AT]):
             whose = by_rank((rank, _backward_of(number)) for rank, number in enumerate(map(_forward_of, payloads)))
-            self.disagree(f"ranks run {topic.text} for different calls: {whose}")
+            self.disagree(f"ranks run {topic.text} for different calls: {whose} ({_RENDEZVOUS})")
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call, with the reason `text`. Return the reasons of all ranks that refuse the
@@ -329,7 +330,9 @@ class Meeting:
                 "a rank may have run out of batches: give weft.nn.prefetched the same number of batches on every rank"
             )
         calls += f". Also, {of_layers}" if of_layers else ""
-        self.disagree(f"ranks made different calls (call {self.calls} of each rank): {calls}", hint)
+        self.disagree(
+            f"ranks made different calls at rendezvous {self.calls} of this group ({_RENDEZVOUS}): {calls}", hint
+        )
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
         """Raise `DisagreementError` with `text` and `hint`, and make the group fail. Call it only for an error that every
@@ -372,7 +375,7 @@ def _backward_of(number: int) -> str:
         if number == 0
         else "backward of a compiled call"
         if number == UNKNOWN
-        else f"backward of call {number}"
+        else f"backward of the call at rendezvous {number}"
     )
 
 

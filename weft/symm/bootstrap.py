@@ -207,9 +207,10 @@ class _Setup(Attempt):
         self._exchange("ready", _digest(" ".join(names)))
         calls = [self.entries[r].calls for r in range(self.world_size)]
         if len(set(calls)) > 1:
-            made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
+            made = ", ".join(f"call {number} of rank {rank}" for rank, number in enumerate(calls))
             raise DisagreementError(
-                f"ranks set up this group in different calls ({made}). A rank has missed a deadline before, so "
+                f"ranks set up this group in different calls of weft's operators: {made}, counted on this group since its first "
+                "call or since the last call that a rank refused. A rank has missed a deadline before, so "
                 "the ranks are out of step: make a new process group"
             )
         # A rank that leaves may immediately set up the group again. It must not find this rank's entry or listener then.

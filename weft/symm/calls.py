@@ -197,7 +197,9 @@ class MadeCalls(_core.CallDigest):
             return ""
         if number <= self.last - _KEPT // 2:  # this digest may be overwritten soon; a newer message will be compared
             return ""
-        between = f"between call {self._agreed + 1} and call {number} of this group"
+        between = (
+            f"between call {self._agreed + 1} and call {number} of weft on this group, forward and backward counted"
+        )
         if self.digest_at(number) != digest:
             return (
                 f"ranks have made different calls, {between}: the last ones are {self.what} here, and "
@@ -271,7 +273,8 @@ class CallLog:
         if mine != theirs:
             here, there = mine.decode(errors="replace"), theirs.decode(errors="replace")
             self._differ(
-                f"ranks made different calls: call {number} of rank {self._rank} is {here}, on rank {rank} it is {there}. "
+                f"ranks made different calls: call {number} of weft on this group, forward and backward counted, is {here} on rank "
+                f"{self._rank}, and {there} on rank {rank}. "
                 "WEFT_CHECK_CALLS compares operators and lines: make the same calls, from the same lines, on every "
                 "rank"
             )

@@ -144,12 +144,13 @@ class EmbeddingAllToAllCuda(LendingExecutor):
     def _failure_of(self, status: int, epoch: int, peer: int, wanted: int, found: int) -> WeftError:
         if status == device_code.DISAGREE:
             return DisagreementError(
-                f"rank {self.comm.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
-                f"the same global batch and batch_sizes on every rank"
+                f"rank {self.comm.rank}: rank {peer} called embedding_all_to_all with other batch_sizes in launch {epoch} of this "
+                "configuration's kernel: pass the same global batch and batch_sizes on every rank"
             )
         text = (
-            f"rank {self.comm.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
-            f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Check that all ranks made the same call"
+            f"rank {self.comm.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in embedding_all_to_all missed its "
+            f"deadline: wanted {wanted}, found {found}, in launch {epoch} of this configuration's kernel (replays of CUDA graphs "
+            "count). Check that all ranks made the same call"
         )
         if status == device_code.WAIT_FLAG:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
