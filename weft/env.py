@@ -66,6 +66,17 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank() -> int:
+    """`RANK`: the number of this rank among those of `WORLD_SIZE`. Launchers such as torchrun set it."""
+    found, world = _whole("RANK", "0", 0, "the number of this rank"), world_size()
+    if found >= world:
+        raise ValueError(
+            f"RANK={found} must be less than WORLD_SIZE={world}: start the ranks with torchrun, which sets both, or unset "
+            "RANK and WORLD_SIZE"
+        )
+    return found
+
+
 def local_rank() -> int:
     """`LOCAL_RANK`: the index of the device that `weft bench` uses on this machine (default 0). torchrun sets it."""
     return _whole("LOCAL_RANK", "0", 0, "the index of this rank's device")

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ def write_whole(path: Path, text: str) -> None:
     a link or a device, write to it directly.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.write_text(text)
+        with _named(path):
+            path.write_text(text)
         return
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        part.write_text(text)
+        with _named(path):
+            part.write_text(text)
         if path.exists():
             shutil.copymode(path, part)
         part.replace(path)
@@ -50,8 +52,19 @@ def append_json(path: Path, objects: Iterable[Any]) -> None:
     write one first.
     """
     lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in objects)
-    with path.open("ab") as file:
+    with _named(path), path.open("ab") as file:
         file.write(("\n" * _cut_off(path) + lines).encode())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Context manager: add the file's name to an error of a write, such as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _cut_off(path: Path) -> bool:

@@ -191,7 +191,10 @@ def test_a_stream_that_is_closed_at_the_start_stops_no_command(closed: str, tmp_
     record = tmp_path / "plan.json"
     command = f'"{sys.executable}" -m weft.cli plan all_gather_matmul --shape 64,64,64 --hw h200 --json "{record}"'
     found = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=300)
-    assert (found.returncode, found.stderr) == (0, "")
+    said = [
+        line for line in found.stderr.splitlines() if not line.startswith("weft plan: ")
+    ]  # progress if the machine is busy
+    assert (found.returncode, said) == (0, [])
     assert record.exists()
 
 
@@ -210,7 +213,8 @@ def test_a_full_disk_is_a_sentence(where: str) -> None:
             [sys.executable, "-m", "weft.cli", *arguments], stdout=out, stderr=subprocess.PIPE, text=True, timeout=300
         )
     assert found.returncode == 2
-    assert found.stderr.strip() == "weft: [Errno 28] No space left on device"
+    named = ": '/dev/full'" if where == "json" else ""
+    assert found.stderr.strip() == f"weft: [Errno 28] No space left on device{named}"
 
 
 def test_demo_draws_into_no_file(tmp_path: Path) -> None:

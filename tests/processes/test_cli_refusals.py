@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from typer.testing import CliRunner
 from weft.bench.__main__ import main as bench_main
 from weft.bench.core.arguments import one_line
 from weft.bench.core.operators import names
+from weft.cli import main as start
 from weft.cli.app import app, main
 from weft.errors import PeerLostError
 from weft.studies import ficco, t3, t3_hardware
 
+SMALL_GEMM = ["bench", "all_gather_matmul", "--device", "cpu", "--shape", "8,8,8", "--quick"]
 SMALL = ["--device", "cpu", "--shape", "8,8,8", "--quick"]
 GEMM = ["plan", "all_gather_matmul", "--shape"]
 EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
@@ -65,6 +68,11 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ([*GEMM, "8,8,8-e8"], "leave out '-e8'"),
         ([*GEMM, "8,8,8", "--option", "a"], "option 'a' has no value: write it as a=VALUE"),
         ([*GEMM, "8,8,8", "--option", "a=1"], "a=1: all_gather_matmul has no such option; it has no options of its own"),
+        (["plan", "matmul_all_reduce", "--shape", "8,8,8", "--option", "norm=true", "--option", "norm=false"],
+            "option norm is given 2 times, as True and False: give it once"),
+        (["bench", "matmul_all_gather", "--shape", "8,8,8", "--device", "cpu", "--option", "gather_dim=0", "--option",
+            "gather_dim=-1"], "option gather_dim is given 2 times, as 0 and -1: give it once"),
+        (["bench", "bogus", "--help"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         ([*GEMM, "8,8,8", "--option", "norm=true"], "has no such option (matmul_all_reduce has it)"),
         (["bench", "all_to_all_matmul", "--shape", "8,8,8"], "'8x8x8' is not a known shape: write TOKENSxNxK-eEXPERTS-topK"),
         (["plan", "matmul_all_gather", "--shape", "8,8,8", "--option", "gather_dim=x"], "gather_dim=x: give an integer"),
@@ -93,7 +101,15 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ([*EMBEDDINGS, "--preset", "dlrm"], "no preset 'dlrm': give one of pgas-weak"),
         ([*EMBEDDINGS, "--variants", "direct,fast"], "no variant 'fast'"),
         ([*EMBEDDINGS, "--scale", "lots"], "scale 'lots' is not a number: write it as 1/32 or 0.03"),
-        ([*EMBEDDINGS, "--scale", "2"], "scale=2.0 must be above 0"),
+        ([*EMBEDDINGS, "--scale", "2"], "scale=2.0 must be at least 1/65536 and at most 1"),
+        ([*EMBEDDINGS, "--scale", "1e-9"], "scale=1e-09 must be at least 1/65536 and at most 1"),
+        ([*EMBEDDINGS, "--scale", "1e999999999"], "scale=inf must be at least 1/65536 and at most 1"),
+        ([*EMBEDDINGS, "--scale", "1" + "0" * 400 + "/3"], "is not a number: write it as 1/32 or 0.03"),
+        ([*EMBEDDINGS, "--preset", ""], "preset='' names no preset: pass a name, or omit it for all presets"),
+        (["bench", "all_gather_matmul", "--device", "cpu", "--preset", ","], "preset=',' names no preset"),
+        ([*SMALL_GEMM, "--variants", ","], "--variants ',' names no variant: pass a name, or omit it for the default variants"),
+        ([*SMALL_GEMM, "--device", ""], "device='' must be 'cpu' or 'cuda'"),
+        ([*SMALL_GEMM, "--dtype", ""], "dtype='' must be one of fp32"),
         ([*EMBEDDINGS, "--ranks", "0"], "ranks=0 must be at least 1"),
     ],
 )  # fmt: skip
@@ -170,6 +186,41 @@ def test_what_fails_while_it_runs_is_a_line_and_status_1(capsys) -> None:
         assert capsys.readouterr().err == f"weft: {str(error) or 'interrupted'}\n"
     with pytest.raises(ZeroDivisionError), one_line("weft"):  # an internal error of weft keeps its traceback
         1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        ("2", "RANK=2 must be less than WORLD_SIZE=2: start the ranks with torchrun"),
+        ("x", "RANK='x' must be an integer"),
+    ],
+)
+@pytest.mark.parametrize("command", [BENCH, ["doctor", "--group"]], ids=lambda one: one[0])
+def test_a_rank_beyond_the_world_is_refused(command: list[str], rank: str, message: str, monkeypatch, capsys) -> None:
+    """torch would wait for the other ranks."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert message in _refused(command, monkeypatch, capsys)
+
+
+def test_the_file_of_links_is_tried_before_ranks_meet(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *given: pytest.fail("it has started"))
+    said = _refused(["doctor", "--group", "--links", "/nowhere/links.toml"], monkeypatch, capsys)
+    assert "--links /nowhere/links.toml: the folder /nowhere does not exist" in said
+
+
+def test_ctrl_c_during_the_first_import_is_no_traceback(monkeypatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    module = types.ModuleType("weft.bench.core.arguments")
+    module.__getattr__ = interrupted  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "weft.bench.core.arguments", module)
+    with pytest.raises(SystemExit) as stopped:
+        start()
+    assert stopped.value.code == 130
 
 
 def test_the_command_without_the_extra_refuses_alike(monkeypatch, capsys) -> None:

@@ -282,7 +282,7 @@ def test_shares_of_what_is_lost() -> None:
     ("wrong", "message"),
     [
         ({"ranks": 1}, "ranks=1: an all-gather needs at least 2"),
-        ({"scale": 2.0}, r"scale=2\.0 must be above 0"),
+        ({"scale": 2.0}, r"scale=2\.0 must be at least 1/65536 and at most 1"),
         ({"variants": ("dma",)}, "compares all variants"),
         ({"seconds": 1.0}, r"seconds=1\.0: inefficiency repeats"),
         ({"preset": "g1,g99"}, "no GEMM 'g99'"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench import help
-from weft.bench.core.arguments import check_file, check_pictures, number_of_ranks, one_line, sizes
+from weft.bench.core.arguments import check_file, check_pictures, given_once, number_of_ranks, one_line, sizes
 from weft.bench.core.operators import operator
 from weft.bench.never_slower import options as never_slower
 from weft.builders.problem import plain
@@ -33,6 +33,8 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     or 2 on CPU.
     """
     name = help.asked_for(arguments)
+    if name is None and {"-h", "--help"} & {*arguments} and not arguments[0].startswith("-"):
+        operator(plain(arguments[0], None)[0], never_slower.COMMAND)  # general help would hide a misspelt name
     parser = argparse.ArgumentParser(
         prog=program if name is None else f"{program} {name}",
         usage=None if name is None else "%(prog)s [options]",
@@ -63,7 +65,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         type=int,
     )
     add("--device", "cpu or cuda. Default: cuda if there is a GPU")
-    add("--variants", f"comma-separated variants{below}. The baseline always runs", default="")
+    add("--variants", f"comma-separated variants{below}. The baseline always runs")
     add("--mode", "single: the CPU synchronises after each call. queued: the CPU launches calls ahead of the GPU. graph: a CUDA "
         "graph is replayed. Default: all modes of the operator on this device", dest="modes", action="append", choices=_MODES,
         default=[])  # fmt: skip
@@ -102,13 +104,19 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         shapes = ["x".join(map(str, mnk)) + suffix for *mnk, suffix in map(sizes, given.shape)]
         given.preset = ",".join([*([given.preset] if given.preset else []), *shapes])
     del given.shape
-    given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given.device is None:
+        given.device = "cuda" if torch.cuda.is_available() else "cpu"
     given.modes = tuple(mode for mode in _MODES if mode in (given.modes or op.modes(given.device)))
-    given.dtype = given.dtype or op.default_dtype(given.device)
+    given.dtype = op.default_dtype(given.device) if given.dtype is None else given.dtype
     given.scale = None if given.scale is None else parse_scale(given.scale)
-    given.option = tuple(parse_option(given.op, one) for one in given.option)
+    given.option = tuple(given_once([parse_option(given.op, one) for one in given.option]).items())
     # A comma before `parameter=` is part of a schedule's name: "weft, shard[chunks=2,send=in_turn,put" has three variants.
-    given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
+    names = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants or "") if (name := part.strip()))
+    if given.variants is not None and not names:
+        raise ValueError(
+            f"--variants {given.variants!r} names no variant: pass a name, or omit it for the default variants"
+        )
+    given.variants = names
     given.ranks = number_of_ranks(given.ranks, given.device)
     return BenchOptions(**vars(given))
 

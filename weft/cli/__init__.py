@@ -10,13 +10,15 @@ import sys
 
 def main() -> None:
     """Run the `weft` command. If the extra `weft[cli]` is missing, print how to install it, and exit with status 1."""
-    from weft.bench.core.arguments import one_line
-
     try:
+        from weft.bench.core.arguments import one_line
+
         with one_line("weft"):  # also handles Ctrl-C during imports
             from weft.cli.app import main as run
 
             run()
+    except KeyboardInterrupt:  # during the import of `one_line`
+        sys.exit(130)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich", "matplotlib", "torch", "numpy"):

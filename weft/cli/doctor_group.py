@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
+from weft.bench.core.arguments import check_file
 from weft.errors import WeftError
 from weft.files import write_whole
 from weft.operator.know_links import remember
@@ -200,6 +201,8 @@ def run(links: Path | None = None) -> int:
             "  torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr HOST -m weft.cli doctor --group"
         )
         return 2
+    if env.rank() == 0 and links is not None:
+        check_file("--links", links)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 import typer
 from typer.main import get_command
 
-from weft.bench.core.arguments import sizes
+from weft.bench.core.arguments import given_once, sizes
 from weft.bench.table_1 import SYNTHETIC, TABLE_1
 from weft.cli.names import Named
 
@@ -218,7 +218,7 @@ def arguments(
         of = "--topology" if topology else f"the topology of {hw},"
         raise ValueError(f"--ranks {ranks}, but {of} {named} has {wired} ranks: omit --ranks, or use another topology")
     m, n, k = shape_of(shape, ranks if op == GEMMS_OF else None)
-    options = dict(option_from_text(op, one) for one in option or ())
+    options = given_once([option_from_text(op, one) for one in option or ()])
     return {"M": m, "N": n, "K": k, "ranks": ranks, **options}
 
 

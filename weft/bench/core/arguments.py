@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from weft.errors import WeftError
 from weft.words import counted
 
+T = TypeVar("T")
 _SIZES = re.compile(r"(\d+)[,x](\d+)[,x](\d+)(-\S+)?")
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -96,6 +97,7 @@ def number_of_ranks(given: int | None, device: str) -> int:
     if env.under_torchrun():
         if given is not None:
             raise ValueError(f"ranks={given} conflicts with torchrun, which sets the number of ranks: do not pass it")
+        env.rank()  # a wrong rank would wait for the others
         return env.world_size()
     if given is None:
         return gpus if device == "cuda" else 2
@@ -105,6 +107,17 @@ def number_of_ranks(given: int | None, device: str) -> int:
             f"most {gpus}, or --device cpu"
         )
     return given
+
+
+def given_once(options: Sequence[tuple[str, T]]) -> dict[str, T]:
+    """Return the options as a dict. Raise `ValueError` for a name that occurs twice."""
+    found = dict(options)
+    for name in found:
+        if (values := [value for one, value in options if one == name])[1:]:
+            raise ValueError(
+                f"option {name} is given {len(values)} times, as {values[0]} and {values[1]}: give it once"
+            )
+    return found
 
 
 def appended(path: Path, count: int) -> str:

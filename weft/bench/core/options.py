@@ -14,6 +14,8 @@ from weft.bench.core.operators import operator
 from weft.builders.options import name_and_value
 from weft.builders.problem import option_from_text
 
+MOST_SHRUNK = 1 << 16
+"""The largest number by which a scale divides a configuration."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -79,14 +81,18 @@ class BenchOptions:
             raise ValueError(
                 f"counters with device={self.device!r}: only GPUs have these counters, so do not pass --counters"
             )
-        if self.scale is not None and not 0 < self.scale <= 1:
-            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks the configuration")
+        if self.scale is not None and not 1 / MOST_SHRUNK <= self.scale <= 1:
+            raise ValueError(
+                f"scale={self.scale} must be at least 1/{MOST_SHRUNK} and at most 1: it shrinks the configuration"
+            )
+        if self.preset is not None and not self.presets:
+            raise ValueError(f"preset={self.preset!r} names no preset: pass a name, or omit it for all presets")
         op.check_options(self)
 
     @property
     def presets(self) -> tuple[str, ...]:
         """The names in `preset`; empty for all presets that suit the device."""
-        return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
+        return tuple(name for part in (self.preset or "").split(",") if (name := part.strip()))
 
     @property
     def time_s(self) -> float:
@@ -111,6 +117,6 @@ def parse_option(op: str, text: str) -> tuple[str, Any]:
 def parse_scale(text: str) -> float:
     """Return the number that a text such as "1/32" or "0.03" stands for. Raise ValueError for other text."""
     try:
-        return float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
+        return float(Fraction(text) if "/" in text else text)  # Fraction("1e999999999") would compute for hours
+    except (ValueError, ArithmeticError):
         raise ValueError(f"scale {text!r} is not a number: write it as 1/32 or 0.03") from None

@@ -10,7 +10,7 @@ import torch
 
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.operator import OperatorBenchmark
-from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.options import DTYPES, MOST_SHRUNK, BenchOptions
 from weft.bench.core.tables import Record, by_config, geomean, times
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, fitting_scale
 
@@ -50,7 +50,7 @@ def scale_for(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, free
     free: the free memory of a rank in bytes. share: the fraction of the free memory that tables may take.
     """
     if options.scale is not None:
-        scale = Fraction(options.scale).limit_denominator(1 << 16)
+        scale = Fraction(options.scale).limit_denominator(MOST_SHRUNK)
         return Scale(scale, scale)
     if ranks.device.type == "cuda":
         rows_bytes = 2e9 if options.quick else math.inf
