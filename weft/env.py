@@ -16,14 +16,16 @@ SETUP_S = 20.0
 
 
 def deadline_s() -> float:
-    """`WEFT_DEADLINE_S`: the longest wait for another rank, in seconds (default 60)."""
+    """`WEFT_DEADLINE_S`: the longest wait for another rank, in seconds (default 60). Set it before the first call of a group,
+    which reads it. On CPU, a later change affects only other groups. On GPUs, it also affects shapes that this group calls later.
+    """
     return _seconds("WEFT_DEADLINE_S", "60", "a wait")
 
 
 def setup_deadline_s() -> float:
     """`WEFT_SETUP_DEADLINE_S`: the longest wait while ranks set up memory or connections, in seconds (default 20).
     While ranks compile, `WEFT_DEADLINE_S` applies instead. If `WEFT_DEADLINE_S` is set and shorter, it limits set-up
-    too.
+    too. A group reads both variables at its first call.
     """
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", f"{SETUP_S:g}", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline
-from support.on_ranks import BF16, F32, F64, assert_errors, error_of, own_group, told
+from support.on_ranks import BF16, F32, F64, assert_errors, error_of, own_group, told, waits_end_after
 from support.pretended_hosts import claimed
 
 import weft
@@ -182,8 +182,7 @@ def missing(group, fault):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1.5)
             return pids[last], "", ""
-        deadline_s = "0.5" if fault == "late" else "30"
-        with mock.patch.dict(os.environ, {"WEFT_DEADLINE_S": deadline_s}):
+        with waits_end_after(0.5 if fault == "late" else 30):
             return pids[last], *error_of(lambda: call(own))
 
 

@@ -198,6 +198,7 @@ def late_in(group, function, where, late_s, deadline_s, variables):
     """Let rank 1 be late in one of the set-ups of a first call."""
     function(own_group(group), LONG_S)  # loads modules
     own, native = own_group(group), Communicator.all_gather_files
+    os.environ.update(variables)
     symm.communicator(own, "cpu")
 
     def come_late(comm: Communicator, *given: Any, what: str, **options: Any) -> Any:
@@ -205,7 +206,6 @@ def late_in(group, function, where, late_s, deadline_s, variables):
             time.sleep(late_s)
         return native(comm, *given, what=what, **options)
 
-    os.environ.update(variables)
     if group.rank() == BAD_RANK:
         Communicator.all_gather_files = come_late
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -234,3 +235,24 @@ def with_a_later_variable(group: dist.ProcessGroup) -> str:
 def test_a_later_variable_of_one_rank_is_refused_by_constructors_of_embeddings(pool: Pool) -> None:
     for found in pool.run(with_a_later_variable, ranks=2, timeout_s=60):
         assert found.startswith("RefusedError: arguments refused by rank 0: WEFT_DEADLINE_S='soon' must be")
+
+
+def with_later_deadlines(group: dist.ProcessGroup) -> list[str]:
+    """Set the deadlines after a group's first call. Return the errors of later calls: of a known shape and of new shapes, together
+    and with rank 1 half a second late.
+    """
+    own, found = dist.new_group([0, 1]), []
+    call = OPERATORS["all_gather_matmul"](own)
+    for _ in range(4):  # the later ones are replayed
+        call()
+    for deadline in ("soon", "0.05"):
+        with mock.patch.dict(os.environ, {"WEFT_DEADLINE_S": deadline, "WEFT_SETUP_DEADLINE_S": deadline}):
+            found += [told(call), told(lambda: OPERATORS["matmul_all_reduce"](own)())]
+            time.sleep(0.5 * group.rank())
+            found += [told(call), told(lambda: OPERATORS["matmul_reduce_scatter"](own)())]
+    dist.destroy_process_group(own)
+    return found
+
+
+def test_a_group_keeps_the_deadlines_of_its_first_call(pool: Pool) -> None:
+    assert pool.run(with_later_deadlines, ranks=2, timeout_s=60) == [["nothing"] * 8] * 2

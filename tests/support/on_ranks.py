@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from weft.builders import Candidate, NotApplicableError, Problem, candidates
 from weft.operator.spec import Operator
+from weft.symm import Communicator
 
 F32, F16, BF16, F64, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn
 NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", F64: "fp64", FP8: "fp8"}
@@ -101,12 +102,17 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(list(range(group.size())))
 
 
-def waits_end_after(seconds: float) -> Any:
+@contextlib.contextmanager
+def waits_end_after(seconds: float) -> Iterator[None]:
     """Return a context in which waits for peers miss their deadline after `seconds`.
 
     Open it around a wait in vain, and let calls that must succeed have the usual deadline: a busy machine may be slow.
     """
-    return mock.patch.dict(os.environ, WEFT_DEADLINE_S=str(seconds))
+    # A communicator reads the variable only when it is made.
+    of_group = property(lambda comm: seconds, lambda comm, value: comm.__dict__.update(deadline_s=value))
+    of_groups = mock.patch.object(Communicator, "deadline_s", of_group, create=True)
+    with mock.patch.dict(os.environ, WEFT_DEADLINE_S=str(seconds)), of_groups:
+        yield
 
 
 def late(seconds: float) -> None:

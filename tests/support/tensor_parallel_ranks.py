@@ -6,7 +6,6 @@ Every rank makes the same stock model and the same data from seeds, so it knows 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.on_ranks import close, data, device, own_group, told
+from support.on_ranks import close, data, device, own_group, told, waits_end_after
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -344,11 +343,8 @@ def norm_alone(group: dist.ProcessGroup) -> str:
     layer, norm = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=own), weft.nn.RMSNorm(8, group=own)
     y = layer(norm(torch.randn(2, 5, 8))).detach().sum() + norm(torch.randn(2, 5, 8)).sum()
     if group.rank() == 0:
-        os.environ["WEFT_DEADLINE_S"] = "1"
-        try:
+        with waits_end_after(1):
             return told(y.backward)
-        finally:
-            del os.environ["WEFT_DEADLINE_S"]
     time.sleep(3)
     return ""
 

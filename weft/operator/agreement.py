@@ -24,7 +24,7 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from weft import _core, env, symm
+from weft import _core, symm
 from weft.errors import DeadlineError, DisagreementError, RefusedError
 from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.rails import Cargo
@@ -125,7 +125,7 @@ class CpuAgreement(Agreement):
             f"{operator} of a shape that is new here: {text}", details, hint=hint,
             difference=shown(meeting.comm, details),
         )  # fmt: skip
-        extras = meeting.meet(topic, deadline_s=_first_call_deadline_s(deadline_s), extra=extra)
+        extras = meeting.meet(topic, deadline_s=_first_call_s(meeting.comm, deadline_s), extra=extra)
         return [_SIGNED.unpack(extra) for extra in extras]
 
     def refuse(
@@ -177,9 +177,7 @@ class GpuAgreement(Agreement):
         noted = calls_of(group).layers.take()
         mine = refusal, calls_of(group).begun, text, _short(details), numbers, noted
         try:
-            calls = comm.all_gather(
-                mine, what=f"{operator} of a new shape", deadline_s=_first_call_deadline_s(deadline_s)
-            )
+            calls = comm.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_first_call_s(comm, deadline_s))
         except DeadlineError as error:
             here = f"This rank refused the call: {refusal}" if refusal else f"This rank's call: {text}"
             raise DeadlineError(f"{error}. {here}") from error
@@ -235,6 +233,6 @@ def _disagree(comm: symm.Communicator, text: str) -> NoReturn:
     raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
-def _first_call_deadline_s(deadline_s: float | None) -> float | None:
+def _first_call_s(comm: Communicator, deadline_s: float | None) -> float:
     """Return the deadline for the comparison of a first call: `deadline_s`, or `WEFT_SETUP_DEADLINE_S` if it is None."""
-    return env.setup_deadline_s() if deadline_s is None else deadline_s
+    return comm.setup_s if deadline_s is None else deadline_s

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft import env, plan, symm
+from weft import plan, symm
 from weft.builders import NotApplicableError, named
 from weft.errors import WeftError
 from weft.operator import select
@@ -471,7 +471,7 @@ class CompiledOperator:
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
             # Ranks compile and measure here, which takes different times on different ranks.
-            patience_s = env.deadline_s() if deadline_s is None else deadline_s
+            patience_s = comm.deadline_s if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 if self.device.type == "cpu" and not plan.names_schedule(self.pinned):
                     know_links(comm, patience_s)

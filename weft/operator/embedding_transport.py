@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft import env, plan
+from weft import plan
 from weft.builders import Candidate, EmbeddingAllToAll, named
 from weft.embedding.options import Transport
 from weft.embedding.plan import EmbeddingPlan
@@ -56,7 +56,7 @@ def choose_transport(
 
     tensors: the input of the call, on which "autotune" times the transports.
     """
-    tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
+    tuned, patience_s = _is_tuned(), comm.deadline_s if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planner = this_machine.planning_rank(p, comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == planner and not tuned else None

@@ -154,7 +154,7 @@ class RecordedOnCpu(Recorded):
         assert self.meeting.exchange is not None
         native = self.meeting.exchange.native
         assert native is not None
-        self.exchange, self.patience_s = native, min(LOOK_S, self._deadline_s or env.deadline_s())
+        self.exchange, self.patience_s = native, min(LOOK_S, self._deadline_s or self._comm.deadline_s)
 
     def topic(self, number: int, fingerprint: int, arguments: Arguments) -> Topic:
         """Return the description that ranks compare before a collective.
@@ -181,12 +181,12 @@ class RecordedOnCpu(Recorded):
         arguments are as for `meet`.
         """
         topic = self.topic(number, fingerprint, (p, k))
-        self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or env.deadline_s())
+        self.meeting.settle(self.exchange, topic, payload, is_complete, self._deadline_s or self._comm.deadline_s)
 
     def go_on(self, number: int, is_complete: bool) -> None:
         """Complete a later round of a collective (`Meeting.go_on`). number: its index among the collectives of the call."""
         name = f"{self.prepared.steps().collectives[number]} of {self.op.title}"
-        self.meeting.go_on(name, is_complete, self._deadline_s or env.deadline_s())
+        self.meeting.go_on(name, is_complete, self._deadline_s or self._comm.deadline_s)
 
     def known_on_cpu(self, given: Given, inputs: dict[str, Any], written: Place) -> _core.KnownCall:
         """Return the call as an object that native code replays.

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from weft import _core, env, plan
+from weft import _core, plan
 from weft.operator.across import table_weights
 from weft.operator.derivatives import require_kept
 from weft.operator.recipes import Arguments, Given, Place, UnlikeError
@@ -379,7 +379,7 @@ class AnyRows(Replay):
         return self._across.topic
 
     def go_on(self, number: int, is_complete: bool) -> None:
-        self.meeting.go_on(self.op.title, is_complete, self._deadline_s or env.deadline_s())
+        self.meeting.go_on(self.op.title, is_complete, self._deadline_s or self._comm.deadline_s)
 
     def refuse_tables(self, p: tuple[Any, ...], k: dict[str, Any]) -> NoReturn:
         """Raise `RefusedError` on every rank, because the tables of counts do not agree. p, k: the arguments of the call."""

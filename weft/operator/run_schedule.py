@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft import env, symm
+from weft import symm
 from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.cache import Table
@@ -202,10 +202,9 @@ def _compiled(
 
     agree(_NAME, group, device, check, deadline_s, "pass the same schedule on every rank")
     verify_once(schedule, device)
-    with symm.set_up_within(env.deadline_s() if deadline_s is None else deadline_s):
-        comm = symm.communicator(group, device)
-        with whole(comm, f"setting up {what}"):
-            made = _Compiled(schedule, comm, int(digest[:16], 16), what)
+    comm = symm.communicator(group, device)
+    with symm.set_up_within(comm.deadline_s if deadline_s is None else deadline_s), whole(comm, f"setting up {what}"):
+        made = _Compiled(schedule, comm, int(digest[:16], 16), what)
     return _table.keep(group, key, made)
 
 

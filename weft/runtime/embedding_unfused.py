@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from weft import env
 from weft.embedding.check import CheckedInput, check_contents
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.plan import EmbeddingPlan
@@ -80,7 +79,7 @@ class EmbeddingAllToAllUnfused(Executor):
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         comm, rank = self.comm, self.comm.rank
-        deadline_s = deadline_s or env.deadline_s()
+        deadline_s = deadline_s or comm.deadline_s
         comm.check()
         try:
             check_contents(jagged, self.plan.sharding, rank, checked, self.plan.options)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from weft.errors import DeadlineError
 from weft.symm import Communicator
-from weft.symm.communicator import setup_deadline_s
 from weft.symm.groups import store_of
 
 _LONG = datetime.timedelta(minutes=30)  # timeout of gloo, as for torch's groups; waits use the call's deadline
@@ -52,7 +51,7 @@ def gloo_groups(comm: Communicator, whom: str, memberships: Sequence[Membership]
 
     Raise `DeadlineError` on every rank if ranks cannot connect within the deadline of set-up.
     """
-    until_s = setup_deadline_s(None)
+    until_s = comm.setup_deadline_s()
     name = comm.all_gather(secrets.token_hex(8), what="the name of a group of weft")[0]
     made = []
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weft import env
 from weft.runtime.collectives import all_to_all_single, finish
 from weft.runtime.own_nccl import own_nccl
 from weft.sim.between_hosts import HostNetwork, LinkFound, Measured
@@ -84,7 +83,7 @@ def measure_links(comm: Communicator, deadline_s: float | None = None) -> Measur
 
     Raises `DeadlineError` after `deadline_s` (default `WEFT_DEADLINE_S`), or the group's error.
     """
-    probe = _Probe(comm, env.deadline_s() if deadline_s is None else deadline_s)
+    probe = _Probe(comm, comm.deadline_s if deadline_s is None else deadline_s)
     links = _measure_pairs(probe, comm, _LINKS_UNTIL * BUDGET_S)
     world, until_s = comm.world_size, _EXCHANGES_UNTIL * BUDGET_S
     every = [(a, b) for a in range(world) for b in range(world)]

@@ -32,7 +32,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from weft import _core, env
+from weft import _core
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.rails import Cargo, rails_for
@@ -296,7 +296,7 @@ class Meeting:
         self.calls += 1
         with _explained():
             if self.rails is not None:
-                until_s = env.deadline_s() if deadline_s is None else deadline_s
+                until_s = self.comm.deadline_s if deadline_s is None else deadline_s
                 return self.rails.exchange(
                     payload, agree, cargo, deadline_s=until_s, name=self._named(what()), meanwhile=meanwhile
                 )

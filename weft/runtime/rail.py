@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from weft.runtime.per_communicator import of_communicator
 from weft.runtime.rail_link import RailLink
 from weft.symm import Communicator
-from weft.symm.communicator import setup_deadline_s
 
 _known: dict[Communicator, Rail] = {}
 
@@ -25,7 +24,7 @@ def rail_on(comm: Communicator) -> Rail:
     same number of ranks (`ranks_per_host`). All ranks must make the first call together.
     """
     per_host = ranks_per_host(comm.hosts)
-    return of_communicator(_known, comm, lambda made: Rail(made, per_host, setup_deadline_s(None)))
+    return of_communicator(_known, comm, lambda made: Rail(made, per_host, made.setup_deadline_s()))
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:

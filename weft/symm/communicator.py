@@ -40,7 +40,7 @@ def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Set the default deadline of set-up waits on this thread, as a context manager. With None, keep the default.
 
     `all_gather` and `allocate` make set-up waits. If ranks compile kernels or measure between two of these waits, fast ranks
-    wait for the slowest rank. Then pass the default deadline of calls, `weft.env.deadline_s()`, which is longer.
+    wait for the slowest rank. Then pass the default deadline of calls, `Communicator.deadline_s`, which is longer.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -50,8 +50,9 @@ def set_up_within(deadline_s: float | None) -> Iterator[None]:
         _set_up_s.set(before)
 
 
-def setup_deadline_s(given: float | None) -> float:
-    return given or _set_up_s.get() or env.setup_deadline_s()
+def _setup_deadline_s(given: float | None, default: Callable[[], float]) -> float:
+    """Return the deadline of a set-up wait: `given`, or the deadline of `set_up_within`, or the result of `default`."""
+    return given or _set_up_s.get() or default()
 
 
 def _nothing() -> None: ...
@@ -75,6 +76,10 @@ class Communicator:
         """True if all ranks are on one host. If not, calls run unfused, or with schedules that send between hosts only
         by messages and collectives.
         """
+        self.deadline_s = env.deadline_s()
+        """The default deadline of waits for peers, in seconds: `WEFT_DEADLINE_S`, read once."""
+        self.setup_s = env.setup_deadline_s()
+        """The default deadline of set-up waits, in seconds: `WEFT_SETUP_DEADLINE_S`, read once."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = (
             weakref.WeakSet()
@@ -172,7 +177,11 @@ class Communicator:
         On GPUs, the next call after a refusal begins with this wait. Otherwise that call could pair with the refused call
         of a peer.
         """
-        self._control.await_answers(setup_deadline_s(None))
+        self._control.await_answers(self.setup_deadline_s())
+
+    def setup_deadline_s(self, given: float | None = None) -> float:
+        """Return the deadline of a set-up wait: `given`, or the deadline of the enclosing `set_up_within`, or `setup_s`."""
+        return _setup_deadline_s(given, lambda: self.setup_s)
 
     def tell_call(self, number: int, what: str) -> None:
         """Send this rank's call to all peers, which compare it with their call of the same number (`weft.symm.calls`).
@@ -216,7 +225,7 @@ class Communicator:
         """
         control = self._control
         control.check()
-        deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s if until is None else until
         while True:
             # Check who has left before reading the counter: a peer that has said goodbye has finished all its writes.
@@ -294,7 +303,7 @@ class Communicator:
         """Run an `all_gather` in which each rank may also send a file descriptor. Return (object, descriptor) of each rank,
         by rank. The caller must close the descriptors of peers.
         """
-        deadline_s = setup_deadline_s(deadline_s)
+        deadline_s = self.setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
@@ -303,7 +312,7 @@ class Communicator:
         The payloads travel over the watchdogs' connections, in about one round trip between hosts. `name` is for error
         texts. The default deadline is `WEFT_DEADLINE_S`. Raises the errors of `wait`.
         """
-        return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
+        return self._control.meet(payload, name, self.deadline_s if deadline_s is None else deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """Allocate `nbytes` of zeroed symmetric memory on every rank. All ranks must make this call with the same size.
@@ -406,7 +415,7 @@ def communicator(
             raise unusable(str(failure))
         if deadline_s is None and env.faults():  # ranks refuse the set-up when they meet
             deadline_s = env.SETUP_S
-        deadline_s = setup_deadline_s(deadline_s)
+        deadline_s = _setup_deadline_s(deadline_s, env.setup_deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             counts = calls_of(group)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from weft import _core, env
+from weft import _core
 from weft.errors import WeftError
 from weft.symm.communicator import LOOK_S, Communicator
 
@@ -77,7 +77,7 @@ class Exchange:
         native = self.native  # kept, because another thread may close this object
         if native is None:
             return comm.meet(payload, name=name if isinstance(name, str) else name(), deadline_s=deadline_s)
-        deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+        deadline_s = comm.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         try:
             if collective is not None:
@@ -96,7 +96,7 @@ class Exchange:
         """Read the data of `collective`, whose first data have travelled with the last exchange, and complete it. All ranks must
         make this call. Raises the errors of `exchange`. After an error of this rank the group fails.
         """
-        is_met, deadline_s = True, env.deadline_s() if deadline_s is None else deadline_s
+        is_met, deadline_s = True, self.comm.deadline_s if deadline_s is None else deadline_s
         try:
             while progress := collective.run(min(deadline_s, LOOK_S), self.comm.failed_address, is_met):
                 self.go_on(progress == DIFFERS, deadline_s, name)

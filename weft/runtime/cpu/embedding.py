@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft import _core, env
+from weft import _core
 from weft.caller import warn
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import CheckedInput, bad_index_message, check_contents
@@ -169,7 +169,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         plan, comm, rank = self.plan, self.comm, self.comm.rank
-        deadline_s = deadline_s or env.deadline_s()
+        deadline_s = deadline_s or comm.deadline_s
         sharding = plan.sharding
         comm.check()
         try:

@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 
-from weft import env
 from weft.errors import ScheduleError
 from weft.runtime.collectives import leave
 from weft.runtime.cpu.checked import Checked
@@ -100,7 +99,7 @@ class CpuSchedule(Executor):
         tensors = self._with_rows_of_experts(tensors)
         with run.meeting.lock:
             self.comm.check()
-            deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+            deadline_s = self.comm.deadline_s if deadline_s is None else deadline_s
             # Views are kept after the call, and later calls outside of inference mode may use them.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 self._memory.bind(program, mapped)

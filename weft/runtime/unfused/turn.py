@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft import _core, env, symm
+from weft import _core, symm
 from weft.errors import OutOfSharedMemoryError, WeftError
 from weft.runtime.collectives import finish, leave
 from weft.runtime.meeting import NumberedTopic, Topic, meeting_of, number_of_collective, shown
@@ -202,7 +202,9 @@ class Turn:
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
-        self.deadline_s = self.wait_s = deadline_s or env.deadline_s()
+        if turns is not None:
+            deadline_s = deadline_s or turns.comm.deadline_s
+        self.deadline_s, self.wait_s = deadline_s, deadline_s or 0.0
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
