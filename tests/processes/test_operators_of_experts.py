@@ -4,6 +4,8 @@ numbers of tokens, autocast and inference. `test_operators.py` has the other tes
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,3 +154,41 @@ def tables_of_32_bits(group: dist.ProcessGroup, operator: str) -> None:
 @pytest.mark.parametrize("operator", DUALS)
 def test_tables_of_32_bits_and_timelines_of_later_calls(pool: Pool, operator: str) -> None:
     pool.run(tables_of_32_bits, operator, ranks=2, timeout_s=60)
+
+
+def sizes_beyond_memory(group: dist.ProcessGroup) -> list[str]:
+    """Pass sizes that need more memory than any host has, in the first call of a shape and in a later call. Return the errors.
+    All calls use one group.
+    """
+    own, world, found = own_group(group), group.size(), []
+    tokens, w, splits = torch.ones(2 * world, 8), torch.ones(2, 8, 4), torch.ones(2 * world, dtype=torch.int64)
+    y, received = weft.all_to_all_matmul(tokens, w, splits, group=own, return_received=True)
+
+    def dispatch(**given: int) -> torch.Tensor:
+        return weft.all_to_all_matmul(tokens, w, splits, group=own, **given)
+
+    def combine(**given: int) -> torch.Tensor:
+        return weft.matmul_all_to_all(y, torch.ones(2, 4, 8), received, splits, group=own, **given)
+
+    for good in (16, 17):
+        bounded = {"max_rows": 2**40 if group.rank() else good}
+        found += [told(lambda bounded=bounded: dispatch(**bounded)), told(lambda good=good: dispatch(max_rows=good))]
+    for call in (dispatch, combine):
+        for _ in range(2):
+            found += [told(lambda call=call: call(capacity=2**40)), told(call)]
+
+    def check() -> None:
+        assert (dispatch() == 8).all()
+        assert (combine() == 32).all()
+
+    return [*found, "", told(check)]
+
+
+def test_sizes_that_need_more_memory_than_the_host_has_are_refused(pool: Pool) -> None:
+    fix = "GiB of memory: pass the largest number of "
+    rows = rf"RefusedError: rank 1: max_rows=1099511627776 needs 16384.0 GiB on this rank, but this host has \S+ {fix}rows "
+    for found in pool.run(sizes_beyond_memory, ranks=2, timeout_s=60):
+        assert found[1::2] == ["nothing"] * 7
+        assert all(re.match(rows, error) for error in found[:4:2]), found
+        capacity = r"RefusedError: ranks 0, 1: capacity=1099511627776 needs 65536.0 GiB on each rank, but .* "
+        assert all(re.match(capacity + f"{fix}tokens ", error) for error in found[4:-2:2]), found

@@ -1,11 +1,19 @@
-"""The available memory of this host, according to Linux and to the container's limit."""
+"""The memory of this host, and the available part of it, according to Linux and to the container's limit."""
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@functools.cache
+def total_memory_bytes() -> int:
+    """Return the bytes of memory and swap. Linux refuses larger allocations by default."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("MemTotal:", "SwapTotal:")))
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from weft.arguments import check_flag, check_tensor, checked_count
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
+from weft.hw.host import total_memory_bytes
 from weft.operator.calls import made, overlapped, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided, warn_of_copy
@@ -198,7 +199,8 @@ class _AllToAllMatmul(Operator[_Call]):
         tokens, w, splits, max_rows, capacity, return_x = call
         _check_shapes(tokens, w, splits, world)
         _check_values(tokens, splits)
-        check_capacity(capacity, tokens.shape[0], "rows of tokens")
+        check_capacity(capacity, tokens.shape[0], "rows of tokens", tokens, world * tokens.shape[1])
+        _check_max_rows(call)
         return (
             f"tokens [T, {tokens.shape[-1]}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows "
             f"{'not ' * (max_rows is None)}given, capacity {capacity}{', tokens returned' * return_x}"
@@ -220,6 +222,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
     def inputs(self, p: AllToAllMatmul, call: _Call) -> dict[str, Any]:
         _check_values(call.tokens, call.splits)
+        _check_max_rows(call)
         tokens = contiguous(call.tokens, "tokens", self.name)
         return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w, self.name)}
 
@@ -352,14 +355,46 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
     return w.contiguous()
 
 
-def check_capacity(capacity: int | None, tokens: int, what: str) -> None:
-    """Raise `ValueError` if `capacity` is less than 1, or less than `tokens`, this rank's number of tokens in a call.
-    what: a phrase for these tokens in the error text.
+def check_capacity(capacity: int | None, tokens: int, what: str, like: torch.Tensor, columns: int) -> None:
+    """Raise `ValueError` if `capacity` is less than 1, or less than `tokens`, this rank's number of tokens in a call. Raise it
+    also if the host of a CPU rank has too little memory.
+
+    what: a phrase for these tokens in the error text. columns: for each token of capacity, the number of elements with the dtype
+        of `like` that a rank keeps: one row of each rank.
     """
     if capacity is not None and capacity < max(1, tokens):
         least = f"the number of {what}, {tokens}" if tokens else "1"
         raise ValueError(
             f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
+        )
+    fix = "the largest number of tokens that any rank has in any call"
+    _check_memory("capacity", capacity, columns, like, "on each rank", fix)
+
+
+def _check_max_rows(call: _Call) -> None:
+    """Raise `ValueError` if the host of a CPU rank has too little memory for the results. Without this check the group would fail,
+    because the rank allocates them after its peers have begun the call.
+    """
+    columns = call.w.shape[2] + call.return_x * call.tokens.shape[1]
+    _check_memory(
+        "max_rows",
+        call.max_rows,
+        columns,
+        call.tokens,
+        "on this rank",
+        "the largest number of rows that this rank can receive",
+    )
+
+
+def _check_memory(name: str, rows: int | None, columns: int, like: torch.Tensor, use: str, fix: str) -> None:
+    """Raise `ValueError` if `like` is on the CPU, and `rows` x `columns` elements of its dtype exceed this host's memory."""
+    if rows is None or like.device.type != "cpu":
+        return
+    nbytes = rows * columns * like.element_size()
+    if nbytes > total_memory_bytes():
+        raise ValueError(
+            f"{name}={rows} needs {nbytes / 2**30:.1f} GiB {use}, but this host has {total_memory_bytes() / 2**30:.1f} GiB of "
+            f"memory: pass {fix}"
         )
 
 

@@ -249,7 +249,7 @@ class _MatmulAllToAll(Operator[_Call]):
     def said(self, call: _Call, world: int) -> str:
         h, w, _, _, rows, capacity, tokens = call
         _check_shapes(call, world)
-        check_capacity(capacity, tokens or 0, "tokens of splits")
+        check_capacity(capacity, tokens or 0, "tokens of splits", h, world * w.shape[2])
         return (
             f"h [R, {h.shape[-1]}] {h.dtype}, w_experts {list(w.shape)}, rows {'not ' * (rows is None)}given, "
             f"capacity {capacity}"
