@@ -22,6 +22,7 @@ from support.on_ranks import told
 from support.torchrec_loops import (
     ADAGRAD,
     BATCH,
+    KEYS,
     RANKS,
     TABLES,
     WIDTH,
@@ -397,6 +398,10 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "gradient_clipping=True": lambda: shard(plan_with(), gradient_clipping=True),
         "uvm_host_mapped": lambda: shard(plan_with(), uvm_host_mapped=True),
         "weight_decay": lambda: shard(plan_with(), weight_decay=0.1),
+        "learning_rate=None is not a number": lambda: shard(plan_with(), learning_rate=None),
+        "eps='small' is not a number": lambda: shard(plan_with(), optimizer=EmbOptimType.ADAM, eps="small"),
+        "betas=(0.9,) must be two numbers": lambda: shard(plan_with(), optimizer=EmbOptimType.ADAM, betas=(0.9,)),
+        "pass a member of EmbOptimType": lambda: shard(plan_with(), optimizer="adam"),
         "differ": lambda: shard(plan_with(bounds_check_mode=BoundsCheckMode.FATAL)),
         "friend": lambda: module(few),
         "needs feature": lambda: cut(few),
@@ -415,6 +420,47 @@ def test_ranks_with_other_optimizers_are_told(pool: Pool) -> None:
     for error in pool.run(differs, ranks=2):
         assert error.startswith("DisagreementError")
         assert "eps=1e-06" in error
+
+
+def refused_on_one_rank(group: dist.ProcessGroup) -> tuple[list[str], tuple[int, ...]]:
+    """Construct modules whose options or plan rank 0 refuses. Then train with a module that all ranks accept."""
+    first = group.rank() == 0
+    errors = [
+        told(lambda: sharded(group, "weft", output="INT8" if first else "FP32")),
+        told(lambda: sharded(group, "weft", kernel="key_value" if first else "fused")),
+        told(lambda: unpooled_loop(group, "weft", "table_wise", "key_value" if first else "fused")),
+    ]
+    model = sharded(group, "weft", optimizer=ADAGRAD)
+    return errors, tuple(model.module.sparse.ebc(next(batches(group.rank(), 1)).sparse_features).values().shape)
+
+
+def test_a_plan_that_one_rank_refuses_is_refused_by_all(pool: Pool) -> None:
+    for errors, shape in pool.run(refused_on_one_rank, ranks=2):
+        for error in errors:
+            assert error.startswith("RefusedError: arguments refused by rank 0: table "), error
+        assert shape == (BATCH, WIDTH)
+
+
+def in_orders(group: dist.ProcessGroup) -> bool:
+    """Pool the same samples with keys in two orders."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    model, (batch,) = sharded(group, "weft"), batches(group.rank(), 1)
+    parts = batch.sparse_features.to_dict()
+    found = []
+    for keys in (KEYS, KEYS[::-1]):
+        features = KeyedJaggedTensor(
+            keys,
+            torch.cat([parts[key].values() for key in keys]),
+            lengths=torch.cat([parts[key].lengths() for key in keys]),
+        )
+        found.append(model.module.sparse.ebc(features).values())
+    return torch.equal(*found)
+
+
+def test_keys_may_change_their_order(pool: Pool) -> None:
+    """TorchRec keeps the order of the first batch."""
+    assert all(pool.run(in_orders, ranks=2))
 
 
 def test_what_weft_lacks_is_refused_by_name(pool: Pool) -> None:

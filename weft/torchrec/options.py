@@ -80,18 +80,23 @@ def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) 
 
 def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
     kind = given.get("optimizer", EmbOptimType.EXACT_SGD)
-    rule = _RULES.get(kind)
+    rule = _RULES.get(kind) if isinstance(kind, EmbOptimType) else None
     if rule is None:
         known = ", ".join(one.name for one in _RULES)
-        raise ValueError(f"{at}: optimizer {getattr(kind, 'name', kind)} is not supported: use one of {known}")
-    numbers: dict[str, Any] = {"lr": given.get("learning_rate", given.get("lr", _LEARNING_RATE))}
+        raise ValueError(
+            f"{at}: optimizer {getattr(kind, 'name', kind)} is not supported: pass a member of EmbOptimType, one of {known}"
+        )
+    rate = "learning_rate" if "learning_rate" in given else "lr"
+    numbers: dict[str, Any] = {"lr": _number(at, rate, given.get(rate, _LEARNING_RATE))}
     fields = rule.__dataclass_fields__
-    betas = dict(zip(("beta1", "beta2"), given.get("betas", ()), strict=False))
-    for name in ("eps", "beta1", "beta2"):
-        value = given.get(name, betas.get(name))
+    betas = given.get("betas", (None, None))
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"{at}: betas={betas!r} must be two numbers: pass (beta1, beta2)")
+    for name, value in zip(("eps", "beta1", "beta2"), (None, *betas), strict=True):
+        value = given.get(name, value)
         if value is not None and name in fields:
-            numbers[name] = float(value)
-    decay = float(given.get("weight_decay", 0.0) or 0.0)
+            numbers[name] = _number(at, name, value)
+    decay = _number(at, "weight_decay", given.get("weight_decay") or 0.0)
     if decay:
         mode = given.get("weight_decay_mode")
         if rule is not RowwiseAdagrad or getattr(mode, "name", mode) != "L2":
@@ -101,8 +106,14 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
                 "only for rowwise Adagrad with WeightDecayMode.L2. Pass 0"
             )
         numbers["weight_decay"] = decay
-    numbers["lr"] = float(numbers["lr"])
     return rule(**numbers)
+
+
+def _number(at: str, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor with several elements
+        raise ValueError(f"{at}: {name}={value!r} is not a number: pass a float") from None
 
 
 def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed import embedding, embeddingbag
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 
+from weft.arguments import checked_deadline
 from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, RowWise, TableSharding, TableWise
 from weft.embedding.partition import Partition
+from weft.nn.making import agree_on_module
+from weft.symm.groups import is_not_a_member
 from weft.torchrec.options import TableOptions, options_of
 
 KERNELS = ("fused", "dense")
@@ -42,15 +47,33 @@ class ModulePlan:
 
 def read_plan(
     module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
-    fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
+    fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig], made: str,
+    deadline_s: float | None,
 ) -> ModulePlan:  # fmt: skip
-    """Convert `plan`, TorchRec's plan for the collection `module`. Raise `ValueError`, which names the table, for a
-    plan that weft does not support.
+    """Convert `plan`, TorchRec's plan for the collection `module`. A plan that weft does not support raises an error with
+    the table's name. If the plan of one rank is refused, every rank raises `RefusedError`: here, or where it constructs the
+    module of weft.
 
     fused_params: the sharder's options of the tables.
     config_of: a function that converts TorchRec's config of a table to weft's.
+    made: the name of the module's class. deadline_s: the module's deadline.
     """
-    check_env(env)
+    try:
+        check_env(env)
+        return _read(module, plan, env, device, fused_params, config_of)
+    except Exception as error:
+        group = getattr(env, "process_group", None)
+        if isinstance(group, dist.ProcessGroup) and not is_not_a_member(group):
+            with contextlib.suppress(ValueError):
+                deadline_s = checked_deadline(deadline_s)
+            agree_on_module(group, device, None, {}, error, deadline_s, made)
+        raise
+
+
+def _read(
+    module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
+    fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
+) -> ModulePlan:  # fmt: skip
     is_pooled = hasattr(module, "embedding_bag_configs")
     given = module.embedding_bag_configs() if is_pooled else module.embedding_configs()
     configs = {config.name: config_of(config) for config in given}

@@ -52,7 +52,9 @@ class ShardedEmbeddingCollection(
         """
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()
-        read = read_plan(module, plan, env, device, fused_params, config_of)
+        read = read_plan(
+            module, plan, env, device, fused_params, config_of, type(self).__name__, options.get("deadline_s")
+        )
         self._output_dtype = read.options.output_dtype
         made = weft.nn.ShardedEmbeddingCollection(
             read.partition.tables, group=env.process_group, device=device, placement=read.placement,
