@@ -92,16 +92,20 @@ def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str
         assert again == "nothing"
 
 
-def compiled(group: dist.ProcessGroup, operator: str, exact: bool) -> None:
-    """Compile without gradients. One graph must serve several numbers of tokens."""
+def compiled(group: dist.ProcessGroup, operator: str, exact: bool, full: bool) -> None:
+    """Compile without gradients. One graph must serve several numbers of tokens.
+
+    full: True for fullgraph=True, which needs no configuration. Without it, torch must be told to trace dynamic sizes.
+    """
     kind = suite.CALLS[operator]
 
     def act(x: torch.Tensor, w: torch.Tensor, tables: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         rows = {} if exact else {"rows": len(like)}
         return torch.relu(kind.public(x * 2, w, *tables, capacity=60, **rows))  # of the world
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        run = torch.compile(act, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=not full):
+        run = torch.compile(act, fullgraph=full, backend="aot_eager", dynamic=True)
         for seed in range(4):
             call = kind(Experts(k=8), group, seed)
             (y,) = call.exact()
@@ -109,13 +113,21 @@ def compiled(group: dist.ProcessGroup, operator: str, exact: bool) -> None:
             tables = [arguments[name] for name in ("received", "splits") if name in arguments]
             found = run(*call.mine, tables, y)
             torch.testing.assert_close(found, (2 * y).relu().float(), rtol=1e-4, atol=1e-4)
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize(
-    ("operator", "exact"), [("all_to_all_matmul", True), slow("matmul_all_to_all", True), ("matmul_all_to_all", False)]
+    ("operator", "exact", "full"),
+    [
+        ("all_to_all_matmul", True, True),
+        ("all_to_all_matmul", True, False),
+        ("matmul_all_to_all", True, True),
+        slow("matmul_all_to_all", True, False),
+        ("matmul_all_to_all", False, True),
+    ],
 )
-def test_compiled(pool: Pool, operator: str, exact: bool) -> None:
-    pool.run(compiled, operator, exact, ranks=2, timeout_s=120)
+def test_compiled(pool: Pool, operator: str, exact: bool, full: bool) -> None:
+    pool.run(compiled, operator, exact, full, ranks=2, timeout_s=120)
 
 
 def odd_uses(group: dist.ProcessGroup, operator: str, schedules: list[str]) -> None:

@@ -91,8 +91,9 @@ def all_to_all_matmul(
 
     Returns y [rows, N] in the tokens' dtype, in ordinary memory. On GPUs it is valid in stream order. With
     `return_received`, returns (y, received), where received [W, E] int64 is the number of rows from each rank for each
-    local expert, on the tokens' device. Under torch.compile without max_rows, y has a dynamic size, which needs
-    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    local expert, on the tokens' device. Without max_rows, y has a dynamic size under torch.compile. torch 2.13 traces it
+    with fullgraph=True. With fullgraph=False the call breaks the graph, unless
+    `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
     The first call of a shape (K, N, E, dtype, capacity, max_rows given or not) sets up memory and kernels on all ranks,
     which takes milliseconds to seconds. Make it before you capture a CUDA graph.

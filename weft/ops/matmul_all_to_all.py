@@ -97,8 +97,9 @@ def matmul_all_to_all(
     `all_to_all_matmul`: sorted by global expert. On GPUs it is valid in stream order. Every row is computed in fp32 and
     rounded once, so equal calls give equal bits. There is one exception: CPU ranks on several hosts use two methods in
     the first calls of each size, and then the faster one (docs/hosts.md). The methods split GEMMs in different ways, so
-    equal calls may differ by rounding. Under torch.compile without rows, y has a dynamic size, which needs
-    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    equal calls may differ by rounding. Without rows, y has a dynamic size under torch.compile. torch 2.13 traces it with
+    fullgraph=True. With fullgraph=False the call breaks the graph, unless
+    `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
     The first call of a shape, and its first backward, set up memory and kernels on all ranks, which takes milliseconds
     to seconds. A shape consists of K, N, E, dtype, capacity, and whether `rows` is given. Make the call and its
