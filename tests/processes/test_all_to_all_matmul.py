@@ -186,7 +186,8 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(
-                "RefusedError: rank 1: tokens has 65 rows, but calls of this shape were set up for capacity=64: pass capacity,"
+                "RefusedError: rank 1: tokens has 65 rows, but calls of this shape were set up for capacity=64, which the first "
+                "call has determined: pass capacity,"
             )
 
 

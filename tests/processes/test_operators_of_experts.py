@@ -88,7 +88,10 @@ def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str
     ]
     what = {"all_to_all_matmul": "tokens has 65 rows", "matmul_all_to_all": "this rank has 65 tokens"}[operator]
     for refusal, again in pool.run(more_tokens, operator, *names, known, ranks=2, timeout_s=60):
-        assert refusal.startswith(f"RefusedError: rank 1: {what}, but calls of this shape were set up for capacity=64")
+        assert refusal.startswith(
+            f"RefusedError: rank 1: {what}, but calls of this shape were set up for capacity=64, which the first call has "
+            "determined: pass capacity, "
+        )
         assert again == "nothing"
 
 

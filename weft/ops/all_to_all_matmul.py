@@ -251,7 +251,8 @@ class _AllToAllMatmul(Operator[_Call]):
             return ""
         return (
             f"tokens has {counted(call.tokens.shape[0], 'row')}, but calls of this shape were set up for "
-            f"capacity={p.most}: pass capacity, the largest number of tokens of any rank in any call, on every rank"
+            f"capacity={p.most}{origin_of(call.capacity)}: pass capacity, the largest number of tokens of any rank in any call, on "
+            "every rank"
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
@@ -354,6 +355,11 @@ def expert_weights(w: torch.Tensor, of: str) -> torch.Tensor:
         return w
     warn_of_copy("w_experts", w, of, "an expert's matrix must be contiguous or transposed, so pass a contiguous tensor")
     return w.contiguous()
+
+
+def origin_of(capacity: int | None) -> str:
+    """Return words that tell a user who passed no `capacity` where it comes from."""
+    return ", which the first call has determined" if capacity is None else ""
 
 
 def check_capacity(capacity: int | None, tokens: int, what: str, like: torch.Tensor, columns: int) -> None:

@@ -22,7 +22,7 @@ from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, NativeSteps, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import check_capacity, check_experts, expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import check_capacity, check_experts, expert_weights, origin_of, rounded_up
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.begun import Begun
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
@@ -292,7 +292,8 @@ class _MatmulAllToAll(Operator[_Call]):
             return ""
         return (
             f"this rank has {counted(call.tokens or 0, 'token')}, but calls of this shape were set up for "
-            f"capacity={p.most}: pass capacity, the largest number of tokens of any rank in any call, on every rank"
+            f"capacity={p.most}{origin_of(call.capacity)}: pass capacity, the largest number of tokens of any rank in any call, on "
+            "every rank"
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
