@@ -106,6 +106,16 @@ def test_what_is_left_to_torch(pool: Pool, name: str, dtype: torch.dtype, featur
     assert pool.run(layers.linears, name, dtype, features, own, ranks=2, timeout_s=60) == [0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("name", ["columns", COLUMNS, "rows", ROWS])
+def test_an_input_of_another_dtype_on_one_rank_is_refused_by_all(pool: Pool, name: str, dtype: torch.dtype) -> None:
+    """torch's code would raise on this rank alone, or wait for peers in an all-gather."""
+    for kind, text in pool.run(layers.of_other_dtypes, name, dtype, ranks=2, timeout_s=60):
+        assert kind == "RefusedError"
+        assert text.startswith("rank 0: ")
+        assert f"x is {dtype} on cpu, but the weight is torch.float32 on cpu: use one dtype" in text
+
+
 @pytest.mark.parametrize("name", layers.INPUTS)
 def test_inputs_are_gathered_once(pool: Pool, name: str) -> None:
     assert pool.run(layers.inputs, name, ranks=2, timeout_s=60) == [layers.INPUTS[name][-1]] * 2

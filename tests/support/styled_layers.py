@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import data, device
+from support.on_ranks import data, device, error_of
 from support.style_ranks import HIDDEN, LENGTH, STYLES, counted, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
+
+import weft.parallel
 
 
 class Several(nn.Module):
@@ -97,6 +99,24 @@ def linears(group: dist.ProcessGroup, name: str, dtype: torch.dtype, features: i
         near = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
         torch.testing.assert_close(ours, torchs_, rtol=near, atol=near * float(torchs_.abs().max()))
     return sum(calls.values())
+
+
+def of_other_dtypes(group: dist.ProcessGroup, name: str, dtype: torch.dtype) -> list[str]:
+    """Run forward and backward of a layer with an input of `dtype` on rank 0 alone, then with inputs of the layer's dtype.
+    Return the error of the first time.
+    """
+    style, arguments, dim, _ = LINEARS[name]
+    mesh = init_device_mesh(device().type, (group.size(),))
+    layer = parallelize_module(
+        nn.Linear(HIDDEN, HIDDEN).to(device()), mesh, getattr(weft.parallel, f"{style}Parallel")(**arguments)
+    )
+    x = data(0, (group.size() * 2, 2 * LENGTH, HIDDEN), torch.float32, 1)
+    x = x if dim is None else x.tensor_split(group.size(), dim)[group.rank()]
+    own, mine = x.clone().requires_grad_(), x.to(dtype) if group.rank() == 0 else x.clone().requires_grad_()
+    error = error_of(lambda: local(layer(mine)).sum().backward())
+    local(layer(own)).sum().backward()
+    assert own.grad is not None
+    return list(error)
 
 
 INPUTS: dict[str, tuple[dict[str, Any], dict[str, bool], int]] = {

@@ -72,8 +72,11 @@ class ColwiseParallel(TorchColwiseParallel):
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
             setattr(x, _OWN, True)
-        if isinstance(mod, ColwiseLinear) and mod.gathers(x):
-            return x
+        if isinstance(mod, ColwiseLinear):
+            if mod.gathers(x):
+                return x
+            if not x.placements[0].is_replicate():
+                mod.require_dtype(x)
         rest = (x, *inputs[1:])
         return TorchColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, rest, device_mesh)
 
@@ -127,6 +130,26 @@ class _DividedLinear(nn.Linear):
         )  # fmt: skip
         return local, weight, None if self.bias is None else _local(self.bias)
 
+    def by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """Run torch's code on x, which weft does not support."""
+        self.require_dtype(x)
+        return nn.Linear.forward(self, x)
+
+    def require_dtype(self, x: torch.Tensor) -> None:
+        """Raise `ValueError` if x and the weight differ in dtype, and notify peers. torch's code would raise on this rank
+        alone, or wait for peers in a collective that they do not run.
+        """
+        weight = self.weight
+        if isinstance(x, DTensor) and weight.is_floating_point() and not torch.compiler.is_compiling():
+            is_cast = all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, weight))
+            if not (is_cast and torch.is_autocast_enabled(x.device.type)):
+                self._require_dtype(x)
+
+    @tells_peers
+    def _require_dtype(self, x: torch.Tensor) -> None:
+        if x.dtype != self.weight.dtype:
+            require_alike(self, x, self.weight)
+
 
 class ColwiseLinear(_DividedLinear):
     """An `nn.Linear` that `ColwiseParallel` has sharded. joins: True if the output must be replicated, so that its columns are
@@ -141,10 +164,10 @@ class ColwiseLinear(_DividedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
-            return super().forward(x)
+            return self.by_torch(x)
         if hasattr(x, _OWN) and x.placements[0].is_replicate() and _takes(self, x, self.out_features):
             return self._of_whole(x)
-        return self._of_parts(x) if self.gathers(x) else super().forward(x)
+        return self._of_parts(x) if self.gathers(x) else self.by_torch(x)
 
     @tells_peers
     def _of_parts(self, x: DTensor) -> torch.Tensor:
@@ -183,10 +206,10 @@ class RowwiseLinear(_DividedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor) or _dimension(x.placements[0], x.dim()) != x.dim() - 1:
-            return super().forward(x)
+            return self.by_torch(x)
         whole, taken = self.output_layout.is_replicate(), _takes(self, x, self.in_features)
         fits = taken if whole else _overlaps(self, x, self.output_layout, self.in_features)
-        return self._reduced(x, whole) if fits else super().forward(x)
+        return self._reduced(x, whole) if fits else self.by_torch(x)
 
     @tells_peers
     def _reduced(self, x: DTensor, whole: bool) -> torch.Tensor:
