@@ -88,7 +88,8 @@ def environment() -> str:
     return (
         _GENERATED.format(source="weft/env.py")
         + "# Environment variables\n\nEnvironment variables change weft's defaults for a whole job, for example deadlines. "
-        + "Arguments of calls override them. In place of 1 and 0, all switches accept true, yes and on, or false, no and off.\n\n"
+        + "Arguments of calls override them. In place of 1 and 0, switches of weft (`WEFT_*`) accept true, yes and on, or "
+        + "false, no and off.\n\n"
         + "\n".join(rows)
         + "\n"
     )
