@@ -85,16 +85,16 @@ def local_rank() -> int:
 
 
 def launcher_host() -> str:
-    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If this rank's host has several addresses, ranks on
-    other hosts first try the local address from which packets to the launcher leave.
+    """`MASTER_ADDR`: the launcher's host (default ""). torchrun sets it. If a host has several addresses, weft prefers the
+    address from which packets to the launcher leave.
     """
     return os.environ.get("MASTER_ADDR", "")
 
 
 def socket_interfaces() -> tuple[str, ...]:
     """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces for control connections from other hosts (default:
-    `GLOO_SOCKET_IFNAME`). weft listens on the first address of these interfaces. If neither variable is set, weft
-    listens on all addresses.
+    `GLOO_SOCKET_IFNAME`). weft listens on one address of these interfaces: the address from which packets to `MASTER_ADDR`
+    leave if it is among them, otherwise the first. If neither variable is set, weft listens on all addresses.
     """
     names = os.environ.get("WEFT_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
     return tuple(name.strip() for name in names.split(",") if name.strip())
