@@ -47,7 +47,7 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 makes ranks compare tensors that must be equal on all ranks (bias, residual), in every call
-    (default 0). Set the same value on all ranks of a group.
+    (default 0). Set the same value on all ranks of a group, before its first call, which reads it.
 
     On GPUs ranks also compare `received` and `splits` of `matmul_all_to_all`, and the operator and the source line of each
     call. To compare tensors, the CPU waits for the GPU. Comparing operators and lines takes some microseconds per call. If

@@ -237,16 +237,19 @@ def test_a_later_variable_of_one_rank_is_refused_by_constructors_of_embeddings(p
         assert found.startswith("RefusedError: arguments refused by rank 0: WEFT_DEADLINE_S='soon' must be")
 
 
-def with_later_deadlines(group: dist.ProcessGroup) -> list[str]:
-    """Set the deadlines after a group's first call. Return the errors of later calls: of a known shape and of new shapes, together
+def with_later_variables(group: dist.ProcessGroup) -> list[str]:
+    """Set variables after a group's first call. Return the errors of later calls: of a known shape and of new shapes, together
     and with rank 1 half a second late.
     """
     own, found = dist.new_group([0, 1]), []
     call = OPERATORS["all_gather_matmul"](own)
     for _ in range(4):  # the later ones are replayed
         call()
-    for deadline in ("soon", "0.05"):
-        with mock.patch.dict(os.environ, {"WEFT_DEADLINE_S": deadline, "WEFT_SETUP_DEADLINE_S": deadline}):
+    for deadline, compares in (("soon", "maybe"), ("0.05", str(group.rank()))):
+        variables = dict.fromkeys(("WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S"), deadline) | {
+            "WEFT_CHECK_CALLS": compares
+        }
+        with mock.patch.dict(os.environ, variables):
             found += [told(call), told(lambda: OPERATORS["matmul_all_reduce"](own)())]
             time.sleep(0.5 * group.rank())
             found += [told(call), told(lambda: OPERATORS["matmul_reduce_scatter"](own)())]
@@ -254,5 +257,5 @@ def with_later_deadlines(group: dist.ProcessGroup) -> list[str]:
     return found
 
 
-def test_a_group_keeps_the_deadlines_of_its_first_call(pool: Pool) -> None:
-    assert pool.run(with_later_deadlines, ranks=2, timeout_s=60) == [["nothing"] * 8] * 2
+def test_a_group_keeps_the_variables_of_its_first_call(pool: Pool) -> None:
+    assert pool.run(with_later_variables, ranks=2, timeout_s=60) == [["nothing"] * 8] * 2

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from weft import _core, env
+from weft import _core
 from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
@@ -59,7 +59,7 @@ class AcrossRanks:
         self._made = self._agreement.digest(comm.group)
         self.fingerprint = _number(f"{op.name} {said}") if fingerprint is None else fingerprint
         self.topic = Topic(f"counts of {what}", said)
-        self._compares_all = env.check_calls()
+        self._compares_all = comm.checks_calls
         self._compares_pairs = type(op).pairs is not Operator.pairs and (self._agreement.meets or self._compares_all)
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 

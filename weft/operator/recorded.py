@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
-from weft import _core, env
+from weft import _core
 from weft.operator.across import number_of_family, of_size
 from weft.operator.cache import Table
 from weft.operator.compiled_operator import CompiledOperator
@@ -72,7 +72,7 @@ class Recorded:
     def __init__(self, seen: Seen) -> None:
         op, prepared = seen.op, seen.prepared
         self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
-        if prepared.chosen is None or prepared.comm is None or env.check_calls():
+        if prepared.chosen is None or prepared.comm is None or prepared.comm.checks_calls:
             raise UnlikeError
         group = prepared.group
         self.group_ref, self.chosen, self._comm = weakref.ref(group), prepared.chosen, prepared.comm

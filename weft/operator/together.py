@@ -28,7 +28,6 @@ source line (`weft.symm.calls`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from types import FunctionType, MethodType, TracebackType
 from typing import Any, NoReturn
@@ -38,7 +37,7 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
-from weft import env, symm
+from weft import symm
 from weft.arguments import checked_deadline
 from weft.builders import NotApplicableError
 from weft.caller import caller
@@ -87,7 +86,7 @@ class together:
         if refused := calls.begin():
             raise RefusedError(refused)
         self._published = published_on(self._group)
-        if _are_compared() and (comm := symm.open_communicator(self._group, "cuda")) is not None:
+        if calls.are_compared and (comm := symm.open_communicator(self._group, "cuda")) is not None:
             comm.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
 
     def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
@@ -222,18 +221,6 @@ def agree(
     if group.size() == 1:
         return [check()[2]]
     return agreement_on(device).at_first_call(operator, group, device, check, deadline_s, hint)
-
-
-def _are_compared() -> bool:
-    try:
-        return _checks_calls()
-    except ValueError:  # ranks refuse the value when they set up the communicator
-        return False
-
-
-@functools.cache
-def _checks_calls() -> bool:
-    return env.check_calls()
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:

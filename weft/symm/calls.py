@@ -54,6 +54,7 @@ class GroupCalls(_core.CallCounts):
         """The value of `begun` on this rank at the last call that all CPU ranks refused. It may differ between ranks: one rank
         may refuse a forward without communication, while its peers refuse the backward of this forward.
         """
+        self.are_compared = False  # True with `WEFT_CHECK_CALLS=1`, once the group has a communicator
         self.prefetches = False  # True once a module has prefetched a batch, for advice in error texts
         self.made = MadeCalls()
         self.compilations = Compilations(self)

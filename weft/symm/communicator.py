@@ -80,11 +80,14 @@ class Communicator:
         """The default deadline of waits for peers, in seconds: `WEFT_DEADLINE_S`, read once."""
         self.setup_s = env.setup_deadline_s()
         """The default deadline of set-up waits, in seconds: `WEFT_SETUP_DEADLINE_S`, read once."""
+        self.checks_calls = env.check_calls()
+        """`WEFT_CHECK_CALLS`, read once, when ranks have compared it."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # objects with memory, which are closed with the communicator
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
+        calls.are_compared = calls.are_compared or self.checks_calls
         self._control = Control(self.rank, self.world_size, mesh.peers, calls, *told)
         self._looks: list[weakref.WeakMethod[Callable[[], None]]] = self._control.health.looks
 
