@@ -172,6 +172,18 @@ def test_a_record_with_a_value_that_cannot_be_is_a_sentence(tmp_path: Path, wron
     assert _refused(["reproduce", "t3", "--records", str(file)], monkeypatch, capsys).count("\n") == 1
 
 
+def test_a_value_that_is_no_text_is_a_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
+    root = Path(__file__).parents[2] / "benchmarks" / "results" / "sim-ficco.jsonl"
+    file = tmp_path / "records.jsonl"
+    records = [json.loads(line) for line in root.read_text().splitlines()]
+    file.write_text(
+        "".join(json.dumps(one | ({"closed_form": 1} if "closed_form" in one else {})) + "\n" for one in records)
+    )
+    said = _refused(["reproduce", "ficco", "--records", str(file)], monkeypatch, capsys)
+    assert "a record has a value of a wrong type or size (sequence item" in said
+    assert said.count("\n") == 1
+
+
 def test_what_fails_while_it_runs_is_a_line_and_status_1(capsys) -> None:
     for error, status in (
         (PeerLostError("rank 1 is lost"), 1),

@@ -274,6 +274,8 @@ def _reproduce(
         with files.understood():
             rows, said = study.rows_of(found), study.notes(found)
             tables, conclusions = study.tables(rows), study.conclusions(rows)
+            for cells in (cells for table in tables for cells in table.cells):
+                "".join(cells)  # raises TypeError for a value that is no text
     except ValueError as error:
         raise error if records is None else ValueError(f"{records}: {error}") from error
     for table in tables:
