@@ -396,7 +396,7 @@ def differs(group: dist.ProcessGroup, what: str) -> tuple[str, str]:
         ("optimizer", "SGD.*RowwiseAdagrad"),
         ("learning rate", r"learning rate 0\.1.*learning rate 0\.2"),
         ("factor", r"factor 1\.0.*factor 0\.5"),
-        ("order", r"backward of call (\d+); rank 1: backward of call (?!\1\b)\d+"),
+        ("order", r"backward of the call at rendezvous (\d+); rank 1: backward of the call at rendezvous (?!\1\b)\d+"),
     ],
 )
 def test_ranks_that_would_update_differently_get_an_error(pool: Pool, what: str, text: str) -> None:
