@@ -140,16 +140,18 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
 
     if given.json is not None:
         check_file("--json", given.json)
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    modes = tuple(mode for mode in _list(given.modes) if mode != "graph" or device != "cpu" or given.modes == "graph")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if given.device is None else given.device
+    modes = _list("--modes", given.modes)
+    if device == "cpu" and modes != ("graph",):
+        modes = tuple(mode for mode in modes if mode != "graph")
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given.part)
     if found is None:
         raise ValueError(f"--part {given.part}: write it as I/N, such as 1/3")
     return Options(
-        _list(given.ops) if given.ops is not None else tuple(forward_operators()), modes, device,
-        number_of_ranks(given.ranks, device), (given.seed or default_seed()).lower(), given.shapes,
+        _list("--ops", given.ops) if given.ops is not None else tuple(forward_operators()), modes, device,
+        number_of_ranks(given.ranks, device), (default_seed() if given.seed is None else given.seed).lower(), given.shapes,
         SIZES.get(device, SIZES["cpu"]) if given.sizes is None else given.sizes, (int(found[1]), int(found[2])), given.json,
-        _list(given.only),
+        _list("--only", given.only) if given.only else (),
     )  # fmt: skip
 
 
@@ -159,5 +161,9 @@ def default_seed() -> str:
     return (code.source if code.commit == "unknown" else code.commit)[:8]
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+def _list(option: str, text: str) -> tuple[str, ...]:
+    """Return the names in `text`, separated by commas. Raise `ValueError` if there are none."""
+    found = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not found:
+        raise ValueError(f"{option} {text!r} has no name: pass at least one, or omit {option}")
+    return found
