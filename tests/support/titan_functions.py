@@ -96,3 +96,22 @@ def of_inference(group: dist.ProcessGroup) -> list[str]:
             assert torch.equal(call(x), call(x.clone()))
         call(x.clone()).sum().backward()
     return found
+
+
+def of_wrong_operands(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the error of each call with a wrong operand on rank 1 only. The group must stay usable."""
+    from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
+
+    at, first = (group, group.group_name), group.rank() == 0
+    x, w, b = (torch.ones(*shape, device=device()) for shape in ((4, 8), (6, 8), (6,)))
+    calls = {
+        "AllGatherLinear: bias is a str": lambda: AllGatherLinear.apply(x, w, b if first else "none", *at),
+        "AllGatherLinear: x has shape (2, 2, 8)": lambda: AllGatherLinear.apply(
+            x if first else x.view(2, 2, 8), w, b, *at
+        ),
+        "AllGatherLinearMulti: w is a NoneType": lambda: AllGatherLinearMulti.apply(x, w, w if first else None, *at),
+        "LinearReduceScatter: bias is a list": lambda: LinearReduceScatter.apply(x, w, b if first else [1.0], *at),
+    }
+    found = {said: told(call) for said, call in calls.items()}
+    assert torch.equal(AllGatherLinear.apply(x, w, b, *at), torch.full((4 * group.size(), 6), 9.0, device=device()))
+    return found

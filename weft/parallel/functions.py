@@ -26,6 +26,7 @@ from weft.operator.together import tell, together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.symm.groups import group_of, size_of
+from weft.words import kind
 
 
 def _gathered(
@@ -56,20 +57,31 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
     return [grad_x, *grad_ws]
 
 
-def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a bias with a wrong shape or device, before the collective, and notify peers. Also record whether
-    there is a bias: ranks compare this at the next collective.
+def _require_operands(
+    of: str, group_name: str, x: torch.Tensor, ws: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+) -> None:
+    """Raise `ValueError` for operands that are no matrices, and for a bias with a wrong shape or device, before the
+    collective, and notify peers. Also record whether there is a bias: ranks compare this at the next collective.
 
     of: the name of the function, for error texts.
     """
     compare_options(of, group_name, x, bias=given(bias))
-    if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
-        return
-    with together(of, group_of(group_name), x, None):
-        raise ValueError(
-            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass shape {tuple(w.shape[:1])} on "
-            f"{x.device}, the device of x"
-        )
+    if not torch.compiler.is_compiling() and (wrong := _wrong_operands(x, ws, bias)):
+        with together(of, group_of(group_name), x, None):
+            raise ValueError(f"{of}: {wrong}")
+
+
+def _wrong_operands(x: Any, ws: Sequence[Any], bias: Any) -> str:
+    """Return an error text with its fix; "" for valid operands."""
+    for name, operand in (("x", x), *(("w", w) for w in ws)):
+        if not isinstance(operand, torch.Tensor):
+            return f"{name} is {kind(operand)}: pass a torch.Tensor"
+        if operand.dim() != 2:
+            return f"{name} has shape {tuple(operand.shape)}: pass a matrix"
+    if bias is None or (isinstance(bias, torch.Tensor) and bias.shape == ws[0].shape[:1] and bias.device == x.device):
+        return ""
+    found = f"has shape {tuple(bias.shape)} on {bias.device}" if isinstance(bias, torch.Tensor) else f"is {kind(bias)}"
+    return f"bias {found}: pass shape {tuple(ws[0].shape[:1])} on {x.device}, the device of x"
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,8 +112,8 @@ class AllGatherLinear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x_shard: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
+        _require_operands("AllGatherLinear", group_name, x_shard, [w], bias)
         require_kept_by(ctx, "AllGatherLinear", group_name, x_shard, w, bias)
-        _require_bias("AllGatherLinear", group_name, x_shard, w, bias)
         (y,) = _gathered(ctx, x_shard, [w], group, group_name)
         return _biased("AllGatherLinear", group_name, y, bias)
 
@@ -122,6 +134,7 @@ class AllGatherLinearMulti(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x_shard: torch.Tensor, wa: torch.Tensor, wb: torch.Tensor, group: dist.ProcessGroup, group_name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        _require_operands("AllGatherLinearMulti", group_name, x_shard, [wa, wb])
         require_kept_by(ctx, "AllGatherLinearMulti", group_name, x_shard, wa, wb)
         a, b = _gathered(ctx, x_shard, [wa, wb], group, group_name)
         return a, b
@@ -146,8 +159,8 @@ class LinearReduceScatter(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
+        _require_operands("LinearReduceScatter", group_name, x, [w], bias)
         require_kept_by(ctx, "LinearReduceScatter", group_name, x, w, bias)
-        _require_bias("LinearReduceScatter", group_name, x, w, bias)
         ctx.group_name = group_name
         ctx.save_for_backward(x, w)
         y = matmul_reduce_scatter(x, w.t(), "sum", 0, group_name)
