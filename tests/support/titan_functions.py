@@ -99,7 +99,7 @@ def of_inference(group: dist.ProcessGroup) -> list[str]:
 
 
 def of_wrong_operands(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the error of each call with a wrong operand on rank 1 only. The group must stay usable."""
+    """Return the error of each call with a wrong operand on rank 1 only, and of a right call afterwards."""
     from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
 
     at, first = (group, group.group_name), group.rank() == 0
@@ -113,5 +113,4 @@ def of_wrong_operands(group: dist.ProcessGroup) -> dict[str, str]:
         "LinearReduceScatter: bias is a list": lambda: LinearReduceScatter.apply(x, w, b if first else [1.0], *at),
     }
     found = {said: told(call) for said, call in calls.items()}
-    assert torch.equal(AllGatherLinear.apply(x, w, b, *at), torch.full((4 * group.size(), 6), 9.0, device=device()))
-    return found
+    return found | {"": told(lambda: AllGatherLinear.apply(x, w, b, *at))}
