@@ -238,8 +238,8 @@ class MatmulAllReduce(Products):
     plain: ClassVar[Given] = {"bias": False, "residual": False, "norm": False}
     of_rows = ("x", "residual")
     bad_settings: ClassVar[list[Form]] = [
-        put("op", "mean"), put("op", 5), put("bias", 1), put("residual", "x"), put("norm", 1), put("norm", torch.ones(3)),
-        put("eps", -1.0), put("eps", "small"),
+        put("reduce_op", "mean"), put("reduce_op", 5), put("bias", 1), put("residual", "x"), put("norm", 1),
+        put("norm", torch.ones(3)), put("eps", -1.0), put("eps", "small"),
     ]  # fmt: skip
 
     @classmethod
@@ -274,7 +274,7 @@ class MatmulAllReduce(Products):
         return (8, 64)[self.size] * (1 + self.other) if self.options["norm"] else super()._n()
 
     def settings(self) -> Given:
-        op = {"op": "avg"} if "reduce_op" in self.options else {}
+        op = {"reduce_op": "avg"} if "reduce_op" in self.options else {}
         return {**op, **({"eps": self.options.get("eps", 3.0)} if self.options["norm"] else {})}
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:

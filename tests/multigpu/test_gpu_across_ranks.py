@@ -31,7 +31,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 def average(group: dist.ProcessGroup, differs: bool) -> Any:
     op = "avg" if differs else "sum"
-    return weft.matmul_all_reduce(bf16(64, K), bf16(K, N), group, op=op, schedule="one_shot[by=kernel]")
+    return weft.matmul_all_reduce(bf16(64, K), bf16(K, N), group, reduce_op=op, schedule="one_shot[by=kernel]")
 
 
 def scattered_average(group: dist.ProcessGroup, differs: bool) -> Any:

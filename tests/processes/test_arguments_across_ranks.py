@@ -116,7 +116,7 @@ DIFFERENT: dict[str, dict[str, list[Change]]] = {
     "matmul_all_reduce": {
         "x": [as_3d("x", "residual"), set_to(x=torch.ones(8, 8), residual=torch.ones(8, 3))],
         "w": [set_to(w=torch.ones(8, 4), bias=torch.ones(4), residual=torch.ones(4, 4), norm=torch.ones(4))],
-        "op": [set_to(op="avg", bias=None, residual=None, norm=None)],
+        "reduce_op": [set_to(reduce_op="avg", bias=None, residual=None, norm=None)],
         "norm": [set_to(norm=None)],
         "eps": [set_to(eps=1e-3)],
         "schedule": [set_to(schedule="one_shot[by=kernel]")],
@@ -165,7 +165,7 @@ def test_the_walk_leaves_out_no_parameter(operator: str) -> None:
 def differences(operator: str) -> Iterator[tuple[str, Change, Change]]:
     """Return (name, arguments that both ranks change, arguments that only rank 1 changes) for each difference."""
     for name, changes in DIFFERENT[operator].items():
-        both = AVERAGES.get(operator, set_to()) if name == "op" else set_to()
+        both = AVERAGES.get(operator, set_to()) if name == "reduce_op" else set_to()
         for i, change in enumerate(changes):
             yield f"{name}, {i}", both, change
 

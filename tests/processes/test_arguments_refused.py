@@ -281,9 +281,9 @@ ARGUMENTS_REFUSED = {
         *PRODUCTS_REFUSE,
     ],
     "matmul_all_reduce": [
-        ("op", "max", 'op=\'max\': use "sum" or "avg"'),
-        ("op", None, 'op=None: use "sum" or "avg"'),
-        ("op", "avg", 'op="avg" does not support bias, residual and norm'),
+        ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
+        ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
+        ("reduce_op", "avg", 'reduce_op="avg" does not support bias, residual and norm'),
         ("eps", None, f"eps=None {NO_EPS}"),
         ("eps", np.timedelta64(5, "s"), f"eps=np.timedelta64(5,'s') {NO_EPS}"),
         ("eps", True, f"eps=True {NO_EPS}"),

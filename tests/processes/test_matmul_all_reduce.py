@@ -118,7 +118,7 @@ def overflow(group: dist.ProcessGroup, schedule: str | None) -> tuple[float, flo
     mean computed from that sum would overflow too.
     """
     x, w = torch.full((4, 1), 200.0, dtype=torch.float16), torch.full((1, 4), 200.0, dtype=torch.float16)
-    found = [weft.matmul_all_reduce(x, w, group, op=op, schedule=schedule) for op in ("sum", "avg")]
+    found = [weft.matmul_all_reduce(x, w, group, reduce_op=op, schedule=schedule) for op in ("sum", "avg")]
     return found[0].max().item(), found[1].max().item()
 
 

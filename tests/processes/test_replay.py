@@ -211,7 +211,7 @@ def with_gradients(group: dist.ProcessGroup) -> None:
             "dimensions": (lambda f, x, w: f.all_gather_matmul(x, [w], 0, own)[1][0], [drawn(2, 3, 8), drawn(8, 5)], True),
             "columns": (lambda f, x, w: f.all_gather_matmul(x, [w.t()], 0, own)[1][0], [drawn(3, 8), drawn(5, 8)], True),
             "scatter": (lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 0, own), [drawn(2, 3, 8), drawn(8, 5)], True),
-            "average": (lambda f, x, w: f.matmul_all_reduce(x, w, own, op="avg"), [drawn(2, 3, 8), drawn(8, 5)], True),
+            "average": (lambda f, x, w: f.matmul_all_reduce(x, w, own, reduce_op="avg"), [drawn(2, 3, 8), drawn(8, 5)], True),
             "along the sequence": (
                 lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 1, own), [drawn(3, 2, 8), drawn(8, 5)], False,
             ),
@@ -308,7 +308,7 @@ def on_gpus(group: dist.ProcessGroup) -> None:
         "gathered": lambda: gather(own, drawn(3, 8), [drawn(8, 5), drawn(5, 8).t()], schedule="serial"),
         "gathered, of more dimensions": lambda: gather(own, drawn(3, 2, 8), (drawn(8, 5),), return_A=False, schedule="serial"),
         "all reduced": lambda: leaves(weft.matmul_all_reduce(drawn(4, 8), drawn(8, 5), own, schedule="serial")),
-        "averaged": lambda: leaves(weft.matmul_all_reduce(drawn(2, 2, 8), drawn(8, 5), own, op="avg", schedule="serial")),
+        "averaged": lambda: leaves(weft.matmul_all_reduce(drawn(2, 2, 8), drawn(8, 5), own, reduce_op="avg", schedule="serial")),
         "product gathered": lambda: leaves(weft.matmul_all_gather(drawn(4, 8), drawn(8, 5), 0, own, schedule="serial")),
         "columns": lambda: leaves(weft.matmul_all_gather(drawn(4, 8), drawn(8, 5), -1, own, schedule="serial")),
         "one scale": lambda: scaled(torch.tensor(0.5)),

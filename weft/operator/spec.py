@@ -141,7 +141,7 @@ class Operator(ABC, Generic[C]):
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return further arguments that must be equal on all ranks, as text such as 'op="avg"'; "" for defaults.
+        """Return further arguments that must be equal on all ranks, as text such as 'reduce_op="avg"'; "" for defaults.
 
         Include arguments that the public function uses itself, and does not pass to the operator. Examples are
         dimensions, shapes before flattening, and the kind of reduction.
@@ -187,8 +187,8 @@ class Operator(ABC, Generic[C]):
         return call
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result in place by the number of ranks, as for op="avg". Default: the
-        field `average` of the call.
+        """True if the public function divides the first result in place by the number of ranks, as for reduce_op="avg". Default:
+        the field `average` of the call.
         """
         return bool(getattr(call, "average", False))
 

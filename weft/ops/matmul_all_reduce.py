@@ -31,7 +31,7 @@ EPS = 1e-6
 
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, reduce_op: str = "sum", bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, norm: None = None, eps: float = EPS, schedule: str | None = None,
     deadline_s: float | None = None, timeline: Timeline | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
@@ -39,7 +39,7 @@ def matmul_all_reduce(
 
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, reduce_op: str = "sum", bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, norm: torch.Tensor, eps: float = EPS, schedule: str | None = None,
     deadline_s: float | None = None, timeline: Timeline | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
@@ -51,7 +51,7 @@ def matmul_all_reduce(
     w: torch.Tensor,
     group: dist.ProcessGroup | str,
     *,
-    op: str = "sum",
+    reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def matmul_all_reduce(
 
     Equivalent to
 
-        y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
+        y = x @ w; all_reduce(y, reduce_op); y = y + bias + residual; return y
 
     With `norm`, return `(rms_norm(y, [N], norm, eps), y)`: the input and the residual of a transformer's next layer.
 
@@ -80,7 +80,7 @@ def matmul_all_reduce(
     w: [K, N] in the same dtype, row- or column-major (`linear.weight.t()` is not copied). Its values may differ between
         ranks.
     group: a process group, or its name.
-    op: "sum", or "avg" (the sum divided by the number of ranks).
+    reduce_op: "sum", or "avg" (the sum divided by the number of ranks).
     bias, residual: [N] and [..., N] in x's dtype, added to the sum. Each must be equal on all ranks. If the values
         differ, ranks raise an error only with WEFT_CHECK_CALLS=1. Otherwise results may differ between ranks: depending
         on the schedule, each rank adds its own values, or one rank adds its values for all ranks. Not supported with
@@ -140,9 +140,9 @@ def matmul_all_reduce(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("x", x)
         check_tensor("w", w)
-        check_reduction("op", op)
-        if op == "avg" and not (bias is None and residual is None and norm is None):
-            raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result')
+        check_reduction("reduce_op", reduce_op)
+        if reduce_op == "avg" and not (bias is None and residual is None and norm is None):
+            raise ValueError('reduce_op="avg" does not support bias, residual and norm: apply them to the result')
         checked_dimension(x, 0, names=("x", "dimension"))
         rows = None
         if residual is not None:
@@ -158,10 +158,10 @@ def matmul_all_reduce(
             raise ValueError(f"eps={eps} without norm: pass norm (the weight of the RMSNorm), or omit eps")
         row, weight = _row("bias", bias), _row("norm", norm)
         matrices = x.flatten(0, -2), w, row, rows, weight
-        return _Call(*matrices, None if norm is None else added, op == "avg", outer_of(x, 0))
+        return _Call(*matrices, None if norm is None else added, reduce_op == "avg", outer_of(x, 0))
 
     results = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
-    if op == "avg":
+    if reduce_op == "avg":
         results[0].div_(size_of(group))
     if x.dim() != 2:
         results = [one.view(*x.shape[:-1], one.shape[1]) for one in results]
@@ -208,7 +208,7 @@ class _MatmulAllReduce(Operator[_Call]):
     name, form = "matmul_all_reduce", _Call
     compared = ("average", "outer")
     across_ranks: ClassVar[Mapping[str, Across]] = {
-        "x": "layout", "w": "layout", "group": "own", "op": "alike", "bias": "equal", "residual": "equal", "norm": "layout",
+        "x": "layout", "w": "layout", "group": "own", "reduce_op": "alike", "bias": "equal", "residual": "equal", "norm": "layout",
         "eps": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {name: name for name in _Call._fields[:5]}
@@ -232,7 +232,7 @@ class _MatmulAllReduce(Operator[_Call]):
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
 
     def given(self, call: _Call) -> str:
-        return joined('op="avg"' * call.average, outer_text("x", call.outer))
+        return joined('reduce_op="avg"' * call.average, outer_text("x", call.outer))
 
     def equal(self, call: _Call) -> dict[str, torch.Tensor]:
         following = ("bias", call.bias), ("residual", call.residual)

@@ -200,7 +200,7 @@ class MatmulAllReduceCall(Reduced):
     def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
         following = self.following(inputs)
         eps = {"eps": self.eps} if "norm" in following else {}
-        return {**super().arguments(inputs, group), "op": self.case.op, **following, **eps}
+        return {**super().arguments(inputs, group), "reduce_op": self.case.op, **following, **eps}
 
     @property
     def eps(self) -> float | None:
@@ -254,7 +254,7 @@ class MatmulAllReduceCall(Reduced):
             "residual of fewer columns": (
                 {"residual": residual[:, 1:]}, "residual has 2 columns: pass 3, as many as w has"
             ),
-            "mean": ({"bias": bias, "op": "avg"}, mean),
+            "mean": ({"bias": bias, "reduce_op": "avg"}, mean),
             "no tensor": ({"residual": [residual]}, "residual is a list: pass a torch.Tensor"),
             "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): pass a one-dimensional tensor, [N]"),
             "a norm of other length": ({"norm": torch.ones(2)}, "norm has 2 columns: pass 3, as many as w has"),
@@ -262,7 +262,7 @@ class MatmulAllReduceCall(Reduced):
             "a norm elsewhere": (
                 {"norm": torch.ones(3, device="meta")}, "norm is torch.float32 on meta and x is torch.float32 on cpu"
             ),
-            "the mean's norm": ({"norm": bias, "op": "avg"}, mean),
+            "the mean's norm": ({"norm": bias, "reduce_op": "avg"}, mean),
             "no number": ({"norm": bias, "eps": "0"}, "eps='0' must be a finite number of at least 0"),
             "a negative number": ({"norm": bias, "eps": -1e-9}, "eps=-1e-09 must be a finite number of at least 0"),
             "a number for nothing": ({"eps": 0.5}, "eps=0.5 without norm"),
