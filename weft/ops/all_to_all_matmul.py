@@ -369,12 +369,10 @@ def check_capacity(capacity: int | None, tokens: int, what: str, like: torch.Ten
     what: a phrase for these tokens in the error text. columns: for each token of capacity, the number of elements with the dtype
         of `like` that a rank keeps: one row of each rank.
     """
+    fix = "the largest number of tokens that any rank has in any call"
     if capacity is not None and capacity < max(1, tokens):
         least = f"the number of {what}, {tokens}" if tokens else "1"
-        raise ValueError(
-            f"capacity={capacity} must be at least {least}: pass the largest number of tokens that any rank has in any call"
-        )
-    fix = "the largest number of tokens that any rank has in any call"
+        raise ValueError(f"capacity={capacity} must be at least {least}: pass {fix}")
     _check_memory("capacity", capacity, columns, like, "on each rank", fix)
 
 
@@ -382,15 +380,11 @@ def _check_max_rows(call: _Call) -> None:
     """Raise `ValueError` if the host of a CPU rank has too little memory for the results. Without this check the group would fail,
     because the rank allocates them after its peers have begun the call.
     """
-    columns = call.w.shape[2] + call.return_x * call.tokens.shape[1]
-    _check_memory(
-        "max_rows",
-        call.max_rows,
-        columns,
-        call.tokens,
-        "on this rank",
+    columns, fix = (
+        call.w.shape[2] + call.return_x * call.tokens.shape[1],
         "the largest number of rows that this rank can receive",
     )
+    _check_memory("max_rows", call.max_rows, columns, call.tokens, "on this rank", fix)
 
 
 def _check_memory(name: str, rows: int | None, columns: int, like: torch.Tensor, use: str, fix: str) -> None:

@@ -64,9 +64,10 @@ def read_plan(
     except Exception as error:
         group = getattr(env, "process_group", None)
         if isinstance(group, dist.ProcessGroup) and not is_not_a_member(group):
+            valid_s = None  # if the deadline is refused too
             with contextlib.suppress(ValueError):
-                deadline_s = checked_deadline(deadline_s)
-            agree_on_module(group, device, None, {}, error, deadline_s, made)
+                valid_s = checked_deadline(deadline_s)
+            agree_on_module(group, device, None, {}, error, valid_s, made)
         raise
 
 

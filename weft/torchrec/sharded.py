@@ -119,16 +119,8 @@ class ShardedEmbeddingBagCollection(
         """
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
-        read = read_plan(
-            module,
-            plan,
-            env,
-            device,
-            fused_params,
-            EmbeddingBagConfig.of,
-            type(self).__name__,
-            options.get("deadline_s"),
-        )
+        name, deadline_s = type(self).__name__, options.get("deadline_s")
+        read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of, name, deadline_s)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
         # Send vectors in 16 bits if the plan requests 16 bits. Vectors of parts keep the tables' dtype until they are
         # assembled.

@@ -95,9 +95,8 @@ class FarFirst:
             is_faster &= far_us >= _LONG_US
 
         def ended(found: int) -> None:
-            assert turn.deadline_s is not None
             if not is_faster and found.bit_length() == rows.bit_length():
-                ways.took(rows, time.perf_counter() - begin_s, turn.deadline_s)
+                ways.took(rows, time.perf_counter() - begin_s, turn.wait_s)
 
         return ways.takes_other(rows, is_faster), ended
 
@@ -236,11 +235,10 @@ class FarFirst:
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], turn: Turn) -> None:
         assert self._memory is not None
-        assert turn.deadline_s is not None
         if len(self.near) == 1:
             received[0].copy_(sent[0])
         else:
-            self._memory.exchange(sent, received, deadline_s=turn.deadline_s, what=_NEAR)
+            self._memory.exchange(sent, received, deadline_s=turn.wait_s, what=_NEAR)
 
 
 class Combine:

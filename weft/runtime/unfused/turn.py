@@ -202,9 +202,13 @@ class Turn:
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
-        if turns is not None:
-            deadline_s = deadline_s or turns.comm.deadline_s
-        self.deadline_s, self.wait_s = deadline_s, deadline_s or 0.0
+        self.deadline_s = deadline_s or (None if turns is None else turns.comm.deadline_s)
+
+    @property
+    def wait_s(self) -> float:
+        """The deadline in seconds. Only a call with a rendezvous always has one."""
+        assert self.deadline_s is not None
+        return self.deadline_s
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
@@ -319,7 +323,7 @@ class _Straight(Turn):
     """A `Turn` that runs collectives without a rendezvous, a deadline or a timeline: it only calls torch."""
 
     def __init__(self) -> None:
-        self.deadline_s, self._turns, self.wait_s = None, None, 0.0
+        self.deadline_s, self._turns = None, None
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
